@@ -1,0 +1,52 @@
+"""What the trainer hands to a drafter's loss, and what it gets back.
+
+Legend: B rows, T positions, H hidden, V vocabulary, n taps, M selected positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class TrainBatch:
+    """Packed token sequences with the target's features at every position.
+
+    tokens [B, T] int64; positions [B, T] int64, restarting at 0 with each packed document; segments [B, T] int32, the document's
+    number within the row starting at 1, 0 on padding; loss_mask [B, T] bool, True where the token AT this position belongs to a
+    supervised answer; taps [B, T, n, H] or None; last_hidden [B, T, H] or None (post final norm).
+    target_logits: maps last_hidden rows [M, H] to the target's logits [M, V]; None unless the drafter needs logits.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    loss_mask: Tensor
+    taps: Tensor | None = None
+    last_hidden: Tensor | None = None
+    target_logits: Callable[[Tensor], Tensor] | None = None
+
+    def supervised(self, ahead: int) -> Tensor:
+        """[B, T] bool: True at t when token t+ahead exists in the same document and is supervised."""
+        mask = self.loss_mask.new_zeros(self.loss_mask.shape)
+        if ahead >= self.tokens.shape[1]:
+            return mask
+        same = (self.segments[:, ahead:] == self.segments[:, : self.segments.shape[1] - ahead]) & (self.segments[:, ahead:] > 0)
+        mask[:, : mask.shape[1] - ahead] = self.loss_mask[:, ahead:] & same
+        return mask
+
+
+@dataclass
+class LossOutput:
+    """A loss as a sum, with what is needed to average it anywhere.
+
+    loss_sum: differentiable scalar, summed over supervised positions (and over depths with the kind's weights). The trainer
+    divides by the supervised tokens of the whole global step.
+    metrics: name -> (sum, count), detached scalars; for instance "accuracy/depth1".
+    """
+
+    loss_sum: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

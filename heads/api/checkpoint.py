@@ -1,0 +1,134 @@
+"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded completely or not at all.
+
+The folder remembers the kind, its configuration and the target it was trained for; another target is refused. docs/formats.md
+describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from heads.api.target_info import TargetInfo, TargetWeights
+
+FORMAT = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_drafter(drafter: Any, directory: Path, info: TargetInfo, state: dict[str, Tensor] | None = None) -> None:
+    """Write `drafter` to `directory` (created; files replaced atomically).
+
+    state: weights to write instead of the module's own, e.g. gathered from a sharded engine. A kind without weights writes only
+    config.json.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(drafter, TrainableDrafter):
+        tensors = {name: value.detach().cpu().contiguous() for name, value in (state or drafter.state_dict()).items()}
+        partial = directory / (WEIGHTS_FILE + ".partial")
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+        os.replace(partial, directory / WEIGHTS_FILE)
+    content = {
+        "format": FORMAT,
+        "kind": drafter.kind,
+        "config": asdict(drafter.config),
+        "needs": asdict(drafter.needs),
+        "target": info.to_dict(),
+    }
+    partial = directory / (CONFIG_FILE + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, directory / CONFIG_FILE)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of another format."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder that training wrote.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UserError(f"'{path}' has checkpoint format {content['format']}; this version reads format {FORMAT}.")
+        return {key: content[key] for key in ("format", "kind", "config", "needs", "target")}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is broken ({error!r}). Train or download the checkpoint again.") from error
+
+
+def build_config(kind: str, values: dict[str, Any]) -> Any:
+    """The frozen configuration of `kind` from plain values; lists become the tuples that the dataclass declares."""
+    config_class = get_kind(kind).config_class
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return config_class(**plain)
+    except TypeError as error:
+        raise UserError(f"the stored configuration does not fit kind '{kind}': {error}.") from error
+
+
+def new_drafter(kind: str, config: Any, info: TargetInfo, weights: TargetWeights, seed: int) -> Any:
+    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's weights."""
+    drafter = get_kind(kind).drafter_class(config, info)
+    if isinstance(drafter, TrainableDrafter):
+        drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
+        drafter.bind(weights)
+        drafter.initialise(weights, torch.Generator().manual_seed(seed))
+        refuse_unset(drafter)
+    return drafter
+
+
+def load_drafter(directory: Path, info: TargetInfo, weights: TargetWeights) -> Any:
+    """Load a checkpoint for the target described by `info`, in the dtype and on the device of the target's weights.
+
+    Raises `UserError` for another target, for missing, unknown or misshapen tensors, and for weights that are not finite.
+    """
+    content = read_config(directory)
+    TargetInfo.from_dict(content["target"]).require_same(info)
+    kind = get_kind(content["kind"])
+    drafter = kind.drafter_class(build_config(kind.name, content["config"]), info)
+    if not isinstance(drafter, TrainableDrafter):
+        return drafter
+    load_weights(drafter, directory / WEIGHTS_FILE)
+    drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
+    drafter.bind(weights)
+    return drafter.eval()
+
+
+def load_weights(drafter: TrainableDrafter, path: Path) -> None:
+    """Fill every persistent tensor of `drafter` from a safetensors file, completely or not at all."""
+    try:
+        tensors = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or train it again.") from error
+    expected = drafter.state_dict()
+    missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or unknown:
+        raise UserError(f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown tensors {unknown}.")
+    for name, value in tensors.items():
+        if value.shape != expected[name].shape:
+            raise UserError(f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}.")
+    drafter.load_state_dict(tensors, strict=True)
+    refuse_unset(drafter)
+
+
+def refuse_unset(drafter: TrainableDrafter) -> None:
+    """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are NaN)."""
+    for name, value in drafter.state_dict().items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise UserError(f"weight '{name}' of kind '{drafter.kind}' holds values that are not finite: it was never set.")
+
+
+def unset_parameters(module: torch.nn.Module) -> None:
+    """Fill every parameter with NaN; kinds call this at the end of `__init__`."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float("nan"))

@@ -1,0 +1,129 @@
+"""The two contracts of a drafter and the values that cross them.
+
+Decoding (`Drafter`): `start` after prefill, then `propose` and `commit` once per verification. The loop knows tokens and parents,
+nothing else. Training (`TrainableDrafter`): `loss(batch)`.
+
+What the target has seen reaches a drafter always in the same form, a `TargetStates`: a run of tokens, each with the target's TRUE
+states at it and with the token that was committed after it. After prefill the run is the prompt; after a verification it is the
+root and the accepted drafts. A drafter never feeds on its own approximations of states that the target has since computed.
+
+Legend: B rows, N nodes, T positions, H hidden, V vocabulary, n taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import TokenTree
+
+
+@dataclass
+class TargetStates:
+    """A run of committed tokens and the target's states at them, right-padded to T.
+
+    tokens [B, T] int64; next_tokens [B, T] int64, the token committed after each; positions [B, T] int64; valid [B, T] bool,
+    False on padding; taps [B, T, n, H] in the order of `FeatureSpec.taps`, or None; last_hidden [B, T, H] or None.
+    Valid entries are a prefix of every row, and every row has at least one.
+    """
+
+    tokens: Tensor
+    next_tokens: Tensor
+    positions: Tensor
+    valid: Tensor
+    taps: Tensor | None = None
+    last_hidden: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Valid entries per row [B] int64."""
+        return self.valid.sum(1)
+
+
+@dataclass
+class Proposal:
+    """Drafted tokens [B, N] with the root first, and the tree that says who follows whom."""
+
+    tokens: Tensor
+    tree: TokenTree
+
+
+class Noise(Protocol):
+    """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute position, target token id)."""
+
+    def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Rank drafted candidates as the target will pick: log softmax(logits / T) + g, or log softmax(logits) at T = 0.
+
+        logits [B, M, V'] float, positions [B, M] absolute positions of the tokens being chosen, token_ids [V'] the target
+        ids of the columns when the draft vocabulary is reduced. Returns float32 [B, M, V'].
+        """
+        ...
+
+    def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Column of the best score [B, M] int64: `scores(...).argmax(-1)` without the normalisation."""
+        ...
+
+
+class Drafter(Protocol):
+    """What the decode loop asks of a drafter. `State` is a dataclass of tensors with leading size B, opaque to the loop."""
+
+    kind: ClassVar[str]
+    needs: FeatureSpec
+
+    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> Any:
+        """State after prefill. `tree` is the static tree to fill, `capacity` the most positions a row can ever reach."""
+        ...
+
+    def propose(self, state: Any, noise: Noise) -> Proposal:
+        """Fill the tree behind each row's root (the last `next_tokens` that the state was told)."""
+        ...
+
+    def commit(self, state: Any, accepted: TargetStates) -> Any:
+        """State after a verification: `accepted` holds the root, the accepted drafts and the bonus (as the last next token)."""
+        ...
+
+
+class TrainableDrafter(nn.Module):
+    """Base of the kinds with weights: adds sharing with the target, initialisation and the training contract.
+
+    A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN), so that a weight that was
+    neither initialised nor loaded cannot go unnoticed.
+    """
+
+    kind: ClassVar[str]
+    needs: FeatureSpec
+
+    def __init__(self, config: Any, info: TargetInfo) -> None:
+        super().__init__()
+        self.config = config
+        self.info = info
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Attach the target's frozen tensors this drafter shares (as non-persistent buffers). Called before any use."""
+        raise NotImplementedError(f"{type(self).__name__} must implement bind")
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Set every parameter for a fresh training run."""
+        raise NotImplementedError(f"{type(self).__name__} must implement initialise")
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """The training objective on one packed batch: sums and counts, never means of means."""
+        raise NotImplementedError(f"{type(self).__name__} must implement loss")
+
+    def forward(self, batch: TrainBatch) -> LossOutput:
+        """`loss`, under the name that training engines call."""
+        return self.loss(batch)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Per drafted depth k = 1..depth: logits [B, T, V'] as the loss sees them, for the parity check.
+
+        Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up to t+k, and predicts token
+        t+k+1: what `propose` computes at depth k for a row whose last seen position is t.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement train_logits")

@@ -1,0 +1,38 @@
+"""What a drafter needs to be told about the target's inner states.
+
+Layer convention everywhere: tap `L` is the residual stream after L decoder layers; tap 0 is the embedding output. The tap after
+the last layer is taken before the final norm; `last_hidden` is the state after it, the one that enters the LM head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heads.api.errors import UserError
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """The features of the target that a drafter reads, both in training and in decoding.
+
+    taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final norm.
+    last_hidden: whether the post-final-norm state is read.
+    logits: whether training compares with the target's full distribution (computed from `last_hidden` on demand).
+    """
+
+    taps: tuple[int, ...] = ()
+    last_hidden: bool = False
+    logits: bool = False
+
+    def __post_init__(self) -> None:
+        if list(self.taps) != sorted(set(self.taps)):
+            raise UserError(f"taps must be ascending layer numbers without repetition; given: {list(self.taps)}.")
+
+    def check(self, num_layers: int) -> None:
+        """Raise `UserError` when a tap does not exist in a target of `num_layers` layers."""
+        wrong = [tap for tap in self.taps if not 0 <= tap <= num_layers]
+        if wrong:
+            raise UserError(
+                f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 (embeddings) to {num_layers} "
+                "are allowed. Change head.taps."
+            )

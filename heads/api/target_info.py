@@ -1,0 +1,76 @@
+"""What a drafter may know of its target: facts (`TargetInfo`) and frozen weights (`TargetWeights`).
+
+The values are filled in by `inference.target`; a checkpoint stores the facts, so that a drafter refuses another target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """Facts of one target model, as stored in drafter checkpoints and manifests."""
+
+    id: str
+    """Hub id or the path it was loaded from."""
+    revision: str
+    """Commit hash on the Hub, or `sha256:` of the weights' headers and sizes for a local folder."""
+    model_type: str
+    tokenizer_hash: str
+    """Hash of the vocabulary and special tokens: two targets with the same hash read the same token ids."""
+    vocab_size: int
+    """Rows of the LM head (may exceed the tokenizer's length)."""
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TargetInfo:
+        """Rebuild from `to_dict`; raises `UserError` when a field is missing or unknown."""
+        names = {f.name for f in fields(cls)}
+        if set(values) != names:
+            odd = sorted(names.symmetric_difference(values))
+            raise UserError(f"the stored target description is not readable: missing or unknown fields {odd}.")
+        return cls(**values)
+
+    def require_same(self, other: TargetInfo) -> None:
+        """Raise `UserError` unless a drafter made for `self` can serve `other`.
+
+        A moved folder is fine (the id may differ while revision and tokenizer agree); other weights or another vocabulary are not.
+        """
+        for name in ("tokenizer_hash", "hidden_size", "num_layers", "vocab_size", "revision"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise UserError(
+                    f"this drafter was trained for target '{self.id}' with {name} {mine}, but was given '{other.id}' with "
+                    f"{name} {theirs}. Load it with the target it was trained for, or train a drafter for '{other.id}'."
+                )
+
+
+@dataclass
+class TargetWeights:
+    """The target's frozen weights that drafters share or start from. Never saved with a drafter, never trained."""
+
+    embedding: Tensor  # [V, H]
+    lm_head: Tensor  # [V, H]; the same tensor as `embedding` when tied
+    logits: Callable[[Tensor], Tensor]
+    """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling and bias included)."""
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """Every named tensor of the target, for drafters that copy layers out of it."""

@@ -1,0 +1,114 @@
+"""Token trees: who follows whom among the drafted tokens of one verification.
+
+A chain is a tree whose node i follows node i-1; plain decoding is the tree of one node. Node 0 is the root: the last committed
+token, not yet in the target's cache. Parents come before their children.
+
+Legend: B rows, N nodes, D deepest level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """The topology of drafted nodes. A static tree has leading size 1 and broadcasts over rows; a dynamic one has size B.
+
+    parents [1|B, N] int64 (the root is its own parent), depth [1|B, N] int64, ancestors [1|B, N, N] bool where
+    `ancestors[b, i, j]` says that node j lies on the path from the root to node i (i itself included).
+    `max_depth` and `is_chain` are known on the host, so that no step has to ask the device.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    max_depth: int
+    is_chain: bool
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @classmethod
+    def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
+        """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth` bounds the depth."""
+        nodes = parents.shape[1]
+        eye = torch.eye(nodes, dtype=torch.bool, device=parents.device)
+        ancestors = eye.expand(parents.shape[0], nodes, nodes).clone()
+        jump = parents
+        for _ in range(max_depth):
+            ancestors |= torch.nn.functional.one_hot(jump, nodes).bool()
+            jump = torch.gather(parents, 1, jump)
+        depth = ancestors.sum(-1) - 1
+        return cls(parents, depth, ancestors, max_depth, is_chain=False)
+
+    @classmethod
+    def chain(cls, depth: int, device: torch.device | str = "cpu") -> TokenTree:
+        """A chain of `depth` drafted tokens behind the root (depth 0: plain decoding)."""
+        nodes = torch.arange(depth + 1, device=device)
+        ancestors = nodes[:, None] >= nodes[None, :]
+        return cls((nodes - 1).clamp(min=0)[None], nodes[None], ancestors[None], depth, is_chain=True)
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> TokenTree:
+        """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first tokens and one second token.
+
+        Every prefix of a path must be listed as well. Raises `UserError` naming the first path whose prefix is absent.
+        """
+        paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents = [0]
+        for path in paths:
+            if path[:-1] not in index or (path[-1] > 0 and (*path[:-1], path[-1] - 1) not in index):
+                raise UserError(
+                    f"tree path {list(path)} stands without the path or the better sibling before it; "
+                    "list every prefix and every better rank too."
+                )
+            index[path] = len(parents)
+            parents.append(index[path[:-1]])
+        max_depth = max((len(path) for path in paths), default=0)
+        tree = cls.from_parents(torch.tensor([parents], device=device), max_depth)
+        is_chain = parents == [max(i - 1, 0) for i in range(len(parents))]
+        return cls(tree.parents, tree.depth, tree.ancestors, max_depth, is_chain)
+
+    def to(self, device: torch.device | str) -> TokenTree:
+        return TokenTree(
+            self.parents.to(device), self.depth.to(device), self.ancestors.to(device), self.max_depth, self.is_chain
+        )
+
+    def levels(self) -> list[Level]:
+        """The static tree level by level, for drafters that grow it one depth at a time. Host-side; call once."""
+        parents, depth = self.parents[0].tolist(), self.depth[0].tolist()
+        found = []
+        for level in range(1, self.max_depth + 1):
+            nodes = [i for i, d in enumerate(depth) if d == level]
+            if nodes != list(range(nodes[0], nodes[0] + len(nodes))):
+                raise UserError("the nodes of a static tree must be numbered level by level.")
+            above = [i for i, d in enumerate(depth) if d == level - 1]
+            seen: dict[int, int] = {}
+            ranks = []
+            for node in nodes:
+                ranks.append(seen.get(parents[node], 0))
+                seen[parents[node]] = ranks[-1] + 1
+            found.append(Level(nodes, [above.index(parents[node]) for node in nodes], ranks))
+        return found
+
+
+@dataclass(frozen=True)
+class Level:
+    """One depth of a static tree: `nodes` (consecutive), the place of each one's parent in the level above, its sibling rank."""
+
+    nodes: list[int]
+    parent_places: list[int]
+    ranks: list[int]
+
+    @property
+    def max_rank(self) -> int:
+        return max(self.ranks)

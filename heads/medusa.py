@@ -1,0 +1,177 @@
+"""Medusa: K independent heads on the target's last hidden state, one forward pass for the whole proposal.
+
+Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the target's own LM head predicts t+1.
+Each head is a stack of residual blocks h + SiLU(U h + b), zero at the start so that training begins at the target's own prediction,
+followed by the target's frozen LM head or an own one (methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
+
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, N nodes, D depth of the tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.checkpoint import unset_parameters
+from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import TokenTree
+from heads.nn import init, losses
+from heads.nn.drafting import PlanCache, TreePlan, choose, last_valid
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of Medusa heads."""
+
+    num_heads: int = 4
+    """Heads K, the deepest token that can be drafted (>= 1; 3 to 5 in the paper)."""
+    num_layers: int = 1
+    """Residual blocks per head, each with its own weights (>= 1)."""
+    own_lm_head: bool = False
+    """Give every head an LM head of its own, started from the target's (V * H weights each); otherwise share the frozen one."""
+    decay: float = 0.8
+    """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
+    soft_labels: bool = False
+    """Train on the target's distribution at the predicted position instead of the token it sampled there."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise UserError(
+                f"medusa needs num_heads >= 1 and num_layers >= 1; given num_heads={self.num_heads}, num_layers={self.num_layers}."
+            )
+        if not 0.0 < self.decay <= 1.0:
+            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
+
+
+@dataclass
+class State:
+    """hidden [B, H]: the target's state at the last seen position; root [B] int64 and its position [B] int64."""
+
+    hidden: Tensor
+    root: Tensor
+    root_position: Tensor
+    plan: TreePlan
+
+
+class Drafter(TrainableDrafter):
+    """K residual heads over the target's last hidden state."""
+
+    kind: ClassVar[str] = "medusa"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
+        heads, layers, hidden = config.num_heads, config.num_layers, info.hidden_size
+        # All heads of a layer in one tensor: both training and drafting multiply them as one batch.
+        self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
+        self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
+        self.lm_heads = nn.Parameter(torch.empty(heads, info.vocab_size, hidden)) if config.own_lm_head else None
+        self._target: TargetWeights | None = None
+        self._plans = PlanCache()
+        unset_parameters(self)
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Remember the target's LM head."""
+        self._target = weights
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Zero residual blocks: every head starts as the target's own next-token prediction."""
+        init.constant(self.residual_weight, 0.0)
+        init.constant(self.residual_bias, 0.0)
+        if self.lm_heads is not None:
+            init.copy(self.lm_heads, weights.lm_head.expand_as(self.lm_heads))
+
+    def _head_logits(self, hidden: Tensor, heads: int) -> Tensor:
+        """States [M, H] -> logits [heads, M, V] of the first `heads` heads."""
+        states = hidden.to(self.residual_weight.dtype).expand(heads, *hidden.shape)
+        for weight, bias in zip(self.residual_weight, self.residual_bias, strict=True):
+            states = states + F.silu(torch.baddbmm(bias[:heads, None], states, weight[:heads].transpose(1, 2)))
+        if self.lm_heads is not None:
+            return torch.bmm(states, self.lm_heads[:heads].transpose(1, 2))
+        assert self._target is not None, "bind was not called"
+        return self._target.logits(states.to(self._target.lm_head.dtype))
+
+    # --- training ------------------------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised tokens."""
+        assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
+        config: Config = self.config
+        hidden, tokens = batch.last_hidden.flatten(0, 1), batch.tokens.flatten()  # [B*T, H], [B*T]
+        wanted = torch.stack([batch.supervised(k + 1).flatten() for k in range(1, config.num_heads + 1)], dim=1)  # [B*T, K]
+        ahead = torch.arange(1, config.num_heads + 1, device=tokens.device)
+
+        def part(rows: Tensor) -> losses.Sums:
+            mask = wanted[rows]  # [M, K]
+            # Rows near the end of the batch wrap to the last token; the mask excludes them.
+            states_at = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)
+            labels = tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]  # [M, K]
+            logits = self._head_logits(hidden[rows], config.num_heads).transpose(0, 1)  # [M, K, V]
+            values = self._per_head_loss(logits, labels, states_at, batch).view(mask.shape)
+            correct = (logits.argmax(-1) == labels) & mask
+            return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
+
+        rows = wanted.any(1).nonzero().squeeze(1)
+        per_head, correct, counts = losses.sum_over_rows(part, rows, config.num_heads * self.info.vocab_size)
+        weights = config.decay ** ahead.to(per_head.dtype)
+        return LossOutput((weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts))
+
+    def _per_head_loss(self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch) -> Tensor:
+        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's distribution at `states_at` [M, K]."""
+        flat = logits.flatten(0, 1)
+        if not self.config.soft_labels:
+            return losses.cross_entropy(flat, labels.flatten())
+        assert batch.last_hidden is not None and batch.target_logits is not None, "soft labels need the target's logits"
+        with torch.no_grad():
+            # Token t+k+1 is drawn from the target's distribution at state t+k.
+            target = batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at.flatten()])
+            probabilities = target.to(torch.promote_types(target.dtype, torch.float32)).softmax(-1)
+        return losses.soft_cross_entropy(flat, probabilities)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Logits [B, T, V] of heads 1..depth; see the contract."""
+        assert batch.last_hidden is not None and depth <= self.config.num_heads
+        shape = batch.tokens.shape
+        return list(self._head_logits(batch.last_hidden.flatten(0, 1), depth).unflatten(1, shape))
+
+    # --- drafting ------------------------------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+        """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
+        if tree.max_depth > self.config.num_heads:
+            raise UserError(
+                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens deep. "
+                f"Set decode.depth to at most {self.config.num_heads}, or train with head.num_heads={tree.max_depth}."
+            )
+        rows, last, root, root_position = last_valid(seen)
+        assert seen.last_hidden is not None, "medusa needs the target's last hidden state"
+        return State(seen.last_hidden[rows, last], root, root_position, self._plans.of(tree))
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """One pass of all heads; a node's token depends on its depth and rank alone."""
+        plan, depth = state.plan, state.plan.tree.max_depth
+        if depth == 0:
+            return Proposal(state.root[:, None], plan.tree)
+        logits = self._head_logits(state.hidden, depth).transpose(0, 1)  # [B, D, V]
+        positions = state.root_position[:, None] + plan.depths
+        columns = choose(logits, positions, plan.max_rank, noise).flatten(1)  # [B, D * (max_rank + 1)]
+        if not plan.tree.is_chain:
+            columns = columns[:, plan.by_depth_and_rank]
+        return Proposal(torch.cat([state.root[:, None], columns], dim=1), plan.tree)
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Move to the last accepted token's true state; see the protocol."""
+        rows, last, root, root_position = last_valid(accepted)
+        assert accepted.last_hidden is not None, "medusa needs the target's last hidden state"
+        state.hidden.copy_(accepted.last_hidden[rows, last])
+        state.root.copy_(root)
+        state.root_position.copy_(root_position)
+        return state

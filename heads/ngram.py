@@ -1,0 +1,115 @@
+"""n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest tokens.
+
+No weights and no target states: the drafter searches prompt and answer so far for the longest run of tokens, at most `max_n` and at
+least `min_n` long, that equals the newest tokens; among runs of that length the most recent one wins; what followed it is proposed.
+Pays when the answer copies its prompt (methods.md, 5).
+
+Legend: B rows, N nodes, S slots of history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo
+from heads.api.tree import TokenTree
+from heads.nn.drafting import PlanCache, TreePlan
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of n-gram lookup."""
+
+    min_n: int = 1
+    """Shortest run of tokens that counts as a match (>= 1)."""
+    max_n: int = 4
+    """Longest run of tokens compared (>= min_n)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise UserError(
+                f"ngram needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. "
+                "Change head.min_n or head.max_n."
+            )
+
+
+@dataclass
+class State:
+    """history [B, S] int64: committed tokens, the root last; length [B] int64: how many of them are set."""
+
+    history: Tensor
+    length: Tensor
+    plan: TreePlan
+
+
+class Drafter:
+    """n-gram lookup over each row's own history."""
+
+    kind: ClassVar[str] = "ngram"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        self.config = config
+        self.info = info
+        self.needs = FeatureSpec()
+        self._plans = PlanCache()
+
+    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+        """State after prefill; see the protocol."""
+        batch, width = seen.tokens.shape
+        # Padded entries of a commit are written behind the length, hence the extra room.
+        slots = max(capacity, width) + tree.max_depth + 2
+        state = State(
+            history=seen.tokens.new_zeros(batch, slots),
+            length=seen.lengths,
+            plan=self._plans.of(tree),
+        )
+        state.history[:, :width] = seen.tokens
+        return self._append(state, seen)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root."""
+        drafted = self._continuation(state)  # [B, D + 1], the root first
+        plan = state.plan
+        tokens = drafted[:, plan.node_depth]
+        if not plan.tree.is_chain:
+            tokens = torch.where(plan.best_path, tokens, drafted[:, :1])
+        return Proposal(tokens, plan.tree)
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Append the accepted run to the history; see the protocol."""
+        return self._append(state, accepted)
+
+    def _append(self, state: State, run: TargetStates) -> State:
+        first = run.positions[:, :1] + 1
+        slots = first + torch.arange(run.tokens.shape[1], device=first.device)
+        state.history.scatter_(1, slots, run.next_tokens)
+        state.length.copy_(first[:, 0] + run.lengths)
+        return state
+
+    def _continuation(self, state: State) -> Tensor:
+        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is repeated."""
+        history, length = state.history, state.length
+        slots = torch.arange(history.shape[1], device=history.device)
+        last = (length - 1)[:, None]
+        run = slots < last  # a match must end before the newest token, so that something follows it
+        matched = torch.zeros_like(history)
+        for back in range(self.config.max_n):
+            newest = history.gather(1, (last - back).clamp(min=0))
+            same = history[:, : history.shape[1] - back] == newest
+            run = run & torch.nn.functional.pad(same, (back, 0)) & (last >= back)
+            matched += run
+        score = torch.where(matched >= self.config.min_n, matched * history.shape[1] + slots, -1)
+        best, end = score.max(1, keepdim=True)  # longest match first, then the most recent one
+        # Behind the newest token the copied stretch starts over, which continues a repetition.
+        steps = torch.arange(1, state.plan.tree.max_depth + 1, device=history.device)
+        wanted = end + 1 + (steps - 1) % (last - end).clamp(min=1)
+        drafted = history.gather(1, wanted.clamp(max=history.shape[1] - 1))
+        root = history.gather(1, last)
+        return torch.cat([root, torch.where(best >= 0, drafted, root)], dim=1)

@@ -1,0 +1,107 @@
+"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what lies there.
+
+A manifest is written last and atomically, so its presence means that the stage finished. Paths in it are relative and cannot leave
+their folder. docs/formats.md lists the fields of every stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from heads.api.errors import UserError
+
+FORMAT = 1
+MANIFEST_FILE = "manifest.json"
+
+
+def write_manifest(directory: Path, stage: str, content: Mapping[str, Any], provenance: Mapping[str, Any] | None = None) -> Path:
+    """Write `directory/manifest.json` atomically and return its path.
+
+    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...) is stored under its own key.
+    """
+    assert not {"format", "stage", "provenance"} & set(content), "these keys are written by write_manifest"
+    full = {"format": FORMAT, "stage": stage, **content}
+    if provenance is not None:
+        full["provenance"] = dict(provenance)
+    path = directory / MANIFEST_FILE
+    write_json(path, full)
+    return path
+
+
+def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
+    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another stage or another format."""
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        raise UserError(
+            f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run `headstart {stage}` with this "
+            "output folder (an interrupted run continues), or give the folder of a finished one."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' is not readable as JSON ({error}). Run the stage again.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        given = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise UserError(f"'{path}' has manifest format {given!r}; this version reads format {FORMAT}.")
+    if content.get("stage") != stage:
+        raise UserError(f"'{directory}' was written by stage '{content.get('stage')}', but the output of '{stage}' is needed here.")
+    return content
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically: after a kill either the old file or the new one is there, never half of one."""
+    write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically (temporary file in the same folder, then rename); creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entry(directory: Path, relative: str, **extra: Any) -> dict[str, Any]:
+    """A manifest's entry for one file: its relative path, `extra` (rows, ...), its SHA-256."""
+    return {"file": relative, **extra, "sha256": file_sha256(safe_path(directory, relative))}
+
+
+def verify_file(directory: Path, entry: Mapping[str, Any]) -> Path:
+    """The path of a listed file after checking that it lies inside `directory` and is unchanged; raises `UserError` otherwise."""
+    try:
+        relative, expected = entry["file"], entry["sha256"]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the manifest in '{directory}' lists a file without path or sha256. Run the stage again.") from error
+    path = safe_path(directory, relative)
+    if not path.is_file():
+        raise UserError(f"'{path}' is listed in the manifest but is not there. Copy the whole folder, or run the stage again.")
+    found = file_sha256(path)
+    if found != expected:
+        raise UserError(
+            f"'{path}' was changed or damaged since it was written: its sha256 is {found[:12]}..., the manifest says "
+            f"{str(expected)[:12]}.... Copy it again, or run the stage again with overwrite=true."
+        )
+    return path
+
+
+def safe_path(directory: Path, relative: str) -> Path:
+    """`directory / relative`, refused with `UserError` when it is absolute or would leave the folder (links included)."""
+    pure = PurePosixPath(relative) if isinstance(relative, str) else PurePosixPath("/")
+    path = directory / pure
+    if pure.is_absolute() or ".." in pure.parts or "\\" in str(relative) or not path.resolve().is_relative_to(directory.resolve()):
+        raise UserError(f"the manifest in '{directory}' names {relative!r}, which lies outside its folder. It was not written by us; refused.")
+    return path

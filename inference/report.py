@@ -1,0 +1,247 @@
+"""Renders one or several report.json: the table in the terminal, report.md and its plots. Divides nothing:
+see metrics.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from heads.api.errors import UserError
+from inference.metrics import PHASES, efficiency
+from inference.report_schema import arm_name, read_report, validate_report
+
+DEFINITIONS = (
+    "**tau**: committed tokens / verify passes (bonus included, cut at end-of-text, prefill's token "
+    "excluded). **TAR**: accepted drafted tokens / (accepted + the refusal that ended a pass, if any). "
+    "**speedup**: tokens/s over the same loop without a drafter (N = 1), same engine, same run, ratio of "
+    "sums, prefill excluded. **ideal**: tau / (1 + draft time per pass / baseline time per pass). "
+    "**efficiency**: speedup / ideal. **lossless**: measured sequences identical to the baseline's; a near "
+    "tie is a difference within the measured numerical gap of the number format, a mismatch is not. "
+    "Brackets: 95% bootstrap interval over prompts."
+)
+
+Report = Mapping[str, Any]
+
+
+def render(reports: Sequence[Path], out: Path) -> Path:
+    """Write `out`/report.md and its PNGs from report.json files (or folders that hold one); returns
+    report.md's path.
+
+    Raises `UserError` when a report is missing, broken or incomplete.
+    """
+    if not reports:
+        raise UserError("no report was given. Name at least one report.json, or a folder that holds one.")
+    loaded = dict(zip(_labels(reports), [read_report(path) for path in reports], strict=True))
+    out.mkdir(parents=True, exist_ok=True)
+    from inference.plots import plot_all  # matplotlib takes a second to import
+
+    images = plot_all(loaded, out)
+    path = out / "report.md"
+    partial = path.with_name("report.md.partial")
+    partial.write_text(markdown(loaded, [image.name for image in images]), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """A short, unique name per report: its folder's name, or the file's own when it is not called
+    report.json.
+    """
+    names = [
+        path.stem if path.is_file() and path.name != "report.json" else _folder(path).name for path in paths
+    ]
+    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _folder(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent).resolve()
+
+
+def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
+    """The text of report.md: a comparison when there are several reports, then each in full."""
+    lines = ["# Measured by Headstart", "", DEFINITIONS, ""]
+    if len(reports) > 1:
+        lines += ["## Side by side", "", *_comparison(reports), ""]
+    for image in images:
+        lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
+    for label, report in reports.items():
+        lines += [f"## {label}", "", *_facts(report), "", *_main_table(report), ""]
+        lines += ["Per domain: tau [interval], TAR, speedup", "", *_domain_table(report), ""]
+        lines += [
+            "Acceptance by depth: share of passes in which the depth was accepted (given the depth before)",
+            "",
+        ]
+        lines += [
+            *_depth_table(report),
+            "",
+            "Milliseconds per verify pass, memory in MB",
+            "",
+            *_cost_table(report),
+            "",
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A markdown table; the first column is text, the others are numbers."""
+    line = "|".join(["---", *["---:"] * (len(header) - 1)])
+    return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _facts(report: Report) -> list[str]:
+    target, device, settings = report["target"], report["device"], report["settings"]
+    lines = [
+        f"- target: `{target['id']}` ({target['parameters']:,} parameters, {target['dtype']}, "
+        f"revision `{target['revision']}`)",
+        f"- device: {device['name']} ({device['kind']}, {device['threads']} threads)",
+        f"- settings: temperature {settings['temperature']}, up to {settings['max_new_tokens']} new tokens, "
+        f"batch size {settings['batch_size']}, rule `{settings['rule']}`, {settings['prompts']} prompts, "
+        f"seed {settings['seed']}",
+    ]
+    if report.get("command"):
+        lines.append(f"- command: `{report['command']}`")
+    return lines
+
+
+def draft_text(entry: Report) -> str:
+    """ "chain, 4 deep" or "tree, 4 deep, 12 nodes", with the noise named where it is not shared."""
+    draft = entry["draft"]
+    text = f"{draft['shape']}, {draft['depth']} deep"
+    if draft["shape"] != "chain":
+        text += f", {draft['nodes']} nodes"
+    return text + (", own noise" if draft.get("noise") == "none" else "")
+
+
+def with_interval(value: float, interval: Sequence[float]) -> str:
+    """ "2.31 [2.20, 2.43]"."""
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def lossless_text(lossless: Mapping[str, int]) -> str:
+    """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES"."""
+    text = f"{lossless['identical']}/{lossless['sequences']}"
+    if lossless["near_ties"]:
+        text += f", {lossless['near_ties']} near tie{'s' if lossless['near_ties'] > 1 else ''}"
+    if lossless["mismatches"]:
+        text += f", {lossless['mismatches']} MISMATCH{'ES' if lossless['mismatches'] > 1 else ''}"
+    return text
+
+
+def _main_rows(report: Report) -> list[list[str]]:
+    rows = [
+        [
+            "no drafter",
+            "",
+            "1.00",
+            "",
+            f"{report['baseline']['tokens_per_second']:.1f}",
+            "1.00",
+            "",
+            "",
+            "baseline",
+        ]
+    ]
+    for entry in report["drafters"]:
+        rows.append(
+            [
+                arm_name(entry),
+                draft_text(entry),
+                with_interval(entry["tau"], entry["tau_ci95"]),
+                f"{entry['tar']:.2f}",
+                f"{entry['tokens_per_second']:.1f}",
+                with_interval(entry["speedup"], entry["speedup_ci95"]),
+                f"{entry['ideal_speedup']:.2f}",
+                f"{100 * efficiency(entry):.0f}%",
+                lossless_text(entry["lossless"]),
+            ]
+        )
+    return rows
+
+
+MAIN_HEADER = ["drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal", "efficiency", "lossless"]
+
+
+def _main_table(report: Report) -> list[str]:
+    return _table(MAIN_HEADER, _main_rows(report))
+
+
+def _comparison(reports: Mapping[str, Report]) -> list[str]:
+    """Rows: drafters of all reports; columns: tau and speedup of each report, "-" where it did not take
+    part.
+    """
+    names = list(
+        dict.fromkeys(arm_name(entry) for report in reports.values() for entry in report["drafters"])
+    )
+    header = ["drafter", *(f"{label}: {what}" for label in reports for what in ("tau", "speedup"))]
+    rows = []
+    for name in names:
+        row = [name]
+        for report in reports.values():
+            found = [entry for entry in report["drafters"] if arm_name(entry) == name]
+            row += [with_interval(e["tau"], e["tau_ci95"]) for e in found] or ["-"]
+            row += [with_interval(e["speedup"], e["speedup_ci95"]) for e in found] or ["-"]
+        rows.append(row)
+    temperatures = [
+        "temperature",
+        *(str(report["settings"]["temperature"]) for report in reports.values() for _ in "ab"),
+    ]
+    return _table(header, [temperatures, *rows])
+
+
+def _domain_table(report: Report) -> list[str]:
+    domains = sorted({name for entry in report["drafters"] for name in entry["domains"]})
+    rows = []
+    for entry in report["drafters"]:
+        cells = [entry["domains"].get(name) for name in domains]
+        texts = [
+            f"{with_interval(c['tau'], c['tau_ci95'])}, {c['tar']:.2f}, {c['speedup']:.2f}x" if c else "-"
+            for c in cells
+        ]
+        rows.append([arm_name(entry), *texts])
+    return _table(["drafter", *domains], rows)
+
+
+def _depth_table(report: Report) -> list[str]:
+    deepest = max((len(entry["acceptance"]["unconditional"]) for entry in report["drafters"]), default=0)
+    rows = []
+    for entry in report["drafters"]:
+        beta, alpha = entry["acceptance"]["unconditional"], entry["acceptance"]["conditional"]
+        cells = [f"{b:.2f} ({a:.2f})" for b, a in zip(beta, alpha, strict=True)]
+        rows.append([arm_name(entry), *cells, *["-"] * (deepest - len(cells))])
+    return _table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
+
+
+def _cost_table(report: Report) -> list[str]:
+    rows = []
+    for entry in report["drafters"]:
+        times = [f"{entry['step_ms'][phase]:.2f}" for phase in PHASES]
+        rows.append(
+            [
+                arm_name(entry),
+                *times,
+                *(f"{entry['memory_bytes'][k] / 1e6:.1f}" for k in ("target", "drafter", "kv")),
+            ]
+        )
+    return _table(["drafter", *PHASES, "target MB", "drafter MB", "KV MB"], rows)
+
+
+def print_table(report: Report, console: Console | None = None) -> None:
+    """Print the measured numbers of one report to the terminal."""
+    validate_report(report)
+    settings, device = report["settings"], report["device"]
+    table = Table(
+        title=f"{report['target']['id']} on {device['name']}, temperature {settings['temperature']}, "
+        f"{settings['prompts']} prompts",
+        caption="tau and speedup with 95% intervals; lossless: sequences identical to plain decoding",
+    )
+    for column, name in enumerate(MAIN_HEADER):
+        table.add_column(name, justify="left" if column < 2 else "right", no_wrap=column == 0)
+    for row in _main_rows(report):
+        table.add_row(*row)
+    (console or Console()).print(table)
