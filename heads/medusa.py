@@ -1,10 +1,12 @@
 """Medusa: K independent heads on the target's last hidden state, one forward pass for the whole proposal.
 
-Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the target's own LM head predicts t+1.
-Each head is a stack of residual blocks h + SiLU(U h + b), zero at the start so that training begins at the target's own prediction,
-followed by the target's frozen LM head or an own one (methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
+Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the target's own LM
+head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero at the start so that
+training begins at the target's own prediction, followed by the target's frozen LM head or an own one
+(methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
 
-Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, N nodes, D depth of the tree.
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, N nodes, D depth of the
+tree.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Config:
     num_layers: int = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V * H weights each); otherwise share the frozen one."""
+    """Give every head an LM head of its own, started from the target's (V * H weights each); otherwise share
+    the frozen one.
+    """
     decay: float = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
@@ -45,7 +49,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
             raise UserError(
-                f"medusa needs num_heads >= 1 and num_layers >= 1; given num_heads={self.num_heads}, num_layers={self.num_layers}."
+                "medusa needs head.num_heads >= 1 and head.num_layers >= 1; "
+                f"given {self.num_heads} and {self.num_layers}."
             )
         if not 0.0 < self.decay <= 1.0:
             raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
@@ -53,7 +58,7 @@ class Config:
 
 @dataclass
 class State:
-    """hidden [B, H]: the target's state at the last seen position; root [B] int64 and its position [B] int64."""
+    """hidden [B, H]: the target's state at the last seen position; root [B] and root_position [B] int64."""
 
     hidden: Tensor
     root: Tensor
@@ -73,7 +78,9 @@ class Drafter(TrainableDrafter):
         # All heads of a layer in one tensor: both training and drafting multiply them as one batch.
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
-        self.lm_heads = nn.Parameter(torch.empty(heads, info.vocab_size, hidden)) if config.own_lm_head else None
+        self.lm_heads = (
+            nn.Parameter(torch.empty(heads, info.vocab_size, hidden)) if config.own_lm_head else None
+        )
         self._target: TargetWeights | None = None
         self._plans = PlanCache()
         unset_parameters(self)
@@ -93,20 +100,24 @@ class Drafter(TrainableDrafter):
         """States [M, H] -> logits [heads, M, V] of the first `heads` heads."""
         states = hidden.to(self.residual_weight.dtype).expand(heads, *hidden.shape)
         for weight, bias in zip(self.residual_weight, self.residual_bias, strict=True):
-            states = states + F.silu(torch.baddbmm(bias[:heads, None], states, weight[:heads].transpose(1, 2)))
+            states = states + F.silu(
+                torch.baddbmm(bias[:heads, None], states, weight[:heads].transpose(1, 2))
+            )
         if self.lm_heads is not None:
             return torch.bmm(states, self.lm_heads[:heads].transpose(1, 2))
         assert self._target is not None, "bind was not called"
         return self._target.logits(states.to(self._target.lm_head.dtype))
 
-    # --- training ------------------------------------------------------------------------------------------------------------------
+    # --- training -------------------------------------------------------------------------------------------
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised tokens."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
         config: Config = self.config
         hidden, tokens = batch.last_hidden.flatten(0, 1), batch.tokens.flatten()  # [B*T, H], [B*T]
-        wanted = torch.stack([batch.supervised(k + 1).flatten() for k in range(1, config.num_heads + 1)], dim=1)  # [B*T, K]
+        wanted = torch.stack(
+            [batch.supervised(k + 1).flatten() for k in range(1, config.num_heads + 1)], dim=1
+        )  # [B*T, K]
         ahead = torch.arange(1, config.num_heads + 1, device=tokens.device)
 
         def part(rows: Tensor) -> losses.Sums:
@@ -125,11 +136,14 @@ class Drafter(TrainableDrafter):
         return LossOutput((weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts))
 
     def _per_head_loss(self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch) -> Tensor:
-        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's distribution at `states_at` [M, K]."""
+        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's distribution at
+        `states_at` [M, K].
+        """
         flat = logits.flatten(0, 1)
         if not self.config.soft_labels:
             return losses.cross_entropy(flat, labels.flatten())
-        assert batch.last_hidden is not None and batch.target_logits is not None, "soft labels need the target's logits"
+        assert batch.last_hidden is not None
+        assert batch.target_logits is not None, "soft labels need the target's logits"
         with torch.no_grad():
             # Token t+k+1 is drawn from the target's distribution at state t+k.
             target = batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at.flatten()])
@@ -138,18 +152,19 @@ class Drafter(TrainableDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth; see the contract."""
-        assert batch.last_hidden is not None and depth <= self.config.num_heads
+        assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
+        assert depth <= self.config.num_heads, f"{depth} depths asked of {self.config.num_heads} heads"
         shape = batch.tokens.shape
         return list(self._head_logits(batch.last_hidden.flatten(0, 1), depth).unflatten(1, shape))
 
-    # --- drafting ------------------------------------------------------------------------------------------------------------------
+    # --- drafting -------------------------------------------------------------------------------------------
 
     def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
         if tree.max_depth > self.config.num_heads:
             raise UserError(
-                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens deep. "
-                f"Set decode.depth to at most {self.config.num_heads}, or train with head.num_heads={tree.max_depth}."
+                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens. Set "
+                f"decode.depth to at most {self.config.num_heads}, or train with head.num_heads={tree.max_depth}."
             )
         rows, last, root, root_position = last_valid(seen)
         assert seen.last_hidden is not None, "medusa needs the target's last hidden state"

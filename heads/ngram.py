@@ -1,8 +1,8 @@
 """n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest tokens.
 
-No weights and no target states: the drafter searches prompt and answer so far for the longest run of tokens, at most `max_n` and at
-least `min_n` long, that equals the newest tokens; among runs of that length the most recent one wins; what followed it is proposed.
-Pays when the answer copies its prompt (methods.md, 5).
+No weights and no target states: the drafter searches prompt and answer so far for the longest run of tokens,
+at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of that length the most
+recent one wins; what followed it is proposed. Pays when the answer copies its prompt (methods.md, 5).
 
 Legend: B rows, N nodes, S slots of history.
 """
@@ -94,7 +94,9 @@ class Drafter:
         return state
 
     def _continuation(self, state: State) -> Tensor:
-        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is repeated."""
+        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is
+        repeated.
+        """
         history, length = state.history, state.length
         slots = torch.arange(history.shape[1], device=history.device)
         last = (length - 1)[:, None]

@@ -1,9 +1,10 @@
 """Proof that a drafter computes in training what it computes in decoding.
 
-The same documents go through the training path (`train_logits` on one packed row) and through the decoding path (`start`, then
-`propose` and `commit` over the documents' own tokens, a ragged batch, runs of varying length); the logits must agree at every depth
-and position. Training runs this before the first step and after the last, because a mismatch shows nowhere else: training accuracy
-looks fine and the served acceptance is near zero.
+The same documents go through the training path (`train_logits` on one packed row) and through the decoding
+path (`start`, then `propose` and `commit` over the documents' own tokens, a ragged batch, runs of varying
+length); the logits must agree at every depth and position. Training runs this before the first step and after
+the last, because a mismatch shows nowhere else: training accuracy looks fine and the served acceptance is
+near zero.
 
 Legend: B rows (documents), T positions, n taps, H hidden, V' draft vocabulary, K depth.
 """
@@ -24,16 +25,21 @@ from heads.api.target_info import TargetWeights
 from heads.api.tree import TokenTree
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
-"""Largest difference of two logits, as a share of the largest magnitude in their row (at least 1), by the target's dtype."""
+"""Largest difference of two logits, as a share of the largest magnitude in their row (at least 1), by the
+target's dtype.
+"""
 
 
 class ParityError(UserError):
-    """Training and decoding disagree: the drafter would be trained for something it is not asked when it serves."""
+    """Training and decoding disagree: the drafter would be trained for something it is not asked when it
+    serves.
+    """
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """compared: (row, position, depth) triples whose logits were compared; worst: largest relative difference per depth 1..K.
+    """compared: (row, position, depth) triples whose logits were compared; worst: largest relative difference
+    per depth 1..K.
 
     Without comparable logits (a kind without weights) both are empty: compared 0, worst ().
     """
@@ -59,7 +65,8 @@ class FeatureSource(Protocol):
 def check_parity(
     target: FeatureSource, drafter: Any, tokens: list[list[int]], depth: int, tolerance: float | None = None
 ) -> ParityReport:
-    """Compare both paths of `drafter` at depths 1..`depth` along the given documents (each at least depth + 4 tokens long).
+    """Compare both paths of `drafter` at depths 1..`depth` along the given documents (each at least depth + 4
+    tokens long).
 
     tolerance: largest relative difference allowed; by default according to the target's dtype (`TOLERANCES`).
     Raises `ParityError` naming the first depth and position that disagree, with both values.
@@ -69,7 +76,10 @@ def check_parity(
         return ParityReport(0, (), tolerance)
     short = [index for index, document in enumerate(tokens) if len(document) < depth + 4]
     if short or not tokens:
-        raise UserError(f"the parity check at depth {depth} needs documents of at least {depth + 4} tokens; too short: {short}.")
+        raise UserError(
+            f"the parity check at depth {depth} needs documents of at least {depth + 4} tokens; "
+            f"too short: documents {short} of {len(tokens)}."
+        )
     was_training = drafter.training
     drafter.eval()
     try:
@@ -79,13 +89,17 @@ def check_parity(
         drafter.train(was_training)
 
 
-def _training_path(target: FeatureSource, drafter: TrainableDrafter, tokens: list[list[int]], depth: int) -> list[list[Tensor]]:
+def _training_path(
+    target: FeatureSource, drafter: TrainableDrafter, tokens: list[list[int]], depth: int
+) -> list[list[Tensor]]:
     """Logits [T_b, V'] per document and depth: result[b][k - 1]. All documents are packed into one row."""
     device = target.device
     packed = torch.tensor([[token for document in tokens for token in document]], device=device)
     positions = torch.cat([torch.arange(len(document), device=device) for document in tokens])[None]
     numbers = torch.arange(1, len(tokens) + 1, dtype=torch.int32)
-    segments = numbers.repeat_interleave(torch.tensor([len(document) for document in tokens])).to(device)[None]
+    segments = numbers.repeat_interleave(torch.tensor([len(document) for document in tokens])).to(device)[
+        None
+    ]
     taps, last_hidden = target.features(packed, positions, segments, drafter.needs)
     mask = torch.ones_like(packed, dtype=torch.bool)
     batch = TrainBatch(packed, positions, segments, mask, taps, last_hidden, target.weights.logits)
@@ -111,8 +125,8 @@ class _Sighting:
 class _ForcedNoise:
     """Noise under which the documents' own tokens win; it keeps the logits it is asked about.
 
-    A token outside a reduced draft vocabulary cannot be forced: what lies deeper in that proposal follows another token and is
-    not kept.
+    A token outside a reduced draft vocabulary cannot be forced: what lies deeper in that proposal follows
+    another token and is not kept.
     """
 
     def __init__(self, tokens: list[list[int]]) -> None:
@@ -146,7 +160,7 @@ class _ForcedNoise:
                 if logits is None:
                     raise ParityError(
                         f"parity: document {row}, position {last}: the drafter chose no token at depth {k} "
-                        f"(absolute position {last + k + 1}) out of {depth}; positions of drafted tokens are off."
+                        f"(absolute position {last + k + 1}) of {depth}; positions of drafted tokens are off."
                     )
                 found.append(_Sighting(row, last, k, logits))
                 if (row, last + k + 1) not in self.forced:
@@ -155,14 +169,18 @@ class _ForcedNoise:
         return found
 
 
-def _decoding_path(target: FeatureSource, drafter: TrainableDrafter, tokens: list[list[int]], depth: int) -> list[_Sighting]:
-    """Walk over the ends of all documents as one ragged batch, committing runs of 1 to depth + 1 true tokens."""
+def _decoding_path(
+    target: FeatureSource, drafter: Any, tokens: list[list[int]], depth: int
+) -> list[_Sighting]:
+    """Walk over the ends of all documents as a ragged batch, committing runs of 1 to depth + 1 tokens."""
     features = _document_features(target, drafter, tokens)
     walk = min(len(document) for document in tokens) - 3
     seen = [len(document) - 1 - walk for document in tokens]  # positions seen so far; at least 2
     noise, tree = _ForcedNoise(tokens), TokenTree.chain(depth, target.device)
     spans = [(0, end) for end in seen]
-    state = drafter.start(_states(target, tokens, features, spans, max(seen)), tree, max(len(d) for d in tokens) + depth + 1)
+    state = drafter.start(
+        _states(target, tokens, features, spans, max(seen)), tree, max(len(d) for d in tokens) + depth + 1
+    )
     sightings: list[_Sighting] = []
     round_ = 0
     while True:
@@ -187,7 +205,7 @@ def _check_tokens(drafted: list[list[int]], tokens: list[list[int]], noise: _For
                 break
             if position < len(tokens[row]) and token != tokens[row][position]:
                 raise ParityError(
-                    f"parity: document {row}, position {noise.last_seen[row]}: node {place} carries token {token}, "
+                    f"parity: document {row}, position {noise.last_seen[row]}: node {place} carries {token}, "
                     f"but the root or the forced choice there is {tokens[row][position]}."
                 )
 
@@ -212,7 +230,9 @@ def _states(
     spans: list[tuple[int, int]],
     width: int,
 ) -> TargetStates:
-    """The runs [first, end) of all documents, padded to `width` with each run's last entry (its states must not be used)."""
+    """The runs [first, end) of all documents, padded to `width` with each run's last entry (its states must
+    not be used).
+    """
     at = [[min(first + i, end - 1) for i in range(width)] for first, end in spans]
 
     def stack(values: list[Tensor | None]) -> Tensor | None:
@@ -224,7 +244,9 @@ def _states(
 
     return TargetStates(
         tokens=ints([[document[i] for i in places] for document, places in zip(tokens, at, strict=True)]),
-        next_tokens=ints([[document[i + 1] for i in places] for document, places in zip(tokens, at, strict=True)]),
+        next_tokens=ints(
+            [[document[i + 1] for i in places] for document, places in zip(tokens, at, strict=True)]
+        ),
         positions=ints([[first + i for i in range(width)] for first, _ in spans]),
         valid=ints([[int(first + i < end) for i in range(width)] for first, end in spans]).bool(),
         taps=stack([taps for taps, _ in features]),
@@ -233,7 +255,11 @@ def _states(
 
 
 def _compare(
-    drafter: TrainableDrafter, trained: list[list[Tensor]], decoded: list[_Sighting], depth: int, tolerance: float
+    drafter: TrainableDrafter,
+    trained: list[list[Tensor]],
+    decoded: list[_Sighting],
+    depth: int,
+    tolerance: float,
 ) -> ParityReport:
     worst = [0.0] * depth
     for sighting in sorted(decoded, key=lambda item: (item.depth, item.row, item.position)):
@@ -245,8 +271,8 @@ def _compare(
         if not gap <= tolerance:  # also when it is not a number
             column = int(gaps.argmax())
             raise ParityError(
-                f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, position {sighting.position} of "
-                f"document {sighting.row}: logit {column} is {float(expected[column]):.6g} in training and "
+                f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, position "
+                f"{sighting.position} of document {sighting.row}: logit {column} is {float(expected[column]):.6g} in training and "
                 f"{float(found[column]):.6g} in decoding (relative difference {gap:.3g}, allowed {tolerance:.3g}). "
                 "The drafter would be trained for something it is not asked when it serves."
             )

@@ -1,6 +1,8 @@
-"""Filling a static token tree: the host-side plan of a tree, and the level-by-level growth that autoregressive drafters share.
+"""Filling a static token tree: the host-side plan of a tree, and the level-by-level growth that
+autoregressive drafters share.
 
-A plan is made once per tree; everything a drafting step needs from it is a small constant tensor, so that no step asks the device.
+A plan is made once per tree; everything a drafting step needs from it is a small constant tensor, so that no
+step asks the device.
 
 Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary, H hidden.
 """
@@ -20,13 +22,15 @@ from heads.api.tree import TokenTree
 
 @dataclass(frozen=True, eq=False)
 class LevelPlan:
-    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above that have children.
+    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above that have
+    children.
 
-    depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64: which of the P * (max_rank + 1)
-    candidates becomes each node; None when that is all of them in order. rows [P] int64: the run rows as places in the level
-    above, None when that is all of them in order. carry [P] int64: the run row, one level up, whose output each run row continues;
-    None when that is all in order. node_offsets [P] int64: number of each run row's node minus 1. visible [P, N] bool: the drafted
-    nodes (column i is node i+1; the last column is always False) that each run row attends to.
+    depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64: which of
+    the P * (max_rank + 1) candidates becomes each node; None when that is all of them in order. rows [P]
+    int64: the run rows as places in the level above, None when that is all of them in order. carry [P] int64:
+    the run row, one level up, whose output each run row continues; None when that is all in order.
+    node_offsets [P] int64: number of each run row's node minus 1. visible [P, N] bool: the drafted nodes
+    (column i is node i+1; the last column is always False) that each run row attends to.
     """
 
     depth: int
@@ -47,7 +51,9 @@ class TreePlan:
     node_depth: Tensor  # [N] int64
     depths: Tensor  # [max_depth] int64: 1, 2, ...
     max_rank: int
-    by_depth_and_rank: Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
+    by_depth_and_rank: (
+        Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
+    )
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
     shared_between_rows: ClassVar[bool] = True
 
@@ -69,7 +75,8 @@ class TreePlan:
             node_depth=tree.depth[0],
             depths=torch.arange(1, tree.max_depth + 1, device=device),
             max_rank=max(ranks),
-            by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1) + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
+            by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1)
+            + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
             best_path=torch.tensor(best, device=device),
         )
 
@@ -117,8 +124,12 @@ class PlanCache:
         return self._plan
 
 
-def choose(logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at `positions` [B, M]."""
+def choose(
+    logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
+) -> Tensor:
+    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at
+    `positions` [B, M].
+    """
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
     return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
@@ -137,11 +148,12 @@ def grow(
     noise: Noise,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """Draft the tree behind `root` [B] (at `root_position` [B]) and return its tokens [B, N] int64, the root first.
+    """Draft the tree behind `root` [B] (at `root_position` [B]) and return its tokens [B, N] int64, the root
+    first.
 
-    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; step(level, tokens [B, P],
-    carry [B, P, H]) runs the nodes that have children at `level` and returns the same two for their children.
-    token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
+    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; step(level, tokens
+    [B, P], carry [B, P, H]) runs the nodes that have children at `level` and returns the same two for their
+    children. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
     """
     batch = root.shape[0]
     tokens, drafted = [root[:, None]], root[:, None]

@@ -1,4 +1,5 @@
-"""Initial values of weights: drawn on the CPU in float32, so that a seed gives the same drafter on every device and in every dtype.
+"""Initial values of weights: drawn on the CPU in float32, so that a seed gives the same drafter on every
+device and in every dtype.
 
 Legend: none needed; every function fills the tensor it is given, in place.
 """
@@ -24,5 +25,7 @@ def constant(parameter: Tensor, value: float) -> None:
 @torch.no_grad()
 def copy(parameter: Tensor, value: Tensor) -> None:
     """Fill with `value`, which must have the parameter's shape (a broadcast would hide a mistake)."""
-    assert parameter.shape == value.shape, f"shape {tuple(value.shape)} for a weight of shape {tuple(parameter.shape)}"
+    assert parameter.shape == value.shape, (
+        f"shape {tuple(value.shape)} for a weight of shape {tuple(parameter.shape)}"
+    )
     parameter.copy_(value)

@@ -1,7 +1,8 @@
 """Losses between a drafter's and the target's next-token distributions, and their sums over many positions.
 
-Every loss maps logits to one value per position [M]; callers add them up. All are computed in float32 (float64 stays float64).
-`sum_over_rows` keeps vocabulary-wide float32 tensors to a chunk of positions at a time. Formulas: methods.md, 1.1 (TV) and 4.
+Every loss maps logits to one value per position [M]; callers add them up. All are computed in float32
+(float64 stays float64). `sum_over_rows` keeps vocabulary-wide float32 tensors to a chunk of positions at a
+time. Formulas: methods.md, 1.1 (TV) and 4.
 
 Legend: M positions, V vocabulary. p is the target's distribution, q the drafter's.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are split into chunks."""
+"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are split
+into chunks.
+"""
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -25,11 +28,15 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log q(label): logits [M, V], labels [M] int64 -> [M]."""
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none"
+    )
 
 
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """-sum p log q: logits [M, V], the target's probabilities [M, V] -> [M]. Differs from KL(p || q) by the entropy of p."""
+    """-sum p log q: logits [M, V], the target's probabilities [M, V] -> [M]. Differs from KL(p || q) by the
+    entropy of p.
+    """
     return -(probabilities * _log_softmax(logits)).sum(-1)
 
 
@@ -46,14 +53,17 @@ def reverse_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor:
-    """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per position [M].
+    """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per
+    position [M].
 
     0 < beta < 1; 0.5 is the symmetric one (generalised knowledge distillation, methods.md 4).
     """
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
     weights = log_p.new_tensor([beta, 1.0 - beta]).log()
     log_m = torch.logaddexp(log_p + weights[0], log_q + weights[1])
-    return beta * (log_p.exp() * (log_p - log_m)).sum(-1) + (1.0 - beta) * (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * (log_p.exp() * (log_p - log_m)).sum(-1) + (1.0 - beta) * (
+        log_q.exp() * (log_q - log_m)
+    ).sum(-1)
 
 
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -65,10 +75,11 @@ Sums = tuple[Tensor, ...]
 
 
 def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) -> Sums:
-    """Add up part(rows) over chunks of `rows` [M] int64 so that no [chunk, columns] tensor exceeds CHUNK_ELEMENTS.
+    """Add up part(rows) over chunks of `rows` [M] int64 so that no [chunk, columns] tensor exceeds
+    CHUNK_ELEMENTS.
 
-    part returns tensors that are sums over its rows. With more than one chunk each is recomputed in the backward pass instead
-    of being kept.
+    part returns tensors that are sums over its rows. With more than one chunk each is recomputed in the
+    backward pass instead of being kept.
     """
     chunk = max(1, CHUNK_ELEMENTS // columns)
     if rows.shape[0] <= chunk:
@@ -82,7 +93,9 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may hold anything."""
+    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may hold
+    anything.
+    """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
 
 
