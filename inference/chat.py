@@ -110,9 +110,9 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and not isinstance(content, bytes):
-        parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
-            return "".join(parts)
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
+            return "".join(texts)
     raise UserError("message content must be text (a string or a list of text parts)")
 
 
