@@ -1,0 +1,1 @@
+"""What a person runs: the `headstart` stages and the script that makes the embedded target."""

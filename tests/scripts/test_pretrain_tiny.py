@@ -1,0 +1,247 @@
+"""The making of the embedded target: tokenizer, template, corpus separation, training loop, export, prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from heads.api.errors import UserError
+from scripts.tiny_target import corpus, tokenizer as tokens
+from scripts.tiny_target.conversations import pairs_of
+from scripts.tiny_target.corpus import Document
+from scripts.tiny_target.data import Stream, assistant_mask, load_manifest, load_stream
+from scripts.tiny_target.groups import package_group, stdlib_group
+from scripts.tiny_target.model import ModelShape, TinyLlama
+from scripts.tiny_target.prepare import encode_dialogues, prepare
+from scripts.tiny_target.settings import TrainSettings
+from scripts.tiny_target.training import Intervals, Trainer
+
+MODULE = '''"""Tools for {name}: they count, join and report what was found in {name} files.
+
+Every function here is small and stands on its own, so that a test can read it."""
+
+
+class {name}Reader:
+    """Read {name} files line by line and keep the ones that were asked for, in the order they stand in."""
+
+    def keep(self, lines, wanted):
+        """Return the lines of {name} whose first word is in `wanted`, without trailing blanks."""
+        result = []
+        for line in lines:
+            words = line.split()
+            if words and words[0] in wanted:
+                result.append(line.rstrip() + "{name}")
+        return result
+
+
+def total_{name}(values, start=0):
+    """Return the sum of all {name} values that are not None, beginning with `start`."""
+    total = start
+    for index_{name}, value in enumerate(values):
+        if value is not None:
+            total += value * len("{name}")
+    return total
+'''
+
+
+def module(name: str, source: str, group: str) -> Document:
+    return Document(source, f"{name}.py", "python", group, MODULE.format(name=name))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    documents = [module(f"alpha{chr(97 + i)}", "open", "train") for i in range(20)]
+    documents += [module(f"beta{chr(97 + i)}", "heldA", "A") for i in range(6)]
+    documents += [module(f"gamma{chr(97 + i)}", "heldB", "B") for i in range(6)]
+    documents.append(Document("open", "copied.py", "python", "train", documents[-1].text + "\nx = 1\n"))
+    out = tmp_path_factory.mktemp("prepared")
+    prepare(documents, out, out / "pairs", workers=1, vocabulary=400)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wrapped(prepared: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(prepared / "tokenizer")
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=80))
+def test_every_text_survives_the_tokenizer(text: str) -> None:
+    tokenizer = _small_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    if not corpus.SPECIAL.search(text):
+        sizes = tokens.token_bytes(tokenizer)
+        assert sum(sizes[index] for index in ids) == len(text.encode())
+
+
+_CACHE: list = []
+
+
+def _small_tokenizer():
+    if not _CACHE:
+        _CACHE.append(tokens.train_tokenizer([MODULE.format(name="word")] * 3, 350))
+    return _CACHE[0]
+
+
+def test_digits_stand_alone_and_indentation_is_one_token() -> None:
+    tokenizer = _small_tokenizer()
+    assert tokenizer.encode("2024").tokens == ["2", "0", "2", "4"]
+    assert "ĊĠĠĠĠĠĠĠĠ" in tokenizer.encode("x\n        total").tokens
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?\n"},
+    {"role": "assistant", "content": "return 1\n\n  é"},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": " 2"},
+]
+
+
+def test_template_text_is_golden(wrapped) -> None:
+    text = wrapped.apply_chat_template(CONVERSATION, tokenize=False)
+    assert text == (
+        "<|bos|><|system|>Be brief.<|end|><|user|>One?\n<|end|><|assistant|>return 1\n\n  é<|end|>"
+        "<|user|>Two?<|end|><|assistant|> 2<|end|>"
+    )
+    prompt = wrapped.apply_chat_template(CONVERSATION[:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>One?\n<|end|><|assistant|>"
+
+
+def test_template_marks_exactly_what_the_assistant_says(wrapped) -> None:
+    out = wrapped.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
+    spans, open_span = [], False
+    for index, marked in zip(out["input_ids"], out["assistant_masks"], strict=True):
+        if marked and not open_span:
+            spans.append([])
+        if marked:
+            spans[-1].append(index)
+        open_span = bool(marked)
+    assert [wrapped.decode(span) for span in spans] == ["return 1\n\n  é<|end|>", " 2<|end|>"]
+
+
+def test_template_refuses_other_roles(wrapped) -> None:
+    with pytest.raises(Exception, match="system, user and assistant"):
+        wrapped.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_training_stream_is_what_the_template_renders(wrapped) -> None:
+    out = wrapped.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
+    ids = encode_dialogues(wrapped.backend_tokenizer, [CONVERSATION, CONVERSATION])
+    assert ids.tolist() == out["input_ids"] * 2
+    assert assistant_mask(ids).astype(int).tolist() == out["assistant_masks"] * 2
+
+
+def test_held_out_text_never_reaches_the_training_streams(prepared: Path, wrapped) -> None:
+    manifest = load_manifest(prepared)
+    for name in ("raw", "chat"):
+        text = wrapped.decode(load_stream(prepared, manifest, name).tolist())
+        assert "alphaa" in text
+        assert "beta" not in text and "gamma" not in text
+    assert "gamma" in wrapped.decode(load_stream(prepared, manifest, "heldout-raw").tolist())
+    assert manifest["dropped_for_overlap"] == ["open/copied.py"]
+    assert not set(manifest["heldout"]["A"]["documents"]) & set(manifest["heldout"]["B"]["documents"])
+
+
+def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    documents = [module("alpha", "open", "train"), module("beta", "a", "A"), module("gamma", "b", "B")]
+    for folder in ("one", "two"):
+        prepare(documents, tmp_path / folder, tmp_path / folder / "pairs", workers=1, vocabulary=350)
+    for file in sorted((tmp_path / "one").rglob("*")):
+        if file.is_file():
+            assert file.read_bytes() == (tmp_path / "two" / file.relative_to(tmp_path / "one")).read_bytes(), file
+
+
+def test_groups_take_a_modules_tests_and_parts_along() -> None:
+    assert stdlib_group("json/decoder.py") == stdlib_group("test/test_json/test_decode.py") == "A"
+    assert stdlib_group("heapq.py") == stdlib_group("test/test_heapq.py") == "B"
+    assert stdlib_group("asyncio/events.py") == "train"
+    assert package_group("more-itertools") == package_group("more_itertools") == "B"
+
+
+def test_pairs_hold_signature_docstring_and_body() -> None:
+    pairs = {(pair.domain, pair.name): pair for pair in pairs_of(module("alpha", "open", "train"))}
+    code = pairs["code", "alphaReader.keep"]
+    assert code.shown.startswith("class alphaReader:\n    def keep(self, lines, wanted):\n        \"\"\"Return the lines")
+    assert code.answer.startswith("result = []\nfor line in lines:\n    words") and code.answer.endswith("return result")
+    assert pairs["explain", "total_alpha"].shown == "def total_alpha(values, start=0):"
+    assert pairs["explain", "total_alpha"].answer.startswith("Return the sum of all alpha values")
+    assert pairs["reference", "the module alpha"].answer.startswith("Tools for alpha")
+
+
+def test_windows_stay_inside_the_stream_and_prefer_document_starts() -> None:
+    ids = np.full(5000, 9, dtype="<u2")
+    ids[::700] = tokens.BOS_ID
+    stream = Stream(ids, 64, torch.device("cpu"))
+    windows = stream.windows(500, torch.Generator().manual_seed(0))
+    assert windows.shape == (500, 65)
+    assert (windows[:, 0] == tokens.BOS_ID).float().mean() > 0.4
+
+
+MICRO = ModelShape(vocabulary=400, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=48)
+
+
+def trainer(prepared: Path, state: Path, stop: int | None = None, **changes) -> Trainer:
+    given = TrainSettings(**{"steps": 6, "length": 32, "micro_tokens": 128, "batch_tokens": 256, "lr": 1e-2, **changes})
+    return Trainer(prepared, state, state / "out", given, MICRO, torch.device("cpu"), intervals=Intervals(stop_after_steps=stop))
+
+
+def test_resumed_training_is_bit_equal(prepared: Path, tmp_path: Path) -> None:
+    assert trainer(prepared, tmp_path / "whole").run()
+    assert not trainer(prepared, tmp_path / "parts", stop=3).run()
+    assert trainer(prepared, tmp_path / "parts").run()
+    whole, parts = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    both = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts")]
+    assert all(torch.equal(both[0]["model"][name], both[1]["model"][name]) for name in both[0]["model"])
+    log = json.loads((tmp_path / "parts" / "out" / "training.json").read_text())
+    assert log["finished"] and log["tokens_seen"] == 6 * 256 and len(log["calls"]) == 2
+
+
+def test_training_lowers_the_held_out_loss(prepared: Path, tmp_path: Path) -> None:
+    run = trainer(prepared, tmp_path, steps=40)
+    run._evaluate()
+    run.run()
+    first, last = run.log["evaluations"][0], run.log["evaluations"][-1]
+    assert last["code_bits_per_byte"] < 0.9 * first["code_bits_per_byte"]
+    assert last["chat_loss"] < first["chat_loss"]
+
+
+def test_other_settings_are_refused_on_resume(prepared: Path, tmp_path: Path) -> None:
+    trainer(prepared, tmp_path, stop=1).run()
+    with pytest.raises(UserError, match="lr: 0.01 then, 0.5 now"):
+        trainer(prepared, tmp_path, lr=0.5)
+
+
+def test_a_budget_is_one_of_seconds_and_steps() -> None:
+    with pytest.raises(UserError, match="one of --seconds and --steps"):
+        TrainSettings()
+    run = TrainSettings(seconds=100.0)
+    assert run.rate(run.used(7, 100.0)) == pytest.approx(0.0)
+    assert run.rate(run.used(7, 1.0)) == pytest.approx(run.lr)
+
+
+def test_lean_model_equals_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    lean = TinyLlama(MICRO)
+    for parameter in lean.parameters():
+        parameter.data.normal_(std=0.3) if parameter.ndim == 2 else parameter.data.uniform_(0.5, 1.5)
+    config = LlamaConfig(**{k: v for k, v in MICRO.config().items() if k not in ("architectures", "model_type", "torch_dtype")})
+    reference = LlamaForCausalLM(config).float()
+    missing = reference.load_state_dict(lean.state_dict(), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
+    reference.tie_weights()
+    ids = torch.randint(400, (2, 40))
+    torch.testing.assert_close(lean(ids), reference(ids).logits, rtol=1e-4, atol=1e-4)
