@@ -38,10 +38,7 @@ RESAMPLES = 2000
 PHASES = ("draft", "verify", "commit", "other")
 """The parts of decode time, as the engine's clock names them; prefill is reported apart."""
 TIMING_NOISE = 0.03
-"""How far a speedup may exceed tau before the baseline is called weak. Speedup / tau is baseline seconds per
-pass / the drafter's seconds per pass: the spread of tau itself cancels, and what is left is the noise of the
-clock.
-"""
+"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock does."""
 
 Floats = NDArray[np.float64]
 
@@ -249,9 +246,19 @@ def step_ms(totals: Totals) -> dict[str, float]:
     return {phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in PHASES}
 
 
-def require_speedup_within_tau(name: str, ratio: float, tau: float) -> None:
-    """Raise `WeakBaselineError` when a speedup exceeds tau by more than the clock's noise."""
-    if ratio > tau * (1.0 + TIMING_NOISE):
+def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: int = 0) -> None:
+    """Raise `WeakBaselineError` when a speedup exceeds tau by more than the clock's noise.
+
+    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau cancels, so it
+    is this quotient's own interval that is asked, and its lower end must lie above 1.
+    """
+    arm = arm.like(baseline)
+    weights = resample_weights(len(baseline.prompts), seed)
+    tau = divide(arm.committed.sum(), arm.passes.sum())
+    ratio = divide(tokens_per_second(arm), tokens_per_second(baseline))
+    plain = (weights @ baseline.decode_seconds) * (weights @ arm.passes)
+    drafted = (weights @ arm.decode_seconds) * (weights @ baseline.passes)
+    if ratio > tau * (1.0 + TIMING_NOISE) and interval95(plain, drafted)[0] > 1.0:
         raise WeakBaselineError(
             f"the baseline is weak: '{name}' measured a speedup of {ratio:.2f} with only {tau:.2f} tokens "
             "per verify pass. A pass over several tokens cannot be cheaper than one over a single token, so "

@@ -83,6 +83,7 @@ def acceptance(reports: Mapping[str, Report]) -> Figure:
                     [values[i] for i in shown],
                     color=colour,
                     marker=marker,
+                    clip_on=False,
                     label=arm_name(entry),
                 )
             _tidy(axes)

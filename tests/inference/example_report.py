@@ -1,0 +1,98 @@
+"""Made by hand: a report.json for tests of what reads reports, and passes for tests of metrics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inference.metrics import Outcome
+
+
+@dataclass(frozen=True)
+class HandPass:
+    """A verify pass as the engine records it."""
+
+    accepted: int
+    committed: int
+    rejected: bool
+
+
+def outcome(prompt: str, domain: str, accepted: Sequence[int], depth: int, seconds: float = 0.0) -> Outcome:
+    """A decoded prompt whose passes accepted the given numbers of drafted tokens; all time is verify time."""
+    passes = [HandPass(count, count + 1, count < depth) for count in accepted]
+    return Outcome(prompt, domain, passes, {"verify": seconds})
+
+
+ENTRY: dict[str, Any] = {
+    "kind": "eagle3",
+    "path": "outputs/demo/eagle3/best",
+    "parameters": 1_200_000,
+    "draft": {
+        "shape": "chain",
+        "depth": 4,
+        "nodes": 5,
+        "name": "eagle3",
+        "noise": "shared",
+        "weights_sha256": "a" * 64,
+    },
+    "tau": 2.75,
+    "tau_ci95": [2.6, 2.9],
+    "tokens": 8000,
+    "verify_passes": 2909,
+    "tar": 0.72,
+    "acceptance": {"unconditional": [0.7, 0.5, 0.35, 0.2], "conditional": [0.7, 0.714, 0.7, 0.571]},
+    "domains": {
+        "code": {"tau": 3.0, "tau_ci95": [2.8, 3.2], "tar": 0.75, "speedup": 2.0},
+        "explain": {"tau": 2.5, "tau_ci95": [2.3, 2.7], "tar": 0.69, "speedup": 1.6},
+    },
+    "tokens_per_second": 900.0,
+    "speedup": 1.8,
+    "speedup_ci95": [1.7, 1.9],
+    "ideal_speedup": 2.2,
+    "step_ms": {"draft": 0.5, "verify": 2.3, "commit": 0.2, "other": 0.1},
+    "memory_bytes": {"target": 16_000_000, "drafter": 2_400_000, "kv": 3_000_000},
+    "lossless": {"sequences": 64, "identical": 64, "near_ties": 0, "mismatches": 0},
+}
+REPORT: dict[str, Any] = {
+    "format": 1,
+    "target": {
+        "id": "assets/tiny-target",
+        "revision": "sha256:0",
+        "dtype": "float32",
+        "parameters": 7_900_000,
+    },
+    "device": {"kind": "cpu", "name": "Example CPU", "threads": 2},
+    "settings": {
+        "temperature": 0.0,
+        "max_new_tokens": 128,
+        "batch_size": 1,
+        "rule": "match",
+        "seed": 0,
+        "prompts": 64,
+    },
+    "baseline": {"tokens": 8000, "seconds": 16.0, "tokens_per_second": 500.0},
+    "drafters": [ENTRY],
+    "command": "headstart measure",
+    "versions": {"torch": "2.13.0"},
+    "git": {"revision": "0" * 40, "dirty": False},
+    "run": {"arms": {"eagle3": {"speedup_ci95_by_domain": {"code": [1.9, 2.1], "explain": [1.5, 1.7]}}}},
+}
+
+
+def example_report(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A complete report. `entries`: changes to copies of the example drafter; `changes`: to the top level."""
+    report = copy.deepcopy(REPORT)
+    if entries:
+        report["drafters"] = [merged(ENTRY, entry) for entry in entries]
+    return merged(report, changes)
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `base` with nested `changes`."""
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if nested else value
+    return result

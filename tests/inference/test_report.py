@@ -1,0 +1,182 @@
+"""report.json is checked key by key; report.md, the plots and the terminal table show what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from heads.api.errors import UserError
+from inference import report as report_module
+from inference.report_schema import read_report, validate_report, write_report
+from tests.inference.example_report import example_report
+
+
+def without(report: dict[str, Any], dotted: str) -> dict[str, Any]:
+    """The report without the value at a dotted key."""
+    *path, last = dotted.split(".")
+    place: Any = report
+    for key in path:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    del place[last]
+    return report
+
+
+def test_a_complete_report_passes_and_survives_the_disk(tmp_path: Path) -> None:
+    write_report(example_report(), tmp_path / "report.json")
+    assert read_report(tmp_path) == read_report(tmp_path / "report.json") == example_report()
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]  # no temporary file is left
+
+
+def test_provenance_is_optional() -> None:
+    report = example_report()
+    for key in ("command", "versions", "git", "run"):
+        del report[key]
+    for key in ("name", "noise", "weights_sha256"):
+        del report["drafters"][0]["draft"][key]
+    validate_report(report)
+
+
+@pytest.mark.parametrize(
+    "dotted",
+    [
+        "target.dtype",
+        "baseline.seconds",
+        "drafters.0.lossless.mismatches",
+        "drafters.0.domains.code.tar",
+        "format",
+    ],
+)
+def test_a_missing_key_is_named(dotted: str) -> None:
+    with pytest.raises(UserError, match=rf"{dotted} is missing"):
+        validate_report(without(example_report(), dotted))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"tau": "2.3"}, r"drafters\.0\.tau must be a finite number; given: '2\.3'"),
+        ({"tau": float("nan")}, r"drafters\.0\.tau must be a finite number; given: nan"),
+        ({"parameters": True}, r"drafters\.0\.parameters must be a whole number"),
+        ({"speedup_ci95": [2.0, 1.0]}, r"drafters\.0\.speedup_ci95 must be \[low, high\]"),
+        (
+            {"acceptance": {"conditional": None}},
+            r"drafters\.0\.acceptance\.conditional must be a list of numbers",
+        ),
+        ({"domains": {"code": {"tau": None}}}, r"drafters\.0\.domains\.code\.tau must be"),
+        ({"step_ms": {"sampling": 1.0}}, r"drafters\.0\.step_ms\.sampling is not part of a report"),
+        ({"lossless": {"identical": 60}}, r"drafters\.0\.lossless does not add up"),
+    ],
+)
+def test_a_wrong_value_is_named(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_report(example_report(entry))
+
+
+def test_other_formats_and_double_names_are_refused() -> None:
+    with pytest.raises(UserError, match="format is 2; this version reads format 1"):
+        validate_report(example_report(format=2))
+    with pytest.raises(UserError, match=r"\['eagle3'\] more than once"):
+        validate_report(example_report({}, {}))
+
+
+def test_unreadable_reports(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no report\.json"):
+        read_report(tmp_path)
+    (tmp_path / "report.json").write_text('{"format": 1,', encoding="utf-8")
+    with pytest.raises(UserError, match="not readable as JSON"):
+        read_report(tmp_path)
+    (tmp_path / "report.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match="the whole file must be an object"):
+        read_report(tmp_path)
+
+
+def two_reports(folder: Path) -> list[Path]:
+    """A greedy report with two drafters and a sampled one with a third arm."""
+    medusa = {
+        "kind": "medusa",
+        "tau": 1.9,
+        "tau_ci95": [1.8, 2.0],
+        "draft": {"name": "medusa", "shape": "tree", "nodes": 12},
+        "acceptance": {"unconditional": [0.6, 0.3, 0.0, 0.0], "conditional": [0.6, 0.5, 0.0, 0.0]},
+        "lossless": {"identical": 60, "near_ties": 1, "mismatches": 3},
+    }
+    own = {"draft": {"name": "eagle3 (own noise)", "noise": "none"}, "tau": 1.42, "tau_ci95": [1.37, 1.48]}
+    for name, report in {
+        "greedy": example_report({}, medusa),
+        "sampled": example_report({}, own, settings={"temperature": 1.0}),
+    }.items():
+        write_report(report, folder / name / "report.json")
+    return [folder / "greedy", folder / "sampled" / "report.json"]
+
+
+def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
+    path = report_module.render(two_reports(tmp_path), tmp_path / "out")
+    text = path.read_text(encoding="utf-8")
+    assert "| medusa | tree, 4 deep, 12 nodes | 1.90 [1.80, 2.00] |" in text
+    assert "60/64, 1 near tie, 3 MISMATCHES" in text
+    assert "chain, 4 deep, own noise" in text
+    assert "| temperature | 0.0 | 0.0 | 1.0 | 1.0 |" in text
+    assert (
+        "| medusa | 1.90 [1.80, 2.00] | 1.80 [1.70, 1.90] | - | - |" in text
+    )  # took part in one report only
+    assert "- command: `headstart measure`" in text
+    assert report_module.DEFINITIONS in text
+    for name in ("acceptance.png", "speedup.png", "step_time.png"):
+        assert f"({name})" in text
+        image = imread(tmp_path / "out" / name)
+        assert image.shape[0] > 200
+        assert image.std() > 0.05  # something was drawn
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        "acceptance.png",
+        "report.md",
+        "speedup.png",
+        "step_time.png",
+    ]
+
+
+def test_every_markdown_row_has_as_many_cells_as_its_header(tmp_path: Path) -> None:
+    text = report_module.render(two_reports(tmp_path), tmp_path / "out").read_text(encoding="utf-8")
+    widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    starts = [i for i, line in enumerate(text.splitlines()) if line.startswith("|---")]
+    assert len(starts) == 9
+    table: list[int] = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            table.append(line.count("|"))
+            assert table[0] == table[-1], line
+        else:
+            table = []
+    assert widths
+
+
+def test_render_needs_a_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no report was given"):
+        report_module.render([], tmp_path)
+    broken = example_report()
+    del broken["baseline"]
+    (tmp_path / "report.json").write_text(json.dumps(broken), encoding="utf-8")
+    with pytest.raises(UserError, match="baseline is missing"):
+        report_module.render([tmp_path], tmp_path)
+
+
+def test_the_table_shows_every_drafter_and_the_baseline() -> None:
+    console = Console(width=160, record=True, quiet=False, file=None, force_terminal=False)
+    with console.capture() as capture:
+        report_module.print_table(example_report(), console)
+    shown = capture.get()
+    for text in (
+        "no drafter",
+        "eagle3",
+        "2.75 [2.60, 2.90]",
+        "0.72",
+        "900.0",
+        "1.80 [1.70, 1.90]",
+        "64/64",
+        "82%",
+    ):
+        assert text in shown
