@@ -249,8 +249,8 @@ def step_ms(totals: Totals) -> dict[str, float]:
 def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: int = 0) -> None:
     """Raise `WeakBaselineError` when a speedup exceeds tau by more than the clock's noise.
 
-    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau cancels, so it
-    is this quotient's own interval that is asked, and its lower end must lie above 1.
+    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau cancels, so
+    this quotient's own interval is asked: its lower end must lie above 1.
     """
     arm = arm.like(baseline)
     weights = resample_weights(len(baseline.prompts), seed)
