@@ -75,12 +75,19 @@ def build_config(kind: str, values: dict[str, Any]) -> Any:
         raise UserError(f"the stored configuration does not fit kind '{kind}': {error}.") from error
 
 
-def new_drafter(kind: str, config: Any, info: TargetInfo, weights: TargetWeights, seed: int) -> Any:
-    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's weights."""
+def new_drafter(
+    kind: str, config: Any, info: TargetInfo, weights: TargetWeights, seed: int, token_counts: Tensor | None = None
+) -> Any:
+    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's weights.
+
+    token_counts [V]: how often each token occurs in the training data, for kinds that draft from a reduced vocabulary.
+    """
     drafter = get_kind(kind).drafter_class(config, info)
     if isinstance(drafter, TrainableDrafter):
         drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
         drafter.bind(weights)
+        if token_counts is not None:
+            drafter.choose_vocabulary(token_counts)
         drafter.initialise(weights, torch.Generator().manual_seed(seed))
         refuse_unset(drafter)
     return drafter

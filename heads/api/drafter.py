@@ -108,6 +108,13 @@ class TrainableDrafter(nn.Module):
         """Attach the target's frozen tensors this drafter shares (as non-persistent buffers). Called before any use."""
         raise NotImplementedError(f"{type(self).__name__} must implement bind")
 
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Fix a reduced draft vocabulary from the training data's token counts [V]; called before `initialise`.
+
+        Kinds that draft from the whole vocabulary ignore it.
+        """
+        return None
+
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Set every parameter for a fresh training run."""
         raise NotImplementedError(f"{type(self).__name__} must implement initialise")

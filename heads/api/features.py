@@ -36,3 +36,12 @@ class FeatureSpec:
                 f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 (embeddings) to {num_layers} "
                 "are allowed. Change head.taps."
             )
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high taps of a target of `num_layers` layers: 2, n//2, n-3, as the EAGLE-3 family reads them.
+
+    Targets of fewer than 7 layers have no three such places; they get 1, n//2 and n-1, as far as those differ.
+    """
+    places = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
+    return tuple(sorted({max(place, 1) for place in places}))

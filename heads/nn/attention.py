@@ -1,0 +1,146 @@
+"""Attention of drafters: whole packed sequences in training, a preallocated per-row cache in decoding.
+
+Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, h query heads,
+g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads.nn.drafting import LevelPlan
+
+CHUNK_ELEMENTS = 1 << 26
+"""Most attention scores kept at once by `chained_attention` before the queries are split into recomputed
+chunks.
+"""
+
+
+def packed_mask(segments: Tensor) -> Tensor | None:
+    """[B, 1, T, T] bool for packed documents: causal within equal segment numbers [B, T]; None when plain
+    causal is the same.
+
+    Padding attends to padding, so that no row is empty. Asks the device once; for training only.
+    """
+    if bool((segments == segments[:, :1]).all()):
+        return None
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]
+
+
+def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D] -> [B, T, h
+    * D].
+
+    mask [B, 1, T, T] bool replaces plain causality.
+    """
+    groups = query.shape[2] // key.shape[2]
+    key, value = (states.transpose(1, 2).repeat_interleave(groups, 1) for states in (key, value))
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, attn_mask=mask, is_causal=mask is None
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S] bool -> [B,
+    Q, h * D].
+
+    The queries that share a key/value head are laid side by side, so that the cache is never copied per
+    group.
+    """
+    batch, queries, heads, size = query.shape
+    kv_heads = key.shape[2]
+    groups = heads // kv_heads
+    # [B, Q, g, G, D] -> [B, g, G * Q, D]
+    grouped = (
+        query.view(batch, queries, kv_heads, groups, size)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch, kv_heads, -1, size)
+    )
+    if queries > 1 and groups > 1:
+        mask = mask[:, None].expand(batch, groups, queries, mask.shape[-1]).flatten(1, 2)
+    out = F.scaled_dot_product_attention(
+        grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None]
+    )
+    return out.view(batch, kv_heads, groups, queries, size).permute(0, 3, 1, 2, 4).reshape(batch, queries, -1)
+
+
+def level_mask(level: LevelPlan, base: Tensor, slots: int, is_chain: bool) -> Tensor:
+    """[B, P, S] bool: what the nodes run at `level` see. Node i lies in slot base + i - 1, with base [B];
+    slots before `base` are committed and seen by all.
+    """
+    place = torch.arange(slots, device=base.device) - base[:, None]  # [B, S]
+    if is_chain:
+        return (place < level.depth - 1)[:, None]
+    drafted = level.visible[:, place.clamp(0, level.visible.shape[1] - 1)].transpose(0, 1)  # [B, P, S]
+    return (place < 0)[:, None] | drafted
+
+
+def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None) -> Tensor:
+    """Attention of a later step of a training-time test (EAGLE-3, methods.md 2.6) -> [B, T, h * D].
+
+    query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally (or by `mask`
+    [B, 1, T, T]); keys[j] of steps 1..k: row t sees row t only, its own chain. Equal to one softmax over all
+    those columns; the later steps add one column each instead of a [T, T] block.
+    """
+    if len(keys) == 1:
+        return sequence_attention(query, keys[0], values[0], mask)
+    batch, length, heads, size = query.shape
+    kv_heads = keys[0].shape[2]
+    grouped = query.view(batch, length, kv_heads, heads // kv_heads, size) * size**-0.5
+    own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)  # [B, T, g, G, k]
+    own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
+    rows = max(1, CHUNK_ELEMENTS // (batch * heads * length))
+
+    def part(first: int) -> Tensor:
+        end = min(first + rows, length)
+        allowed = None if mask is None else mask[:, :, first:end, :end]
+        return _chained_rows(
+            grouped[:, first:end],
+            own[:, first:end],
+            own_values[:, first:end],
+            keys[0][:, :end],
+            values[0][:, :end],
+            allowed,
+        )
+
+    if rows >= length:
+        return part(0).flatten(2)
+    pieces: list[Tensor] = [checkpoint(part, first, use_reentrant=False) for first in range(0, length, rows)]
+    return torch.cat(pieces, 1).flatten(2)
+
+
+def _chained_rows(
+    grouped: Tensor, own: Tensor, own_values: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values [B, Q, g,
+    k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D].
+    """
+    batch, queries, kv_heads, groups, size = grouped.shape
+    end = key.shape[1]
+    # [B, g, Q * G, D] @ [B, g, D, E]: the heads of a group share one matrix product.
+    scores = grouped.transpose(1, 2).flatten(2, 3) @ key.permute(0, 2, 3, 1)
+    if mask is None:
+        rows = torch.arange(end - queries, end, device=key.device)
+        mask = (rows[:, None] >= torch.arange(end, device=key.device))[None, None]
+    scores = scores.view(batch, kv_heads, queries, groups, end).masked_fill(
+        ~mask[:, :, :, None], float("-inf")
+    )
+    all_scores = torch.cat([scores, own.transpose(1, 2)], -1)
+    weights = all_scores.softmax(-1, dtype=torch.promote_types(all_scores.dtype, torch.float32)).to(
+        value.dtype
+    )
+    context = weights[..., :end].flatten(2, 3) @ value.transpose(1, 2)  # [B, g, Q * G, D]
+    chain = weights[..., end:] @ own_values.transpose(1, 2)  # [B, g, Q, G, D]
+    out = context.view(batch, kv_heads, queries, groups, size) + chain
+    return out.transpose(1, 2).flatten(2, 3)
+
+
+def write_cache(cache: Tensor, rows: Tensor, slots: Tensor, states: Tensor) -> None:
+    """cache [B, S, g, D] at rows [B, 1] and slots [B, Q] becomes states [B, Q, g, D], in place."""
+    cache[rows, slots] = states

@@ -1,0 +1,122 @@
+"""Llama building blocks under Hugging Face's parameter names, so that an export renames nothing.
+
+Legend: B rows, T positions, H hidden, h query heads, g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.errors import UserError
+from heads.nn import init
+from heads.nn.rope import Rotation, rotate
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a decoder layer."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise UserError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim % 2 != 0:
+            raise UserError(f"head_dim must be even for rotary positions; given {self.head_dim}.")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, with the mean in float32 (float64 stays float64)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of an attention block; what the queries see is the caller's business."""
+
+    def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
+        super().__init__()
+        width = input_size or shape.hidden_size
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def query(self, states: Tensor, rotation: Rotation) -> Tensor:
+        """[B, T, width] -> rotated queries [B, T, h, D]."""
+        return rotate(self.q_proj(states).unflatten(-1, (-1, self.head_dim)), rotation)
+
+    def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[B, T, width] -> rotated keys and values [B, T, g, D]."""
+        key = rotate(self.k_proj(states).unflatten(-1, (-1, self.head_dim)), rotation)
+        return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return out
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query [B, T, h, D], key, value [B, T, g, D]) -> [B, T, h * D]."""
+
+
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer: pre-norm attention and SwiGLU, each added to the residual stream."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """[B, T, H] -> [B, T, H]; `attend` decides what the queries see."""
+        normed = self.input_layernorm(states)
+        key, value = self.self_attn.key_value(normed, rotation)
+        return self.finish(states, attend(self.self_attn.query(normed, rotation), key, value))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer behind its attention: output projection and MLP, both residual."""
+        states = residual + self.self_attn.o_proj(attended)
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
+def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
+    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's parameters."""
+    for part in module.modules():
+        if isinstance(part, RMSNorm):
+            init.constant(part.weight, 1.0)
+        elif isinstance(part, nn.Linear):
+            init.normal(part.weight, part.in_features**-0.5, generator)

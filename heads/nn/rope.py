@@ -1,0 +1,56 @@
+"""Rotary position embedding in the Llama layout (the first half of a head rotates against the second).
+
+Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied layers see the
+same rotations.
+
+Legend: B rows, T positions, D head size, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll and two
+multiplications.
+"""
+
+
+class Rope:
+    """Rotations for one head size and base."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim, self.theta = head_dim, theta
+        self._table = torch.empty(0, 2, head_dim)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Rotation for positions [B, T] int64, computed directly (training)."""
+        cosine, sine = self._angles(positions).to(dtype).unbind(-2)
+        return cosine[..., None, :], sine[..., None, :]
+
+    def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept for the next call."""
+        kept = self._table
+        if kept.shape[0] < slots or kept.device != device or kept.dtype != dtype:
+            self._table = self._angles(torch.arange(slots, device=device)).to(dtype)
+        return self._table
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device).float()
+        frequencies = 1.0 / (self.theta ** (exponents / self.head_dim))
+        angles = positions[..., None].float() * frequencies
+        sine = angles.sin()
+        return torch.stack([angles.cos().repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2)
+
+
+def look_up(table: Tensor, positions: Tensor) -> Rotation:
+    """Rotation for positions [B, T] from a table [S, 2, D]: one gather (decoding)."""
+    cosine, sine = table[positions].unbind(-2)
+    return cosine[:, :, None], sine[:, :, None]
+
+
+def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate heads [B, T, heads, D]."""
+    cosine, sine = rotation
+    return torch.addcmul(states * cosine, states.roll(states.shape[-1] // 2, -1), sine)

@@ -1,0 +1,284 @@
+"""EAGLE-3: training-time test against an explicit loop, drafting against training, the reduced vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.api.state import write_rows
+from heads.api.tree import TokenTree
+from heads.eagle3 import Config, Drafter
+from heads.nn import attention
+from inference.parity import check_parity
+from tests.heads.micro import (
+    ForcedNoise,
+    MicroTarget,
+    PlainNoise,
+    micro_target,
+    packed_batch,
+    seen_states,
+)
+
+DOCUMENTS = [
+    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
+    [7, 7, 1, 40, 3, 12, 13, 14, 15],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+]
+VARIANTS = [
+    {},
+    {"tap_norm": False, "post_norm_recurrence": False},
+    {"draft_vocab_size": 26},
+    {"num_key_value_heads": 4, "taps": (0, 5), "hard_label_weight": 0.25},
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> MicroTarget:
+    return micro_target()
+
+
+def make(target: MicroTarget, **options: object) -> Drafter:
+    """A drafter with non-trivial norms and, if reduced, the vocabulary 0, 2, 4, ... plus some."""
+    counts = torch.arange(target.info.vocab_size).flip(0) + 100 * (
+        torch.arange(target.info.vocab_size) % 3 == 0
+    )
+    config = Config(**{"ttt_steps": 3, **options})
+    drafter = new_drafter("eagle3", config, target.info, target.weights, seed=0, token_counts=counts)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
+    return drafter.eval()
+
+
+def rms(weight: Tensor, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean() + 1e-6).sqrt() * weight
+
+
+def turn(x: Tensor, position: int) -> Tensor:
+    """Rotary embedding of one head vector by its definition."""
+    half = x.shape[0] // 2
+    out = x.clone()
+    for i in range(half):
+        angle = torch.tensor(position * 10000.0 ** (-2 * i / x.shape[0]), dtype=torch.float64)
+        out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
+        out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
+    return out
+
+
+def explicit_outputs(
+    drafter: Drafter, document: list[int], taps: Tensor, steps: int
+) -> dict[tuple[int, int], Tensor]:
+    """Normalised output of step k (1-based) at row t, one row and one head at a time, along the document's
+    own tokens.
+    """
+    layer, attn = drafter.midlayer, drafter.midlayer.self_attn
+    size = attn.head_dim
+    groups = attn.q_proj.out_features // attn.k_proj.out_features
+
+    def row(token: int, feature: Tensor, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        x = torch.cat(
+            [
+                rms(layer.input_layernorm.weight, drafter._target.embedding[token]),
+                rms(layer.hidden_norm.weight, feature),
+            ]
+        )
+        heads = [(proj.weight @ x).split(size) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        return [turn(q, position) for q in heads[0]], [turn(k, position) for k in heads[1]], list(heads[2])
+
+    context: list[tuple[list[Tensor], list[Tensor]]] = []
+    found = {}
+    for t in range(len(document) - 1):
+        parts = [taps[t, i] for i in range(taps.shape[1])]
+        if drafter.fc_norm:
+            parts = [rms(norm.weight, part) for norm, part in zip(drafter.fc_norm, parts, strict=True)]
+        feature = drafter.fc.weight @ torch.cat(parts)
+        chain: list[tuple[list[Tensor], list[Tensor]]] = []
+        for k in range(1, steps + 1):
+            if t + k >= len(document):
+                break
+            query, key, value = row(document[t + k], feature, t + k - 1)
+            (context if k == 1 else chain).append((key, value))
+            seen = context + chain
+            attended = []
+            for head, q in enumerate(query):
+                scores = torch.stack([q @ keys[head // groups] for keys, _ in seen]) / math.sqrt(size)
+                weights = scores.softmax(0)
+                attended.append(
+                    sum(w * values[head // groups] for w, (_, values) in zip(weights, seen, strict=True))
+                )
+            x = feature + attn.o_proj.weight @ torch.cat(attended)
+            normed = rms(layer.post_attention_layernorm.weight, x)
+            mlp = layer.mlp
+            x = x + mlp.down_proj.weight @ (
+                F.silu(mlp.gate_proj.weight @ normed) * (mlp.up_proj.weight @ normed)
+            )
+            out = rms(drafter.norm.weight, x)
+            found[(k, t)] = out
+            feature = out if drafter.config.post_norm_recurrence else x
+    return found
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_unrolled_training_equals_the_explicit_loop(target: MicroTarget, options: dict) -> None:
+    drafter = make(target, **options)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    outputs = drafter._unroll(batch, 3)
+    for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
+        first = 0
+        for document in documents:
+            span = slice(first, first + len(document))
+            for (k, t), expected in explicit_outputs(drafter, document, batch.taps[row, span], 3).items():
+                torch.testing.assert_close(outputs[k - 1][row, first + t], expected)
+            first += len(document)
+
+
+def test_attention_in_recomputed_chunks_changes_nothing(
+    target: MicroTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make(target)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    results = []
+    for limit in (1 << 26, 400):
+        monkeypatch.setattr(attention, "CHUNK_ELEMENTS", limit)
+        drafter.zero_grad()
+        output = drafter.loss(batch)
+        output.loss_sum.backward()
+        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, options: dict) -> None:
+    drafter = make(target, **options)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    expected, right, count = torch.zeros((), dtype=torch.float64), [0] * 3, [0] * 3
+    for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
+        first = 0
+        for document in documents:
+            taps = batch.taps[row, first : first + len(document)]
+            for (k, t), output in explicit_outputs(drafter, document, taps, 3).items():
+                if not 2 <= t + k + 1 < len(document):
+                    continue
+                teacher = target.weights.logits(batch.last_hidden[row, first + t + k])
+                log_q = (drafter.lm_head.weight @ output).log_softmax(-1)
+                count[k - 1] += 1
+                right[k - 1] += int(ids[log_q.argmax()] == teacher.argmax())
+                if teacher.argmax() in ids:
+                    soft = -(teacher[ids].softmax(-1) * log_q).sum()
+                    column = (ids == document[t + k + 1]).nonzero()
+                    hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
+                    share = drafter.config.hard_label_weight
+                    expected += 0.8 ** (k - 1) * ((1 - share) * soft + share * hard)
+            first += len(document)
+    output = drafter.loss(batch)
+    torch.testing.assert_close(output.loss_sum, expected)
+    for k in (1, 2, 3):
+        assert tuple(map(int, output.metrics[f"accuracy/depth{k}"])) == (right[k - 1], count[k - 1])
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_decoding_computes_what_training_did(target: MicroTarget, options: dict) -> None:
+    assert check_parity(target, make(target, **options), DOCUMENTS, depth=3).compared > 12
+
+
+def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:
+    drafter = make(target)
+    alone = drafter.loss(packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])).loss_sum
+    packed = drafter.loss(packed_batch(target, drafter.needs, [[DOCUMENTS[0], DOCUMENTS[2]]])).loss_sum
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 26}])
+@torch.no_grad()
+def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, options: dict) -> None:
+    """A node's logits depend on its ancestors alone: drafting each path as a forced chain gives the same
+    siblings.
+    """
+    drafter = make(target, **options)
+    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
+    tree = TokenTree.from_choices(choices)
+    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
+    tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
+    order = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
+    ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    for row, end in enumerate((8, 5)):
+        known = {path: int(tokens[row, 1 + i]) for i, path in enumerate(order)}
+        for path in order:
+            above = [known[path[: i + 1]] for i in range(len(path) - 1)]
+            documents = [DOCUMENTS[0][:9] + above, DOCUMENTS[1][:6] + above]
+            noise = ForcedNoise(documents)
+            state = drafter.start(seen, TokenTree.chain(len(path)), 32)
+            drafter.propose(state, noise)
+            logits = noise.logits[(row, end + len(path))]
+            assert known[path] == int(ids[logits.topk(path[-1] + 1).indices[-1]])
+
+
+@torch.no_grad()
+def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
+    drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
+    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32)
+    drafter.propose(state, PlainNoise())
+    fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
+    write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
+    tokens = drafter.propose(state, PlainNoise()).tokens
+    expected = drafter.propose(drafter.start(fresh, tree, 32), PlainNoise()).tokens
+    assert tokens[1].tolist() == expected[0].tolist()
+    more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
+    tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
+    whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
+    assert tokens.tolist() == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+
+
+@torch.no_grad()
+def test_reduced_vocabulary_is_kept_with_the_weights(target: MicroTarget, tmp_path) -> None:
+    drafter = make(target, draft_vocab_size=26)
+    frequent = [*range(0, 41, 3), 1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
+    assert (drafter.d2t + torch.arange(26)).tolist() == sorted(frequent)
+    assert drafter.t2d.nonzero().squeeze(1).tolist() == sorted(frequent)
+    assert drafter.lm_head.weight.shape == (26, 16)
+    save_drafter(drafter, tmp_path, target.info)
+    loaded = load_drafter(tmp_path, target.info, target.weights)
+    seen = seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 9)])
+    drafts = [
+        d.propose(d.start(seen, TokenTree.chain(4), 32), PlainNoise()).tokens for d in (drafter, loaded)
+    ]
+    assert drafts[0].tolist() == drafts[1].tolist()
+    assert set(drafts[0][0, 1:].tolist()) <= set(frequent)
+
+
+def test_reduced_vocabulary_must_be_chosen_first(target: MicroTarget) -> None:
+    with pytest.raises(UserError, match="draft vocabulary was not chosen"):
+        new_drafter("eagle3", Config(draft_vocab_size=8), target.info, target.weights, seed=0)
+
+
+def test_taps_that_do_not_exist_are_refused(target: MicroTarget) -> None:
+    with pytest.raises(UserError, match=r"taps \[9\] do not exist"):
+        Drafter(Config(taps=(1, 9)), target.info)
+
+
+def test_drafter_learns_a_repeating_text(target: MicroTarget) -> None:
+    drafter = make(target, ttt_steps=2, hard_label_weight=1.0)
+    batch = packed_batch(target, drafter.needs, [[[3, 14, 15, 9, 26, 5, 35] * 4]])
+    batch.target_logits = lambda hidden: F.one_hot(
+        batch.tokens[0].roll(-1)[: hidden.shape[0] + 1][-hidden.shape[0] :], 41
+    ).double()
+    optimiser = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    first = None
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss = drafter.loss(batch).loss_sum
+        loss.backward()
+        optimiser.step()
+        first = first or loss.item()
+    assert loss.item() < 0.05 * first
+    assert all(value.grad is None for value in (target.weights.lm_head, target.weights.embedding))
