@@ -1,0 +1,117 @@
+"""The `headstart` command: `headstart <stage> [group=option] [key=value] ...`.
+
+Nothing heavy is imported here, so that help and mistakes in a stage's name answer at once; a stage's own module is imported when
+it runs. A `UserError` is printed as one message and ends with status 2; HEADSTART_DEBUG=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from heads.api.errors import UserError, suggest
+from scripts.stages import STAGES
+
+DEBUG_VARIABLE = "HEADSTART_DEBUG"
+
+USAGE = """\
+Headstart trains drafters for speculative decoding and measures what each one is worth.
+
+usage: headstart <stage> [group=option] [key=value] ...
+       headstart <stage> --help          groups, options and keys of a stage
+       headstart <stage> --show [...]    the composed configuration, without running it
+       headstart <stage> -m key=a,b      once for every combination of the listed values
+       headstart --version
+
+stages:
+{stages}
+
+First steps:  headstart loop experiment=demo     the whole loop on the embedded target
+              headstart chat experiment=demo     talk to the result
+Errors are one message; {debug}=1 adds the traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was given, 130 interrupted)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return dispatch(given)
+    except UserError as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        print(f"headstart: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nheadstart: interrupted; the same command continues where this one stopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def dispatch(given: list[str]) -> int:
+    """Find the stage and the flags in `given` and hand over; raises `UserError` for an unknown stage."""
+    if not given or given[0] in ("--help", "-h", "help"):
+        print(usage())
+        return 0
+    if given[0] in ("--version", "-V"):
+        print(f"headstart {version()}")
+        return 0
+    name, rest = given[0], given[1:]
+    if name not in STAGES:
+        raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
+    flags, overrides = split_flags(rest)
+    if "--help" in flags:
+        helper = importlib.import_module("scripts.help")
+        print(helper.stage_help(STAGES[name], overrides))
+        return 0
+    runner = importlib.import_module("scripts.runner")
+    return int(
+        runner.run_stage(STAGES[name], overrides, multirun="--multirun" in flags, show="--show" in flags)
+    )
+
+
+def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
+    """Separate flags from overrides; raises `UserError` for a flag that does not exist."""
+    spellings = {
+        "--help": "--help",
+        "-h": "--help",
+        "--multirun": "--multirun",
+        "-m": "--multirun",
+        "--show": "--show",
+        "--cfg": "--show",
+    }
+    flags, overrides = set(), []
+    for item in rest:
+        if item in spellings:
+            flags.add(spellings[item])
+        elif item.startswith("-"):
+            raise UserError(
+                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without dashes, as key=value."
+            )
+        else:
+            overrides.append(item)
+    return flags, overrides
+
+
+def usage() -> str:
+    """The text of `headstart --help`."""
+    width = max(map(len, STAGES))
+    stages = "\n".join(f"  {stage.name:<{width}}  {stage.summary}" for stage in STAGES.values())
+    return USAGE.format(stages=stages, debug=DEBUG_VARIABLE)
+
+
+def version() -> str:
+    """The installed version, or a hint when the packages are used without installation."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version("headstart"))
+    except metadata.PackageNotFoundError:
+        return "(not installed; run `make install`)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

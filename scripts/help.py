@@ -1,0 +1,102 @@
+"""`headstart <stage> --help`: the groups a stage reads, their options, and every key with its value and its meaning.
+
+The values are those of the composed YAML, so overrides before `--help` show their effect. The meanings are the docstrings under the
+dataclasses' fields, read from the source without importing it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts.config import CONSUMERS, REPOSITORY, compose_stage, options, plain
+from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a group as written in its dataclass: name, type, default (source text), meaning."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def stage_help(stage: Stage, overrides: list[str]) -> str:
+    """The help text of a stage, for the configuration that `overrides` compose."""
+    composed, choices = compose_stage(stage, overrides)
+    lines = [
+        f"headstart {stage.name}: {stage.summary}",
+        "",
+        "usage: headstart " + stage.name + " [group=option] [key=value] ...",
+    ]
+    lines += [
+        "       -m with listed values (key=a,b) runs every combination; --show prints the composed configuration",
+        "",
+    ]
+    lines += ["groups (group=option; the option in use is marked):"]
+    for group in OPTION_GROUPS:
+        if group in stage.groups or group in RECIPE_GROUPS:
+            lines.append(
+                f"  {group:<11} {', '.join(mark(name, choices.get(group)) for name in options(group))}"
+            )
+    lines += ["", "keys (key=value; the values are those in use):"]
+    for group in stage.groups:
+        lines += [
+            f"  {key} = {value}{meaning}" for key, value, meaning in keys(group, plain(composed, group))
+        ]
+    return "\n".join(lines)
+
+
+def mark(name: str, choice: Any) -> str:
+    """An option, starred when it is the chosen one."""
+    chosen = choice if isinstance(choice, list) else [choice]
+    return f"{name}*" if name in chosen else name
+
+
+def keys(group: str, values: Any) -> Iterator[tuple[str, str, str]]:
+    """Dotted key, value in use, and meaning of every key of a group."""
+    for item in group_fields(group, values):
+        value = values.get(item.name, item.default) if isinstance(values, dict) else item.default
+        shown = "null" if value is None else str(value)
+        meaning = " ".join(item.meaning.split())
+        yield f"{group}.{item.name}", shown if shown else "''", f"\n      {meaning}" if meaning else ""
+
+
+def group_fields(group: str, values: Any) -> list[Field]:
+    """The fields of a group's dataclass; for `head` those of the chosen kind."""
+    if group == "head":
+        kind = str(values.get("kind"))
+        own = [Field("kind", "str", kind, f"Drafter kind: heads/{kind}.py.")]
+        return own + fields_of(REPOSITORY / "heads" / f"{kind}.py", "Config")
+    module, name = CONSUMERS[group].split(":")
+    return fields_of(REPOSITORY / Path(*module.split(".")).with_suffix(".py"), name)
+
+
+@cache
+def fields_of(file: Path, name: str) -> list[Field]:
+    """Fields and their docstrings of a dataclass in a source file; empty when the file does not define it."""
+    if not file.is_file():
+        return []
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return list(class_fields(node))
+    return []
+
+
+def class_fields(node: ast.ClassDef) -> Iterator[Field]:
+    """Annotated assignments of a class body, each with the string that follows it."""
+    for place, item in enumerate(node.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            follower = node.body[place + 1] if place + 1 < len(node.body) else None
+            meaning = ""
+            if isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
+                meaning = str(follower.value.value)
+            default = "???" if item.value is None else ast.unparse(item.value)
+            yield Field(item.target.id, ast.unparse(item.annotation), default, meaning)

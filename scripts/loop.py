@@ -1,0 +1,126 @@
+"""`headstart loop`: generate, train every recipe, measure, report. Each stage skips what is complete, so a loop can be repeated.
+
+Every stage is composed from the loop's own command line, reduced to the groups that the stage reads; a recipe of `loop.recipes` is
+put before the loop's experiments, whose values therefore win.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heads.api.errors import UserError
+from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """What one turn of the loop consists of."""
+
+    recipes: tuple[str, ...] = ()
+    """Experiments (conf/experiment/) that train one drafter each; empty: the one drafter that the other groups describe."""
+    measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Measurements beside the main one: folder name -> overrides, for instance {sampled: [decode.temperature=1]}."""
+    launch: str = ""
+    """Command put before `headstart` for generate and train, for instance "torchrun --nproc-per-node 8 --no-python";
+    empty: this process."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of the loop with its overrides."""
+
+    stage: Stage
+    overrides: list[str]
+    title: str
+
+
+def run(settings: Settings) -> None:
+    """Run every step; a step that fails ends the loop, and repeating the command continues there."""
+    steps = plan(settings)
+    start = time.monotonic()
+    for number, step in enumerate(steps, 1):
+        print(f"\n[{number}/{len(steps)}] {step.title}  ({clock(time.monotonic() - start)})", flush=True)
+        if settings.loop.launch and step.stage.name in ("generate", "train"):
+            launched(settings.loop.launch, step)
+        else:
+            from scripts.runner import run_stage
+
+            run_stage(step.stage, step.overrides)
+    print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
+
+
+def plan(settings: Settings) -> list[Step]:
+    """The steps of the loop, in order; raises `UserError` for overrides that cannot apply to several recipes."""
+    recipes, given = settings.loop.recipes, settings.overrides
+    for key in ("head", "run.drafter"):
+        if recipes and any(override_key(item) == key for item in given):
+            raise UserError(
+                f"{key} is given, but this loop trains the recipes {', '.join(recipes)}, each with its own. "
+                f"Leave {key} out, or train one drafter with loop.recipes=[]."
+            )
+    common = recipes[0] if recipes else None
+    steps = [Step(STAGES["generate"], stage_overrides(settings, "generate", common), "generate")]
+    for recipe in recipes or (None,):
+        title = f"train {recipe}" if recipe else "train"
+        steps.append(Step(STAGES["train"], stage_overrides(settings, "train", recipe), title))
+    main = stage_overrides(settings, "measure", common)
+    steps.append(Step(STAGES["measure"], main, "measure"))
+    for name, extra in settings.loop.measures.items():
+        steps.append(Step(STAGES["measure"], [*main, f"measure.name={name}", *extra], f"measure {name}"))
+    steps.append(Step(STAGES["report"], stage_overrides(settings, "report", common), "report"))
+    return steps
+
+
+def stage_overrides(settings: Settings, name: str, recipe: str | None) -> list[str]:
+    """The loop's overrides that stage `name` understands, with `recipe` put before the loop's experiments."""
+    groups = STAGES[name].groups
+    kept = []
+    for item in settings.overrides:
+        key = override_key(item)
+        group = key.split(".")[0]
+        reads = group in groups or (key in OPTION_GROUPS and key in RECIPE_GROUPS)
+        if reads and key != "experiment":
+            kept.append(item)
+    chosen = settings.choices.get("experiment")
+    own = [] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
+    experiments = [*([recipe] if recipe else []), *own]
+    return [*([f"experiment=[{','.join(experiments)}]"] if experiments else []), *kept]
+
+
+def override_key(override: str) -> str:
+    """The key of `key=value`, without the signs of Hydra's grammar."""
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def launched(prefix: str, step: Step) -> None:
+    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails."""
+    command = [*shlex.split(prefix), *headstart_command(), step.stage.name, *step.overrides]
+    print(shlex.join(command), flush=True)
+    try:
+        status = subprocess.run(command, check=False).returncode
+    except FileNotFoundError as error:
+        raise UserError(f"loop.launch: '{command[0]}' is not a command here.") from error
+    if status:
+        raise UserError(
+            f"'{step.title}' ended with status {status}; its own messages are above. Repeating the loop continues there."
+        )
+
+
+def headstart_command() -> Sequence[str]:
+    """The installed `headstart` beside this Python."""
+    return [str(Path(sys.executable).with_name("headstart"))]
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as 3:07."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

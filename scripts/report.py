@@ -1,0 +1,55 @@
+"""`headstart report`: markdown and plots from one or several report.json, side by side."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heads.api.errors import UserError
+from scripts.run import RunConfig, shown
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Which measurements are shown, and where the report goes."""
+
+    reports: tuple[str, ...] = ()
+    """report.json files or folders that hold one; empty: every measurement of this run, the main one first."""
+    out: str = ""
+    """Folder for report.md and the plots; empty: the run's own folder."""
+
+
+def run(settings: Settings) -> None:
+    """Render the report, print its tables and the paths of what was written."""
+    from inference.report import print_table, render
+    from inference.report_schema import read_report
+
+    reports = [Path(item) for item in settings.report.reports] or measured(settings.run)
+    out = Path(settings.report.out) if settings.report.out else settings.run.directory
+    page = render(reports, out)
+    main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
+    if main.resolve() != (out / REPORT_FILE).resolve():
+        partial = out / (REPORT_FILE + ".partial")
+        shutil.copyfile(main, partial)
+        partial.replace(out / REPORT_FILE)
+    for path in reports:
+        print_table(read_report(path))
+    for written in (out / REPORT_FILE, page, *sorted(out.glob("*.png"))):
+        print(shown(written), flush=True)
+
+
+def measured(run: RunConfig) -> list[Path]:
+    """Folders of a run's measurements, the main one (`measure`) first; raises `UserError` when there are none."""
+    folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
+    if not folders:
+        raise UserError(
+            f"'{run.directory}' holds no measurement. Run `headstart measure run.name={run.name}` first, or set report.reports."
+        )
+    return sorted(folders, key=lambda folder: folder.name != "measure")

@@ -1,0 +1,297 @@
+"""One stage's folder: what was run, with which settings, on what; and whether it may be continued.
+
+A stage folder holds `config.yaml` (the resolved settings) and `run.json` (command, git revision and difference, package versions,
+seed, device, inputs and state). The same command continues an interrupted folder and skips a complete one; other settings or other
+inputs are refused, never mixed in silently.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from heads.api.errors import UserError
+from inference.manifest import file_sha256, write_bytes, write_json
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+
+FORMAT = 1
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "deepspeed",
+    "hydra-core",
+    "safetensors",
+    "triton",
+    "headstart",
+)
+LONGEST_DIFF = 200_000
+FREE_GROUPS = ("run", "loop")
+"""Settings that may change between the commands that fill one folder: where it is, and how the loop calls."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes and what it starts from."""
+
+    name: str = "default"
+    """The run: all stages of one loop share <root>/<name>/."""
+    root: str = "outputs"
+    """Folder of all runs."""
+    drafter: str = ""
+    """Name of the drafter's folder below <root>/<name>/train/; empty: the chosen head's name."""
+    seed: int = 0
+    """Seed of everything random. The other groups' seeds follow it unless they are set themselves."""
+    threads: int = 0
+    """CPU threads for torch; 0 leaves torch's own choice."""
+    overwrite: bool = False
+    """Delete this stage's folder first and start again."""
+    accept_changes: bool = False
+    """Continue in a folder although its settings or inputs have changed since."""
+
+    def __post_init__(self) -> None:
+        for key, value in (("name", self.name), ("drafter", self.drafter)):
+            if "/" in value or "\\" in value or value in (".", "..") or (key == "name" and not value):
+                raise UserError(
+                    f"run.{key}: '{value}' must be a plain folder name. Folders above it are set with run.root."
+                )
+
+    @property
+    def directory(self) -> Path:
+        """<root>/<name>, the parent of the stages' folders."""
+        return Path(self.root) / self.name
+
+
+@dataclass
+class StageFolder:
+    """An opened stage folder. `complete` says that there is nothing left to do in it."""
+
+    path: Path
+    complete: bool
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def session(self) -> dict[str, Any]:
+        """Command, code, versions and machine of this process."""
+        return dict(self.record["sessions"][-1])
+
+    def finish(self) -> None:
+        """Mark the stage complete."""
+        if is_main_process():
+            self.record |= {"state": "complete", "finished": now()}
+            write_json(self.path / RUN_FILE, self.record)
+
+
+def open_folder(
+    settings: Settings, path: Path, inputs: Sequence[Path] = (), *, stage_decides: bool = False
+) -> StageFolder:
+    """Open `path` for the stage in `settings`, which reads the files `inputs`; raises `UserError` when it belongs to another run.
+
+    Writes run.json and config.yaml (main process only) before the stage starts, so that an interrupted run is on record as well.
+    stage_decides: the stage knows itself which changes matter, so a changed folder is handed to it instead of being refused.
+    """
+    config = settings.run
+    hashes = {shown(file): file_sha256(file) for file in inputs}
+    if config.overwrite and is_main_process():
+        delete_folder(path)
+    previous = read_record(path)
+    if previous is not None and not config.overwrite:
+        changed = [] if config.accept_changes else changes(path, previous, settings, hashes)
+        if changed and not stage_decides:
+            raise refusal(path, changed)
+        if previous.get("state") == "complete" and not changed:
+            return StageFolder(path, True, previous)
+    record = {
+        "format": FORMAT,
+        "stage": settings.stage.name,
+        "state": "running",
+        "inputs": hashes,
+        "choices": settings.choices,
+        "seed": config.seed,
+        "sessions": [*(previous or {}).get("sessions", []), session()],
+    }
+    if is_main_process():
+        path.mkdir(parents=True, exist_ok=True)
+        write_bytes(path / CONFIG_FILE, yaml.safe_dump(settings.resolved, sort_keys=False).encode())
+        write_json(path / RUN_FILE, record)
+    return StageFolder(path, False, record)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a stage folder; refuses a folder that we did not write."""
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not (path / RUN_FILE).is_file():
+        raise UserError(
+            f"run.overwrite: '{path}' has no {RUN_FILE}, so it is not a stage folder and is not deleted. "
+            "Remove it yourself."
+        )
+    shutil.rmtree(path)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The run.json of a folder, or None where no run has started."""
+    file = path / RUN_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"'{file}' is broken ({error}). Start again with run.overwrite=true.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"'{file}' is not a run record of format {FORMAT}. Choose another run.name.")
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The resolved settings that a stage folder was made with; raises `UserError` when there are none."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert isinstance(content, dict), f"{file} was not written by us"
+    return content
+
+
+def changes(
+    path: Path, previous: Mapping[str, Any], settings: Settings, hashes: Mapping[str, str]
+) -> list[str]:
+    """What differs between the settings and inputs that a folder was made with and the present ones, in words."""
+    before, after = compared(read_config(path)), compared(settings.resolved)
+    before["run.seed"], after["run.seed"] = previous.get("seed"), settings.run.seed
+    found = [
+        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+    known = previous.get("inputs", {})
+    return found + [
+        f"{name} has changed" for name, value in hashes.items() if known.get(name) not in (None, value)
+    ]
+
+
+def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what a folder holds, by dotted path."""
+    return {key: value for key, value in flatten(resolved) if key.split(".")[0] not in FREE_GROUPS}
+
+
+def refusal(path: Path, changed: Sequence[str]) -> UserError:
+    """The error for a folder that was made with other settings."""
+    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    return UserError(
+        f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose another run.name (or run.drafter), "
+        "start again with run.overwrite=true, or continue all the same with run.accept_changes=true."
+    )
+
+
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values of nested settings; lists are values."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
+
+
+def session() -> dict[str, Any]:
+    """What this process is: command, code, versions, machine."""
+    return {
+        "started": now(),
+        "command": ["headstart", *sys.argv[1:]],
+        "git": git_state(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "device": device(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Revision and uncommitted difference of this repository; empty outside one. A long difference is cut, and says so."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        revision = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True, timeout=20
+        )
+        changes = subprocess.run(
+            ["git", "diff", "HEAD"], cwd=root, capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    diff = changes.stdout
+    return {
+        "revision": revision.stdout.strip(),
+        "diff": diff[:LONGEST_DIFF],
+        "diff_cut": len(diff) > LONGEST_DIFF,
+    }
+
+
+def device() -> dict[str, Any]:
+    """The accelerator, or the processor and its threads."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+    return {
+        "kind": "cpu",
+        "name": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Seed Python, numpy and torch, and set torch's threads."""
+    import numpy as np
+    import torch
+
+    random.seed(config.seed)
+    np.random.seed(config.seed)  # libraries draw from the global state
+    torch.manual_seed(config.seed)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+
+def is_main_process() -> bool:
+    """True in the process that writes: rank 0 of a launched job, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def shown(path: Path) -> str:
+    """A path as a person standing in the working directory would write it."""
+    full, here = path.resolve(), Path.cwd().resolve()
+    return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,75 @@
+"""Runs a stage: once, or once for every combination of listed values (`-m`). Imported only when something runs."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from heads.api.errors import UserError
+from scripts.config import Settings, load_settings, parse
+from scripts.stages import OPTION_GROUPS, Stage
+
+
+def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False, show: bool = False) -> int:
+    """Compose and run `stage`; with `show` only print what was composed. Returns the exit status."""
+    combinations = expand(overrides) if multirun else [list(overrides)]
+    jobs = [
+        load_settings(stage, combination) for combination in combinations
+    ]  # all are checked before the first one starts
+    for number, settings in enumerate(jobs, 1):
+        if len(jobs) > 1:
+            print(
+                f"[{number}/{len(jobs)}] headstart {stage.name} {' '.join(combinations[number - 1])}",
+                flush=True,
+            )
+        if show:
+            yaml.safe_dump(settings.resolved, sys.stdout, sort_keys=False)
+        else:
+            run_one(settings)
+    return 0
+
+
+def run_one(settings: Settings) -> None:
+    """Run one stage with its settings in this process."""
+    importlib.import_module(settings.stage.module).run(settings)
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """Every combination of the values listed in `overrides`, in order; each gets a drafter name of its own.
+
+    `head=medusa,eagle3` needs no other name. Sweeping anything else names the drafter's folder after the values, so that two runs
+    never share one.
+    """
+    parsed = parse(overrides)
+    if not any(override.is_sweep_override() for override in parsed):
+        raise UserError(
+            "-m runs a stage for several values, but none are listed. Write for instance head=medusa,eagle3."
+        )
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            choices.append(
+                [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            )
+        else:
+            choices.append([override.input_line or ""])
+    named = any(override.key_or_group == "run.drafter" for override in parsed)
+    swept = [i for i, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group not in OPTION_GROUPS]
+    combinations = []
+    for combination in itertools.product(*choices):
+        job = list(combination)
+        if swept and not named:
+            values = [f"{parsed[i].key_or_group.split('.')[-1]}={job[i].split('=', 1)[1]}" for i in swept]
+            head = next((item.split("=", 1)[1] for item in job if item.startswith("head=")), None)
+            job.append(f"run.drafter='{folder_name('-'.join([*([head] if head else []), *values]))}'")
+        combinations.append(job)
+    return combinations
+
+
+def folder_name(text: str) -> str:
+    """`text` with everything that does not belong into a folder's name replaced."""
+    return "".join(character if character.isalnum() or character in "-_.=" else "_" for character in text)

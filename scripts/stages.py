@@ -1,0 +1,77 @@
+"""The stages of the command line: what each does and which configuration groups it reads. Plain data, nothing heavy imported.
+
+A new stage is one entry here, one module `scripts/<stage>.py` with `run(settings)`, and one root `conf/<stage>.yaml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its summary for `--help` and the top-level configuration keys it reads (and therefore validates)."""
+
+    name: str
+    summary: str
+    groups: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that runs it. It offers `run(settings: Settings) -> None`."""
+        return f"scripts.{self.name}"
+
+
+GENERATE = ("run", "target", "data", "sampling", "generate")
+TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode")
+MEASURE = ("run", "target", "decode", "bench", "measure")
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage("generate", "let the target answer prompts; writes sharded answers and a manifest", GENERATE),
+        Stage(
+            "train",
+            "train one drafter on the answers; keeps the checkpoint with the best measured tau",
+            TRAIN,
+        ),
+        Stage(
+            "measure", "decode held-out prompts with every drafter and without; writes report.json", MEASURE
+        ),
+        Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
+        Stage(
+            "push",
+            "build a Hub folder from a measured drafter and upload it (dry run by default)",
+            ("run", "push"),
+        ),
+        Stage(
+            "chat",
+            "talk to the target through a drafter in the terminal",
+            ("run", "target", "decode", "chat"),
+        ),
+        Stage(
+            "loop",
+            "generate, train every recipe, measure and report, skipping what is complete",
+            tuple(dict.fromkeys((*GENERATE, *TRAIN, *MEASURE, "report", "loop"))),
+        ),
+    )
+}
+
+OPTION_GROUPS = (
+    "head",
+    "target",
+    "data",
+    "features",
+    "engine",
+    "optim",
+    "schedule",
+    "decode",
+    "bench",
+    "run",
+    "experiment",
+    "debug",
+)
+"""Groups chosen by name (`group=option`); each is a folder under conf/."""
+
+RECIPE_GROUPS = ("experiment", "debug")
+"""Groups whose files set keys anywhere instead of filling a key of their own."""
