@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,7 +64,7 @@ def load_model(config: TargetConfig) -> Any:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -121,7 +122,9 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
     def first(*names: str, default: Any = None) -> Any:
         return next((getattr(text, name) for name in names if getattr(text, name, None) is not None), default)
 
-    hidden, heads = text.hidden_size, text.num_attention_heads
+    hidden, heads = first("hidden_size"), first("num_attention_heads")
+    if hidden is None or heads is None:
+        raise UserError(f"a {text.model_type} model cannot be a target: it has no attention heads to verify drafts with.")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope and "rope_theta" not in rope:  # one entry per layer type
         rope = rope.get("full_attention") or next((part for part in rope.values() if isinstance(part, dict)), {})
