@@ -86,7 +86,7 @@ class State:
 
 
 class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads the token's embedding beside the feature (input twice as wide)."""
+    """The decoder layer whose attention reads the token's embedding beside the feature: input of width 2H."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -165,8 +165,8 @@ class Drafter(TrainableDrafter):
         if self.reduced:
             if not bool(self.t2d.any()):
                 raise UserError(
-                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the training data. "
-                    "Train through `headstart train`, or call choose_vocabulary(counts) first."
+                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the training "
+                    "data. Train through `headstart train`, or call choose_vocabulary(counts) first."
                 )
             rows = rows[vocab.to_target_ids(self.d2t)]
         init.copy(self.lm_head.weight, rows)

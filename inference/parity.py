@@ -272,8 +272,9 @@ def _compare(
             column = int(gaps.argmax())
             raise ParityError(
                 f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, position "
-                f"{sighting.position} of document {sighting.row}: logit {column} is {float(expected[column]):.6g} in training and "
-                f"{float(found[column]):.6g} in decoding (relative difference {gap:.3g}, allowed {tolerance:.3g}). "
+                f"{sighting.position} of document {sighting.row}: logit {column} is {float(expected[column]):.6g} "
+                f"in training and {float(found[column]):.6g} in decoding (relative difference {gap:.3g}, "
+                f"allowed {tolerance:.3g}). "
                 "The drafter would be trained for something it is not asked when it serves."
             )
         worst[sighting.depth - 1] = max(worst[sighting.depth - 1], gap)

@@ -19,8 +19,8 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
     """Target ids [V'] int64, ascending, of the `size` largest counts [V]; ties go to the lower id."""
     if not 0 < size <= counts.shape[0]:
         raise UserError(
-            f"draft_vocab_size must lie between 1 and the target's vocabulary of {counts.shape[0]}; given {size}. "
-            "Use 0 for the full vocabulary."
+            f"head.draft_vocab_size must lie between 1 and the target's vocabulary of {counts.shape[0]}; "
+            f"given {size}. Use 0 for the full vocabulary."
         )
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values

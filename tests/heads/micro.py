@@ -68,11 +68,22 @@ def micro_target(
     )
     model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
     info = TargetInfo(
-        id="micro", revision="r1", model_type="llama", tokenizer_hash="t1", vocab_size=vocab, hidden_size=hidden,
-        num_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads,
-        intermediate_size=24, rms_norm_eps=config.rms_norm_eps, rope_theta=10000.0, max_position_embeddings=512,
+        id="micro",
+        revision="r1",
+        model_type="llama",
+        tokenizer_hash="t1",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=24,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
         parameters=sum(p.numel() for p in model.parameters()),
-    )  # fmt: skip
+    )
     weights = TargetWeights(
         model.model.embed_tokens.weight, model.lm_head.weight, model.lm_head, dict(model.state_dict())
     )

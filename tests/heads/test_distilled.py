@@ -1,0 +1,215 @@
+"""The distilled drafter: its network is a Hugging Face Llama, its objectives, drafting against training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.api.checkpoint import new_drafter
+from heads.api.errors import UserError
+from heads.api.state import write_rows
+from heads.api.tree import TokenTree
+from heads.distilled import Config, Drafter
+from heads.nn import losses
+from inference.parity import check_parity
+from tests.heads.micro import (
+    ForcedNoise,
+    MicroTarget,
+    PlainNoise,
+    micro_target,
+    packed_batch,
+    seen_states,
+)
+
+DOCUMENTS = [
+    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
+    [7, 7, 1, 40, 3, 12, 13, 14, 15],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+]
+VARIANTS = [
+    {},
+    {"num_layers": 1, "hidden_size": 24, "num_key_value_heads": 3, "tie_embeddings": True},
+    {"share_embeddings": True, "num_layers": 3},
+    {"from_target_layers": (0, 2, 4)},
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> MicroTarget:
+    return micro_target()
+
+
+def make(target: MicroTarget, **options: object) -> Drafter:
+    return new_drafter("distilled", Config(**options), target.info, target.weights, seed=0).eval()
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@torch.no_grad()
+def test_network_is_a_hugging_face_llama(target: MicroTarget, options: dict) -> None:
+    """The drafter's own weights, under their own names, in transformers' model: same logits."""
+    drafter = make(target, **options)
+    shape = drafter.shape
+    config = LlamaConfig(
+        vocab_size=target.info.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=len(drafter.model.layers),
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=drafter.config.tie_embeddings,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    state = drafter.state_dict()
+    if drafter.config.share_embeddings:
+        state |= {
+            "model.embed_tokens.weight": target.weights.embedding,
+            "lm_head.weight": target.weights.lm_head,
+        }
+    result = model.load_state_dict(state, strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= ({"lm_head.weight"} if drafter.config.tie_embeddings else set())
+    model.tie_weights()
+    logits = drafter.train_logits(packed_batch(target, drafter.needs, [DOCUMENTS[:1]]), 1)[0]
+    expected = model(torch.tensor(DOCUMENTS[:1])).logits
+    torch.testing.assert_close(logits[0, :-1], expected[0, 1:], rtol=1e-3, atol=1e-5)  # its norms are float32
+
+
+def test_all_layers_of_the_target_are_the_target(target: MicroTarget) -> None:
+    drafter = make(target, from_target_layers=(0, 1, 2, 3, 4))
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:1]])
+    expected = target.weights.logits(batch.last_hidden)
+    torch.testing.assert_close(
+        drafter.train_logits(batch, 1)[0][0, :-1], expected[0, 1:], rtol=1e-3, atol=1e-5
+    )
+    output = drafter.loss(batch)
+    assert abs(float(output.loss_sum)) < 1e-9
+    assert output.metrics["accuracy/depth1"][0] == output.metrics["accuracy/depth1"][1] == 11
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_decoding_computes_what_training_did(target: MicroTarget, options: dict) -> None:
+    assert check_parity(target, make(target, **options), DOCUMENTS, depth=3).compared > 12
+
+
+MIXES = [
+    {"forward_kl": 0.0, "reverse_kl": 1.0},
+    {"forward_kl": 0.5, "jsd": 2.0, "jsd_beta": 0.3},
+    {"forward_kl": 0.0, "tv": 1.0, "ce": 0.25, "temperature": 2.0},
+    {"forward_kl": 0.0, "ce": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", MIXES)
+def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, options: dict) -> None:
+    drafter = make(target, **options)
+    config = drafter.config
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    expected, right, count = torch.zeros((), dtype=torch.float64), 0, 0
+    for document in DOCUMENTS:
+        alone = packed_batch(target, replace(drafter.needs, last_hidden=True), [[document]])
+        states = drafter._sequence(alone)[0]
+        for t in range(1, len(document) - 1):
+            raw, teacher = drafter._logits(states[t]), target.weights.logits(alone.last_hidden[0, t])
+            q, p = (raw / config.temperature).softmax(-1), (teacher / config.temperature).softmax(-1)
+            m = config.jsd_beta * p + (1 - config.jsd_beta) * q
+            expected += (
+                config.forward_kl * (p * (p / q).log()).sum() + config.reverse_kl * (q * (q / p).log()).sum()
+            )
+            expected += config.jsd * config.jsd_beta * (p * (p / m).log()).sum()
+            expected += config.jsd * (1 - config.jsd_beta) * (q * (q / m).log()).sum()
+            expected += config.tv * (1 - torch.minimum(p, q).sum())
+            expected -= config.ce * raw.log_softmax(-1)[document[t + 1]]
+            best = teacher.argmax() if config.soft else document[t + 1]
+            right, count = right + int(raw.argmax() == best), count + 1
+    output = drafter.loss(batch)
+    torch.testing.assert_close(output.loss_sum, expected)
+    assert tuple(map(int, output.metrics["accuracy/depth1"])) == (right, count)
+
+
+def test_chunked_loss_has_the_same_value_and_gradients(
+    target: MicroTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make(target, reverse_kl=0.5)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    results = []
+    for limit in (1 << 25, 41 * 4):
+        monkeypatch.setattr(losses, "CHUNK_ELEMENTS", limit)
+        drafter.zero_grad()
+        output = drafter.loss(batch)
+        output.loss_sum.backward()
+        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@torch.no_grad()
+def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget) -> None:
+    drafter = make(target)
+    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
+    tree = TokenTree.from_choices(choices)
+    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
+    tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
+    order = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
+    for row, end in enumerate((8, 5)):
+        known = {path: int(tokens[row, 1 + i]) for i, path in enumerate(order)}
+        for path in order:
+            above = [known[path[: i + 1]] for i in range(len(path) - 1)]
+            noise = ForcedNoise([DOCUMENTS[0][:9] + above, DOCUMENTS[1][:6] + above])
+            drafter.propose(drafter.start(seen, TokenTree.chain(len(path)), 32), noise)
+            logits = noise.logits[(row, end + len(path))]
+            assert known[path] == int(logits.topk(path[-1] + 1).indices[-1])
+
+
+@torch.no_grad()
+def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
+    drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
+    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32)
+    drafter.propose(state, PlainNoise())
+    fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
+    write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
+    more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
+    tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
+    whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
+    assert tokens.tolist() == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+
+
+def test_other_architectures_are_not_copied(target: MicroTarget) -> None:
+    state = dict(target.weights.state)
+    state["model.layers.1.self_attn.q_norm.weight"] = torch.ones(4)
+    with pytest.raises(UserError, match="q_norm"):
+        new_drafter(
+            "distilled",
+            Config(from_target_layers=(1,)),
+            target.info,
+            replace(target.weights, state=state),
+            seed=0,
+        )
+    with pytest.raises(UserError, match=r"layers \[7\]"):
+        make(target, from_target_layers=(7,))
+
+
+def test_settings_that_make_no_sense_are_refused(target: MicroTarget) -> None:
+    with pytest.raises(UserError, match="needs an objective"):
+        Config(forward_kl=0.0)
+    with pytest.raises(UserError, match="exclude each other"):
+        Config(share_embeddings=True, tie_embeddings=True)
+    with pytest.raises(UserError, match="hidden_size 16; given 32"):
+        make(target, share_embeddings=True, hidden_size=32)
+
+
+def test_drafter_learns_its_target(target: MicroTarget) -> None:
+    drafter = make(target, share_embeddings=True)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    optimiser = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimiser.zero_grad()
+        output = drafter.loss(batch)
+        output.loss_sum.backward()
+        optimiser.step()
+    correct, count = output.metrics["accuracy/depth1"]
+    assert correct / count > 0.9
+    assert all(value.grad is None for value in (target.weights.lm_head, target.weights.embedding))
