@@ -1,7 +1,8 @@
-"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what lies there.
+"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what lies
+there.
 
-A manifest is written last and atomically, so its presence means that the stage finished. Paths in it are relative and cannot leave
-their folder. docs/formats.md lists the fields of every stage.
+A manifest is written last and atomically, so its presence means that the stage finished. Paths in it are
+relative and cannot leave their folder. docs/formats.md lists the fields of every stage.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 
 
-def write_manifest(directory: Path, stage: str, content: Mapping[str, Any], provenance: Mapping[str, Any] | None = None) -> Path:
+def write_manifest(
+    directory: Path, stage: str, content: Mapping[str, Any], provenance: Mapping[str, Any] | None = None
+) -> Path:
     """Write `directory/manifest.json` atomically and return its path.
 
-    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...) is stored under its own key.
+    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...) is stored
+    under its own key.
     """
     assert not {"format", "stage", "provenance"} & set(content), "these keys are written by write_manifest"
     full = {"format": FORMAT, "stage": stage, **content}
@@ -34,11 +38,13 @@ def write_manifest(directory: Path, stage: str, content: Mapping[str, Any], prov
 
 
 def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
-    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another stage or another format."""
+    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another stage or
+    another format."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise UserError(
-            f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run `headstart {stage}` with this "
+            f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run `headstart "
+            f"{stage}` with this "
             "output folder (an interrupted run continues), or give the folder of a finished one."
         )
     try:
@@ -49,7 +55,10 @@ def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
         given = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise UserError(f"'{path}' has manifest format {given!r}; this version reads format {FORMAT}.")
     if content.get("stage") != stage:
-        raise UserError(f"'{directory}' was written by stage '{content.get('stage')}', but the output of '{stage}' is needed here.")
+        raise UserError(
+            f"'{directory}' was written by stage '{content.get('stage')}', but the output of '{stage}' is "
+            "needed here."
+        )
     return content
 
 
@@ -81,27 +90,43 @@ def file_entry(directory: Path, relative: str, **extra: Any) -> dict[str, Any]:
 
 
 def verify_file(directory: Path, entry: Mapping[str, Any]) -> Path:
-    """The path of a listed file after checking that it lies inside `directory` and is unchanged; raises `UserError` otherwise."""
+    """The path of a listed file after checking that it lies inside `directory` and is unchanged; raises
+    `UserError` otherwise."""
     try:
         relative, expected = entry["file"], entry["sha256"]
     except (KeyError, TypeError) as error:
-        raise UserError(f"the manifest in '{directory}' lists a file without path or sha256. Run the stage again.") from error
+        raise UserError(
+            f"the manifest in '{directory}' lists a file without path or sha256. Run the stage again."
+        ) from error
     path = safe_path(directory, relative)
     if not path.is_file():
-        raise UserError(f"'{path}' is listed in the manifest but is not there. Copy the whole folder, or run the stage again.")
+        raise UserError(
+            f"'{path}' is listed in the manifest but is not there. Copy the whole folder, or run the stage "
+            "again."
+        )
     found = file_sha256(path)
     if found != expected:
         raise UserError(
-            f"'{path}' was changed or damaged since it was written: its sha256 is {found[:12]}..., the manifest says "
-            f"{str(expected)[:12]}.... Copy it again, or run the stage again with overwrite=true."
+            f"'{path}' was changed or damaged since it was written: its sha256 is {found[:12]}..., the "
+            "manifest says "
+            f"{str(expected)[:12]}.... Copy it again, or delete the folder and run the stage again."
         )
     return path
 
 
 def safe_path(directory: Path, relative: str) -> Path:
-    """`directory / relative`, refused with `UserError` when it is absolute or would leave the folder (links included)."""
+    """`directory / relative`, refused with `UserError` when it is absolute or would leave the folder (links
+    included)."""
     pure = PurePosixPath(relative) if isinstance(relative, str) else PurePosixPath("/")
     path = directory / pure
-    if pure.is_absolute() or ".." in pure.parts or "\\" in str(relative) or not path.resolve().is_relative_to(directory.resolve()):
-        raise UserError(f"the manifest in '{directory}' names {relative!r}, which lies outside its folder. It was not written by us; refused.")
+    if (
+        pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in str(relative)
+        or not path.resolve().is_relative_to(directory.resolve())
+    ):
+        raise UserError(
+            f"the manifest in '{directory}' names {relative!r}, which lies outside its folder. It was not "
+            "written by us; refused."
+        )
     return path

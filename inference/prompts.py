@@ -1,8 +1,8 @@
 """Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and what to answer.
 
-One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user message), "tokens" (ids)}. A folder
-holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling seed comes from its id, so a prompt gets the same
-answer in any order, batch or process.
+One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user message),
+"tokens" (ids)}. A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling
+seed comes from its id, so a prompt gets the same answer in any order, batch or process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class Prompt:
 
 
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
-    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the order of the files' names.
+    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the order of
+    the files' names.
 
-    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id that occurs twice.
+    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id that occurs
+    twice.
     """
     prompts: list[Prompt] = []
     for file in _files(path):
@@ -53,18 +55,25 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise UserError(f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's seed comes from its id.")
+            raise UserError(
+                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's seed comes "
+                "from its id."
+            )
         seen.add(prompt.id)
     if not prompts:
-        raise UserError(f"there are no prompts in {path}. Each line must be a JSON object with one of {', '.join(CONTENT_KEYS)}.")
+        raise UserError(
+            f"there are no prompts in {path}. Each line must be a JSON object with one of "
+            f"{', '.join(CONTENT_KEYS)}."
+        )
     return prompts
 
 
 def select_prompts(prompts: Sequence[Prompt], per_domain: int, seed: int | None = None) -> list[Prompt]:
     """At most `per_domain` prompts of every domain, in the given order.
 
-    seed None takes the first ones; otherwise the choice is random but the same for the same seed, and adding prompts to a domain
-    changes it only by the ones that enter. Raises `UserError` unless per_domain is positive.
+    seed None takes the first ones; otherwise the choice is random but the same for the same seed, and adding
+    prompts to a domain changes it only by the ones that enter. Raises `UserError` unless per_domain is
+    positive.
     """
     if per_domain < 1:
         raise UserError(f"the number of prompts per domain must be at least 1; given: {per_domain}.")
@@ -94,8 +103,9 @@ def to_requests(
 ) -> list[Request]:
     """Render prompts into requests; `Request.index` is the place in `prompts`.
 
-    capacity: most positions that prompt and answer may take together; None does not check. overlong: "refuse" raises `UserError`
-    for the first prompt that does not fit, "skip" leaves those out and logs how many (their indices are absent from the result).
+    capacity: most positions that prompt and answer may take together; None does not check. overlong: "refuse"
+    raises `UserError` for the first prompt that does not fit, "skip" leaves those out and logs how many
+    (their indices are absent from the result).
     """
     assert overlong in ("refuse", "skip"), overlong
     requests, skipped = [], []
@@ -104,14 +114,20 @@ def to_requests(
         if capacity is not None and len(tokens) + decode.max_new_tokens > capacity:
             if overlong == "refuse":
                 raise UserError(
-                    f"prompt '{prompt.id}' has {len(tokens)} tokens; with max_new_tokens={decode.max_new_tokens} it exceeds the "
+                    f"prompt '{prompt.id}' has {len(tokens)} tokens; with "
+                    f"max_new_tokens={decode.max_new_tokens} it exceeds the "
                     f"{capacity} positions available. Shorten it or lower decode.max_new_tokens."
                 )
             skipped.append(prompt.id)
             continue
         requests.append(Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens))
     if skipped:
-        logger.warning("%d of %d prompts skipped: longer than %s positions with their answers", len(skipped), len(prompts), capacity)
+        logger.warning(
+            "%d of %d prompts skipped: longer than %s positions with their answers",
+            len(skipped),
+            len(prompts),
+            capacity,
+        )
     return requests
 
 
@@ -122,10 +138,15 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if found.is_dir():
         files = sorted(found.glob("*.jsonl"))
         if not files:
-            raise UserError(f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per domain.")
+            raise UserError(
+                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per domain."
+            )
         return files
     if not found.is_file():
-        raise UserError(f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of <domain>.jsonl files.")
+        raise UserError(
+            f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of <domain>.jsonl "
+            "files."
+        )
     return [found]
 
 
@@ -139,21 +160,25 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}.")
     given = [key for key in CONTENT_KEYS if row.get(key) is not None]
     if len(given) != 1:
-        raise UserError(f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: {', '.join(given) or 'none'}.")
-    identity = {"id": str(row.get("id", f"{file.stem}-{number}")), "domain": str(row.get("domain") or file.stem)}
+        raise UserError(
+            f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: {', '.join(given) or 'none'}."
+        )
+    name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
-        return Prompt(**identity, tokens=_token_ids(row["tokens"], where))
+        return Prompt(name, domain, tokens=_token_ids(row["tokens"], where))
     messages = row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
     try:
         checked = check_messages(messages)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from error
-    return Prompt(**identity, messages=tuple(checked))
+    return Prompt(name, domain, messages=tuple(checked))
 
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:
     is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     tokens = tuple(value) if is_list else ()
-    if not tokens or any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+    if not tokens or any(
+        not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens
+    ):
         raise UserError(f"{where}: tokens must be a non-empty list of non-negative integers.")
     return tokens

@@ -1,0 +1,155 @@
+"""Packing: rows hold every document once, masks travel with them, shards are checked before they are read."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.manifest import read_manifest, write_manifest
+from train.data.answers import Answer, PartWriter, merge_parts
+from train.data.pack import PackedData, best_fit
+
+INFO = TargetInfo(
+    id="t", revision="r", model_type="llama", tokenizer_hash="h", vocab_size=100, hidden_size=8,
+    num_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8, rms_norm_eps=1e-5, rope_theta=1e4,
+    max_position_embeddings=64, parameters=1,
+)  # fmt: skip
+
+
+def document(first, length, answer):
+    """Tokens first, first+1, ... with the last `answer` of them supervised."""
+    return list(range(first, first + length)), [(length - answer, length)]
+
+
+@given(st.lists(st.integers(1, 16), max_size=40))
+def test_best_fit_holds_every_document_once_within_capacity(lengths):
+    rows = best_fit(lengths, 16)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[number] for number in row) <= 16 for row in rows)
+    # Any two rows together hold more than one row's worth, or the second would not have been opened.
+    loads = sorted(sum(lengths[number] for number in row) for row in rows)
+    assert all(a + b > 16 for a, b in pairwise(loads))
+
+
+def test_best_fit_prefers_the_fullest_row_that_has_room():
+    assert best_fit([6, 8, 4, 2], 10) == [[1, 3], [0, 2]]
+
+
+def test_rows_have_restarting_positions_numbered_segments_and_padding():
+    data = PackedData([document(10, 3, 1), document(20, 4, 2), document(30, 5, 2)], sequence_length=8)
+    assert len(data) == 2
+    row = data.row(0)
+    assert row.tokens.tolist() == [30, 31, 32, 33, 34, 10, 11, 12]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert row.segments.tolist() == [1] * 5 + [2] * 3
+    assert row.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True]
+    last = data.row(1)
+    assert last.segments.tolist() == [1] * 4 + [0] * 4
+    assert last.tokens[4:].tolist() == last.positions[4:].tolist() == [0] * 4
+    assert not last.loss_mask[4:].any()
+    assert data.supervised.tolist() == [3, 2]
+    assert data.report.padding_share == 4 / 16
+    assert data.report.supervised_share == 5 / 12
+
+
+def test_too_long_documents_are_cut_but_keep_something_supervised():
+    documents = [document(0, 12, 8), document(20, 30, 4), (list(range(60, 90)), [(10, 29)]), ([1, 2, 3], [])]
+    data = PackedData(documents, sequence_length=8)
+    rows = {int(data.row(i).tokens[0]): data.row(i) for i in range(len(data))}
+    assert (
+        rows[0].loss_mask.tolist() == [False] * 4 + [True] * 4
+    )  # the answer begins inside: the beginning stays
+    assert rows[42].tokens.tolist() == list(range(42, 50))  # the answer is the last four: the end stays
+    assert rows[42].loss_mask.tolist() == [False] * 4 + [True] * 4
+    assert rows[66].tokens.tolist() == list(
+        range(66, 74)
+    )  # the answer begins later: half context, half answer
+    assert rows[66].loss_mask.tolist() == [False] * 4 + [True] * 4
+    assert all(row.positions.tolist() == list(range(8)) for row in rows.values())
+    assert (data.report.documents, data.report.truncated, data.report.dropped) == (3, 3, 1)
+
+
+def test_packing_is_deterministic():
+    rng = np.random.default_rng(0)
+    documents = [document(0, int(n), 2) for n in rng.integers(3, 30, 200)]
+    one, two = PackedData(documents, 64), PackedData(documents, 64)
+    assert [one.row(i).tokens.tolist() for i in range(len(one))] == [
+        two.row(i).tokens.tolist() for i in range(len(two))
+    ]
+    assert one.report.padding_share < 0.05
+    total = sum(int((one.row(i).segments > 0).sum()) for i in range(len(one)))
+    assert total == sum(len(tokens) for tokens, _ in documents) == one.report.tokens
+
+
+def test_nothing_supervised_or_too_short_rows_are_refused():
+    with pytest.raises(UserError, match="0% of 0 tokens"):
+        PackedData([([1, 2, 3], [])], 8)
+    with pytest.raises(UserError, match="at least 2"):
+        PackedData([document(0, 3, 1)], 1)
+
+
+def generated(folder, rows, **target):
+    """A finished generate stage with the given (tokens, spans) answers."""
+    with PartWriter(folder, 100, 1000) as writer:
+        for index, (tokens, spans) in enumerate(rows):
+            writer.add(Answer(f"r{index}", index, "chat", tuple(tokens), tuple(spans), "stop"))
+    merged = merge_parts(folder, len(rows), shard_rows=2)
+    write_manifest(folder, "generate", {"target": {**INFO.to_dict(), **target}, "shards": merged.shards})
+
+
+def test_shards_of_a_manifest_are_packed(tmp_path):
+    rows = [document(10, 3, 1), document(20, 4, 2), document(30, 5, 2)]
+    generated(tmp_path, rows)
+    data, expected = PackedData.from_manifest(tmp_path, INFO, 8), PackedData(rows, 8)
+    assert [data.row(i).tokens.tolist() for i in range(2)] == [
+        expected.row(i).tokens.tolist() for i in range(2)
+    ]
+    assert data.report == expected.report
+
+
+def test_changed_shards_other_tokenizers_and_foreign_ids_are_refused(tmp_path):
+    generated(tmp_path / "other", [document(1, 4, 2)], tokenizer_hash="another", id="some/model")
+    with pytest.raises(UserError, match="tokenised for target 'some/model', whose tokenizer differs"):
+        PackedData.from_manifest(tmp_path / "other", INFO, 8)
+    generated(tmp_path / "big", [document(98, 4, 2)])
+    with pytest.raises(UserError, match=r"token ids outside 0\.\.99"):
+        PackedData.from_manifest(tmp_path / "big", INFO, 8)
+    generated(tmp_path / "hit", [document(1, 4, 2)])
+    shard = tmp_path / "hit" / "shards" / "shard-00000.parquet"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    with pytest.raises(UserError, match="changed or damaged"):
+        PackedData.from_manifest(tmp_path / "hit", INFO, 8)
+    with pytest.raises(UserError, match="no finished 'generate' stage"):
+        PackedData.from_manifest(tmp_path / "nothing", INFO, 8)
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
+    generated(tmp_path / "out", [document(1, 4, 2)])
+    manifest = read_manifest(tmp_path / "out", "generate")
+    manifest["shards"][0]["file"] = "../out/shards/shard-00000.parquet"
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="outside its folder"):
+        PackedData.from_manifest(tmp_path / "out", INFO, 8)
+
+
+def test_a_shard_without_our_columns_is_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from inference.manifest import file_entry
+
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
+    write_manifest(
+        tmp_path,
+        "generate",
+        {"target": INFO.to_dict(), "shards": [file_entry(tmp_path, "a.parquet", rows=1)]},
+    )
+    with pytest.raises(UserError, match="not a shard of `headstart generate`"):
+        PackedData.from_manifest(tmp_path, INFO, 8)

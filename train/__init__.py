@@ -1,0 +1,1 @@
+"""What turns a target's answers into a drafter: generation, data, features, the training loop."""

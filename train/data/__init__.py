@@ -1,0 +1,1 @@
+"""From any dataset to packed rows: sources, answers on disk, loss masks, packing, the step loader."""

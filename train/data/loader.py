@@ -1,0 +1,127 @@
+"""Which rows each optimiser step reads: a pure function of the step's index, the same for any number of
+processes.
+
+Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on. Step k
+reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete last step is filled
+from the next epoch and no row is lost. Resuming is remembering the index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from heads.api.errors import UserError
+from train.data.pack import PackedData
+from train.data.permute import stable_permutation
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Rows of one micro-batch on the CPU, b rows of T positions: what `TrainBatch` needs, without the
+    target's features.
+
+    tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b, T] bool.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    loss_mask: Tensor
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same rows on another device."""
+        return PackedBatch(*(getattr(self, item.name).to(device) for item in fields(self)))
+
+
+class StepLoader:
+    """Deals the rows of every global step to processes and micro-batches.
+
+    global_batch: rows per optimiser step over all processes; micro_batch: rows per forward pass of one
+    process. Raises `UserError` unless global_batch is a multiple of micro_batch * world_size. `wait_seconds`
+    adds up what `iterate` had to wait for.
+    """
+
+    def __init__(
+        self, data: PackedData, global_batch: int, micro_batch: int, world_size: int, rank: int, seed: int
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * world_size):
+            raise UserError(
+                f"the global batch of {global_batch} rows cannot be dealt to {world_size} processes in "
+                "micro-batches of "
+                f"{micro_batch}: it must be a positive multiple of {micro_batch} x {world_size}. Change the "
+                "batch sizes."
+            )
+        self.data = data
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.world_size = world_size
+        self.rank = rank
+        self.seed = seed
+        self.wait_seconds = 0.0
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every row was read at least once."""
+        return -(-len(self.data) // self.global_batch)
+
+    def step(self, index: int) -> list[PackedBatch]:
+        """This process's micro-batches of global step `index` (from 0)."""
+        rows = self.rows(index).reshape(-1, self.world_size, self.micro_batch)
+        return [self._batch(micro[self.rank]) for micro in rows]
+
+    def supervised(self, index: int) -> int:
+        """Supervised tokens of the whole global step, all processes together."""
+        return int(self.data.supervised[self.rows(index)].sum())
+
+    def rows(self, index: int) -> NDArray[np.int64]:
+        """Row numbers [global_batch] of global step `index`, for all processes."""
+        assert index >= 0, f"step {index}"
+        places = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
+        epochs, within = np.divmod(places, len(self.data))
+        return np.array(
+            [self._order(int(epoch))[place] for epoch, place in zip(epochs, within, strict=True)],
+            dtype=np.int64,
+        )
+
+    def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+        """(index, micro-batches) of steps start ... stop - 1, each built in a thread while the step before it
+        is used."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
+            ahead = pool.submit(self.step, start) if start < stop else None
+            for index in range(start, stop):
+                assert ahead is not None
+                begun = time.perf_counter()
+                batches = ahead.result()
+                self.wait_seconds += time.perf_counter() - begun
+                ahead = pool.submit(self.step, index + 1) if index + 1 < stop else None
+                yield index, batches
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The epoch's permutation of rows; the last two are kept, since a step may reach over an epoch's
+        end."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = stable_permutation(len(self.data), self.seed, epoch)
+            self._orders[epoch] = order
+            for old in [kept for kept in list(self._orders) if abs(kept - epoch) > 1]:
+                self._orders.pop(old, None)
+        return order
+
+    def _batch(self, rows: NDArray[np.int64]) -> PackedBatch:
+        arrays = [self.data.row(int(row)) for row in rows]
+        return PackedBatch(
+            tokens=torch.from_numpy(np.stack([row.tokens for row in arrays])).long(),
+            positions=torch.from_numpy(np.stack([row.positions for row in arrays])).long(),
+            segments=torch.from_numpy(np.stack([row.segments for row in arrays])),
+            loss_mask=torch.from_numpy(np.stack([row.loss_mask for row in arrays])),
+        )

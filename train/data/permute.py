@@ -1,0 +1,31 @@
+"""Permutations that are a function of their seed alone: the same on every machine, process and library
+version."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
+    """A permutation of range(count) [count] int64, different for every (seed, stream).
+
+    Numbers are ordered by their splitmix64 hash (Steele, Lea and Flood, 2014), which library generators do
+    not promise to keep.
+    """
+    offset = _mix_int(_mix_int(seed & MASK) ^ (stream & MASK))
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(offset)
+    return np.argsort(_mix(state), kind="stable").astype(np.int64)
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    return int(_mix(np.array([(value + GOLDEN) & MASK], dtype=np.uint64))[0])

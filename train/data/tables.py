@@ -1,0 +1,207 @@
+"""Opens any dataset source as a table with random access to rows: Hub datasets and local parquet, arrow, json
+and jsonl.
+
+Local jsonl is read line by line here rather than through `datasets`, which infers one schema for the whole
+file: there, one odd row would refuse the file, and here it is one skipped row with a reason. Everything else
+goes through `datasets`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from heads.api.errors import UserError, suggest
+
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
+LINES = ".jsonl"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+COLUMN_PROBE = 100
+
+
+class BadRowError(Exception):
+    """A row that cannot be used; the text is the reason that is reported, without the row's content."""
+
+
+class Table(Protocol):
+    """Rows by number. `columns` names what rows have; reading a broken row raises `BadRowError`."""
+
+    columns: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+def open_table(path: str, name: str | None, split: str, revision: str | None) -> Table:
+    """Open a local file, folder or glob when `path` is one, else the Hub dataset of that id; raises
+    `UserError` when neither is."""
+    files = _local_files(path)
+    if files is None:
+        return _open_hub(path, name, split, revision)
+    if isinstance(files, Path):
+        return _open_saved(files, split)
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise UserError(
+            f"'{path}' mixes {', '.join(sorted(kinds))} files. Give one kind with a glob, e.g. "
+            f"'{path}/*{sorted(kinds)[0]}'."
+        )
+    if kinds == {LINES}:
+        return JsonLines(files)
+    return _load(path, split="train", path=BUILDERS[kinds.pop()], data_files=[str(file) for file in files])
+
+
+class JsonLines:
+    """Rows of one or several .jsonl files, parsed when asked for; the files stay mapped, so memory holds only
+    line offsets."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._maps: list[mmap.mmap | bytes] = []
+        starts: list[tuple[int, int, int]] = []
+        for number, file in enumerate(files):
+            with file.open("rb") as opened:
+                content = (
+                    mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
+                )
+            self._maps.append(content)
+            starts.extend((number, begin, end) for begin, end in _line_bounds(content))
+        self._lines = np.array(starts, dtype=np.int64).reshape(-1, 3)
+        self.columns = self._probe_columns()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number, begin, end = self._lines[index].tolist()
+        try:
+            row = json.loads(self._maps[number][begin:end])
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise BadRowError("the line is not valid JSON") from error
+        if not isinstance(row, Mapping):
+            raise BadRowError("the line is not a JSON object")
+        return row
+
+    def _probe_columns(self) -> list[str]:
+        names: dict[str, None] = {}
+        for index in range(min(len(self), COLUMN_PROBE)):
+            try:
+                names.update(dict.fromkeys(self[index]))
+            except BadRowError:
+                continue
+        return list(names)
+
+
+class HubTable:
+    """A `datasets.Dataset` behind the `Table` interface."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.columns: list[str] = list(dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        row: Mapping[str, Any] = self.dataset[int(index)]
+        return row
+
+
+def _line_bounds(content: mmap.mmap | bytes) -> list[tuple[int, int]]:
+    """[start, end) of every line that is not blank."""
+    bounds, begin = [], 0
+    while begin < len(content):
+        end = content.find(b"\n", begin)
+        end = len(content) if end < 0 else end
+        if content[begin:end].strip():
+            bounds.append((begin, end))
+        begin = end + 1
+    return bounds
+
+
+def _local_files(path: str) -> list[Path] | Path | None:
+    """Files of a local source, the folder itself when `Dataset.save_to_disk` wrote it, None when `path` can
+    only be a Hub id."""
+    expanded = Path(path).expanduser()
+    known = [*BUILDERS, LINES]
+    if expanded.is_dir():
+        if (expanded / "state.json").is_file() or (expanded / "dataset_dict.json").is_file():
+            return expanded
+        files = sorted(
+            file for file in expanded.rglob("*") if file.suffix in known and not file.name.startswith(".")
+        )
+        if not files:
+            raise UserError(f"the folder '{path}' has no files ending in {', '.join(known)}.")
+        return files
+    # Not Path.glob: it takes no absolute patterns.
+    matches = [str(expanded)] if expanded.is_file() else sorted(glob.glob(str(expanded), recursive=True))  # noqa: PTH207
+    files = [Path(match) for match in matches]
+    if files:
+        odd = [file.name for file in files if file.suffix not in known]
+        if odd:
+            raise UserError(
+                f"'{odd[0]}' is not a dataset file that is read here: its name must end in "
+                f"{', '.join(known)}."
+            )
+        return files
+    if path.startswith(("/", ".", "~")) or any(sign in path for sign in "*?[") or Path(path).suffix in known:
+        raise UserError(
+            f"there is no dataset file, folder or match for '{path}'. Check data.path (it is relative to the "
+            "current folder)."
+        )
+    return None
+
+
+def _open_saved(folder: Path, split: str) -> Table:
+    from datasets import DatasetDict, load_from_disk
+
+    loaded = load_from_disk(str(folder))
+    if isinstance(loaded, DatasetDict):
+        if split not in loaded:
+            raise UserError(f"'{folder}' has no split '{split}'.{suggest(split, map(str, loaded))}")
+        loaded = loaded[split]
+    return HubTable(loaded)
+
+
+def _open_hub(path: str, name: str | None, split: str, revision: str | None) -> Table:
+    if not HUB_ID.fullmatch(path):
+        raise UserError(
+            f"'{path}' is neither a local file or folder nor a Hub dataset id like 'owner/name'. Check "
+            "data.path."
+        )
+    return _load(path, split, path=path, name=name, revision=revision)
+
+
+def _load(shown: str, split: str, **arguments: Any) -> Table:
+    """`datasets.load_dataset` with its many failures turned into one sentence each."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    try:
+        return HubTable(load_dataset(split=split, **arguments))
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"dataset '{shown}' is neither a local path nor a dataset on the Hub that this account can read."
+        ) from error
+    except (DatasetGenerationError, pa.ArrowInvalid) as error:
+        cause = error.__cause__ or error
+        raise UserError(
+            f"dataset '{shown}' cannot be read: {cause}. Check the file, or turn it into jsonl to skip "
+            "broken rows."
+        ) from error
+    except ValueError as error:  # unknown split or configuration: the message of `datasets` lists what exists
+        raise UserError(f"dataset '{shown}': {error}. Check data.split and data.name.") from error
+    except OSError as error:  # ConnectionError and every error of huggingface_hub are OSErrors
+        raise UserError(
+            f"dataset '{shown}' is not a local path, and the Hub did not answer: {error}. Check the path or "
+            "the network."
+        ) from error
