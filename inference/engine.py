@@ -20,6 +20,7 @@ from heads.api.features import FeatureSpec
 from heads.api.state import write_rows
 from heads.api.tree import TokenTree
 from inference.decode import Decoder, Rows, StepClock, StepResult
+from inference.kernels.packed_linear import packed_linears
 from inference.kv_cache import KVCache
 from inference.sampling import SamplingSettings, SharedNoise
 from inference.target import Seen, TargetModel
@@ -141,16 +142,16 @@ class Engine:
         if not waiting:
             return
         run = _Run(self, waiting, on_tokens)
-        while run.unfinished:
-            if run.can_refill:
+        with packed_linears(self.drafter):
+            while run.unfinished:
                 self.clock.start()
-                finished = run.refill()
-                self.clock.mark("prefill")
-            else:
-                self.clock.start()
-                finished = run.step()
-                self.clock.mark("other")
-            yield from finished
+                if run.can_refill:
+                    finished = run.refill()
+                    self.clock.mark("prefill")
+                else:
+                    finished = run.step()
+                    self.clock.mark("other")
+                yield from finished
         self._last_bytes = run.bytes()
 
     def cache_for(self, rows: int, capacity: int) -> KVCache:

@@ -271,6 +271,8 @@ class _Session:
             "name": arm.name,
             "noise": "shared" if arm.decode.share_noise else "none",
         }
+        if arm.decode.shape == "tree":
+            draft["choices"] = [list(path) for path in arm.decode.choices]
         if arm.weights_sha256:
             draft["weights_sha256"] = arm.weights_sha256
         parameters = sum(p.numel() for p in drafter.parameters()) if trained else 0

@@ -162,6 +162,10 @@ class _ForcedNoise:
                         f"parity: document {row}, position {last}: the drafter chose no token at depth {k} "
                         f"(absolute position {last + k + 1}) of {depth}; positions of drafted tokens are off."
                     )
+                if not bool(torch.isfinite(logits).all()):
+                    raise ParityError(
+                        f"parity: document {row}, position {last}: logits of depth {k} not finite."
+                    )
                 found.append(_Sighting(row, last, k, logits))
                 if (row, last + k + 1) not in self.forced:
                     break
@@ -272,8 +276,8 @@ def _compare(
             column = int(gaps.argmax())
             raise ParityError(
                 f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, position "
-                f"{sighting.position} of document {sighting.row}: logit {column} is {float(expected[column]):.6g} "
-                f"in training and {float(found[column]):.6g} in decoding (relative difference {gap:.3g}, "
+                f"{sighting.position} of document {sighting.row}: logit {column} is "
+                f"{float(expected[column]):.6g} in training and {float(found[column]):.6g} in decoding (relative difference {gap:.3g}, "
                 f"allowed {tolerance:.3g}). "
                 "The drafter would be trained for something it is not asked when it serves."
             )

@@ -71,14 +71,14 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     for image in images:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
     for label, report in reports.items():
-        lines += [f"## {label}", "", *_facts(report), "", *_main_table(report), ""]
-        lines += ["Per domain: tau [interval], TAR, speedup", "", *_domain_table(report), ""]
+        lines += [f"## {label}", "", *facts(report), "", *main_table(report), ""]
+        lines += ["Per domain: tau [interval], TAR, speedup", "", *domain_table(report), ""]
         lines += [
             "Acceptance by depth: share of passes in which the depth was accepted (given the depth before)",
             "",
         ]
         lines += [
-            *_depth_table(report),
+            *depth_table(report),
             "",
             "Milliseconds per verify pass, memory in MB",
             "",
@@ -94,7 +94,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _facts(report: Report) -> list[str]:
+def facts(report: Report) -> list[str]:
+    """Target, device, settings and command as markdown list items."""
     target, device, settings = report["target"], report["device"], report["settings"]
     lines = [
         f"- target: `{target['id']}` ({target['parameters']:,} parameters, {target['dtype']}, "
@@ -167,7 +168,8 @@ def _main_rows(report: Report) -> list[list[str]]:
 MAIN_HEADER = ["drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal", "efficiency", "lossless"]
 
 
-def _main_table(report: Report) -> list[str]:
+def main_table(report: Report) -> list[str]:
+    """The drafters of a report and its baseline as a markdown table."""
     return _table(MAIN_HEADER, _main_rows(report))
 
 
@@ -194,7 +196,8 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
     return _table(header, [temperatures, *rows])
 
 
-def _domain_table(report: Report) -> list[str]:
+def domain_table(report: Report) -> list[str]:
+    """tau, TAR and speedup per drafter and domain as a markdown table."""
     domains = sorted({name for entry in report["drafters"] for name in entry["domains"]})
     rows = []
     for entry in report["drafters"]:
@@ -207,7 +210,8 @@ def _domain_table(report: Report) -> list[str]:
     return _table(["drafter", *domains], rows)
 
 
-def _depth_table(report: Report) -> list[str]:
+def depth_table(report: Report) -> list[str]:
+    """Acceptance by depth, unconditional (conditional), as a markdown table."""
     deepest = max((len(entry["acceptance"]["unconditional"]) for entry in report["drafters"]), default=0)
     rows = []
     for entry in report["drafters"]:

@@ -2,8 +2,8 @@
 
 Numbers leave the project only through this file's format: the table, the plots, model cards and Hub pushes
 all read a report that passed `validate_report`. Beyond the agreed keys, a drafter's `draft` block says which
-arm it was (`name`, `noise`) and which weights were measured (`weights_sha256`), and the top level carries the
-provenance (`command`, `versions`, `git`, `run`).
+arm it was (`name`, `noise`, a tree's `choices`) and which weights were measured (`weights_sha256`), and the
+top level carries the provenance (`command`, `versions`, `git`, `run`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ DRAFTER: dict[str, Any] = {
     "kind": str,
     "path": str,
     "parameters": int,
-    "draft": {"shape": str, "depth": int, "nodes": int, "name": str, "noise": str, "weights_sha256": str},
+    "draft": {
+        "shape": str,
+        "depth": int,
+        "nodes": int,
+        "name": str,
+        "noise": str,
+        "choices": "anything",
+        "weights_sha256": str,
+    },
     "tau": float,
     "tau_ci95": "interval",
     "tokens": int,
@@ -87,7 +95,7 @@ def validate_report(report: Any, source: str = "report") -> dict[str, Any]:
     return dict(report)
 
 
-OPTIONAL = {"name", "noise", "weights_sha256", *PROVENANCE}
+OPTIONAL = {"name", "noise", "choices", "weights_sha256", *PROVENANCE}
 
 
 def _check(value: Any, form: Any, key: str, source: str) -> None:

@@ -20,8 +20,16 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import TokenTree
 from inference.attention import AttentionPlan, attention_plan
+from inference.kernels.packed_linear import pack_linears
 from inference.kv_cache import KVCache
-from inference.loading import TargetConfig, describe, head_function, load_model, load_tokenizer, switch_attention
+from inference.loading import (
+    TargetConfig,
+    describe,
+    head_function,
+    load_model,
+    load_tokenizer,
+    switch_attention,
+)
 from inference.taps import Taps, find_layers
 
 
@@ -49,6 +57,7 @@ class TargetModel:
             state={name: value.data for name, value in model.named_parameters()},
         )
         self.eos_token_ids = _end_tokens(model, tokenizer)
+        pack_linears(model)
 
     @classmethod
     def load(cls, config: TargetConfig) -> TargetModel:
@@ -64,7 +73,9 @@ class TargetModel:
     # ---- forward passes ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache | None, taps: tuple[int, ...]) -> Seen:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache | None, taps: tuple[int, ...]
+    ) -> Seen:
         self.taps.want(taps)
         with attention_plan(plan):
             out = self.decoder(

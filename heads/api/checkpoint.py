@@ -104,8 +104,8 @@ def load_drafter(directory: Path, info: TargetInfo, weights: TargetWeights) -> A
     drafter = kind.drafter_class(build_config(kind.name, content["config"]), info)
     if not isinstance(drafter, TrainableDrafter):
         return drafter
-    load_weights(drafter, directory / WEIGHTS_FILE)
     drafter.to(device=weights.embedding.device, dtype=weights.embedding.dtype)
+    load_weights(drafter, directory / WEIGHTS_FILE)
     drafter.bind(weights)
     return drafter.eval()
 
@@ -115,7 +115,9 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
     try:
         tensors = load_file(str(path))
     except (SafetensorError, OSError) as error:
-        raise UserError(f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or train it again.") from error
+        raise UserError(
+            f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or train it again."
+        ) from error
     expected = drafter.state_dict()
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or unknown:

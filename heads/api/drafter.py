@@ -113,7 +113,7 @@ class TrainableDrafter(nn.Module):
 
         Kinds that draft from the whole vocabulary ignore it.
         """
-        return None
+        return
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Set every parameter for a fresh training run."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def write_rows(state: Any, rows: Tensor, new: Any) -> None:
-    """Overwrite rows `rows` [R] int64 of every tensor in `state` with the R rows of `new`, in place, nested dataclasses included."""
+    """Overwrite rows `rows` [R] int64 of every tensor in `state`, nested ones included, with the R rows of `new`, in place."""
     assert is_dataclass(state) and type(state) is type(new), f"{type(state)} and {type(new)} are not the same dataclass"
     for item in fields(state):
         old_value, new_value = getattr(state, item.name), getattr(new, item.name)
@@ -22,6 +22,5 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
             for old_part, new_part in zip(old_value, new_value, strict=True):
                 if isinstance(old_part, Tensor):
                     old_part[rows] = new_part
-        elif is_dataclass(old_value) and any(isinstance(getattr(old_value, f.name), Tensor) for f in fields(old_value)):
-            if not getattr(old_value, "shared_between_rows", False):
-                write_rows(old_value, rows, new_value)
+        elif is_dataclass(old_value) and not getattr(old_value, "shared_between_rows", False):
+            write_rows(old_value, rows, new_value)

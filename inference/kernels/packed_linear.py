@@ -1,0 +1,82 @@
+"""Linear layers with weights laid out for small batches, on CPUs.
+
+Decoding multiplies a handful of rows (1 for plain decoding, the tree's nodes for verification) with every weight. torch's default
+path is slow there: on two AVX-512 cores, 5 rows through a [4096, 256] float32 head take 325 us by `F.linear` and 46 us with a
+oneDNN-packed weight; 5 rows through [864, 256] 38 us and 18 us. Packing copies the weight once. Meaning: `F.linear`.
+
+On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients are recorded, the plain path
+runs. The packed copy does not follow later changes of the weight, so modules that train are packed only while they decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MAX_ROWS = 64
+"""Above this many rows the plain path is as fast."""
+_VECTOR_ELEMENTS = 1 << 19
+"""Single float32 rows times weights below this size are fastest as a plain matrix-vector product."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def supported() -> bool:
+    """Whether this build of torch has the packed operation for the CPU."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Give every eligible `nn.Linear` in `module` a packed fast path, for weights that never change again."""
+    for linear in _eligible(module):
+        linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
+
+
+@contextmanager
+def packed_linears(module: Any) -> Iterator[None]:
+    """Pack the linears of `module` for the duration of the block only; anything but an `nn.Module` is left alone."""
+    chosen = list(_eligible(module)) if isinstance(module, nn.Module) else []
+    for linear in chosen:
+        linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in chosen:
+            del linear.forward
+
+
+def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
+    if not supported():
+        return
+    for part in module.modules():
+        fits = type(part) is nn.Linear and "forward" not in part.__dict__ and part.weight.ndim == 2
+        if fits and part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
+            yield part
+
+
+def _packed_forward(linear: nn.Linear) -> Any:
+    """A replacement of `linear.forward`: x [..., in] -> [..., out]."""
+    weight, bias = linear.weight, linear.bias
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+    plain_vector = weight.dtype == torch.float32 and weight.numel() < _VECTOR_ELEMENTS
+    in_features, dtype = linear.in_features, weight.dtype
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.numel() // in_features
+        if (
+            rows > MAX_ROWS
+            or rows == 0
+            or (rows == 1 and plain_vector)
+            or x.dtype != dtype
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return F.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+    return forward

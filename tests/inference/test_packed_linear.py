@@ -1,0 +1,49 @@
+"""The packed linear layer means `F.linear`, everywhere it is used and where it must step aside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inference.kernels.packed_linear import MAX_ROWS, pack_linears, packed_linears, supported
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(48, 32), (2048, 300)])
+def test_equals_the_plain_product(dtype: torch.dtype, rows: int, bias: bool, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(shape[1], shape[0], bias=bias).to(dtype)
+    x = torch.randn(1, rows, shape[1]).to(dtype)
+    with torch.no_grad():
+        expected = plain(x)
+        pack_linears(plain)
+        found = plain(x)
+    assert found.shape == expected.shape and found.dtype == dtype
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert ("forward" in plain.__dict__) == supported()
+
+
+def test_training_passes_are_plain_and_the_context_ends() -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    with packed_linears(layer):
+        layer(x).sum().backward()  # gradients recorded: the plain path
+    assert layer[0].weight.grad is not None
+    assert all("forward" not in part.__dict__ for part in layer)
+    with torch.no_grad():
+        layer[0].weight.mul_(2)
+        before = layer(x)
+        with packed_linears(layer):
+            torch.testing.assert_close(layer(x), before)  # packed anew after the weights changed
+
+
+def test_float64_and_foreign_objects_are_left_alone() -> None:
+    layer = nn.Linear(8, 8).double()
+    pack_linears(layer)
+    assert "forward" not in layer.__dict__
+    with packed_linears(object()):
+        pass
