@@ -87,7 +87,7 @@ class Config:
             )
         if self.share_embeddings and self.tie_embeddings:
             raise UserError(
-                "head.share_embeddings and head.tie_embeddings exclude each other: shared embeddings are not own."
+                "head.share_embeddings and head.tie_embeddings exclude each other: what is shared is not own."
             )
         if self.from_target_layers and list(self.from_target_layers) != sorted(set(self.from_target_layers)):
             raise UserError(
@@ -182,9 +182,10 @@ class Drafter(TrainableDrafter):
         odd = missing or extra or [n for n, p in wanted.items() if p.shape != state[n].shape]
         if odd:
             raise UserError(
-                f"layers {list(layers)} of target '{self.info.id}' ({self.info.model_type}, {self.info.num_layers} "
-                f"layers) cannot start a Llama drafter: weights {odd[:3]}{' and more' if len(odd) > 3 else ''} are "
-                "missing or of another kind. Use head.from_target_layers=[] for a fresh drafter."
+                f"layers {list(layers)} of target '{self.info.id}' ({self.info.model_type}, "
+                f"{self.info.num_layers} layers) cannot start a Llama drafter: weights {odd[:3]}"
+                f"{' and more' if len(odd) > 3 else ''} are missing or of another kind. "
+                "Use head.from_target_layers=[] for a fresh drafter."
             )
         for name, parameter in wanted.items():
             init.copy(parameter, state[name])
@@ -264,7 +265,7 @@ class Drafter(TrainableDrafter):
         return torch.stack(values).sum(0)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end are not meaningful."""
+        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean nothing."""
         logits = self._logits(self._sequence(batch))
         return [logits.roll(-k, 1) for k in range(1, depth + 1)]
 
@@ -275,12 +276,14 @@ class Drafter(TrainableDrafter):
         batch, width = seen.tokens.shape
         weight, shape = self.model.norm.weight, self.shape
         slots = max(capacity, width) + tree.num_nodes + 2
-        layers = len(self.model.layers)
-        cache = weight.new_zeros(2, layers, batch, slots, shape.num_key_value_heads, shape.head_dim)
-        positions = seen.tokens.new_zeros(2, batch)
-        output = weight.new_zeros(batch, 1, shape.hidden_size)
+        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
         state = State(
-            list(cache[0]), list(cache[1]), output, positions[0], positions[1], self._plans.of(tree)
+            keys=[weight.new_zeros(cache) for _ in self.model.layers],
+            values=[weight.new_zeros(cache) for _ in self.model.layers],
+            output=weight.new_zeros(batch, 1, shape.hidden_size),
+            root=seen.tokens.new_zeros(batch),
+            root_position=seen.tokens.new_zeros(batch),
+            plan=self._plans.of(tree),
         )
         tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], 1)
         return self._absorb(state, seen, tokens, seen.positions[:, :1])

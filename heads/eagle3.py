@@ -165,8 +165,8 @@ class Drafter(TrainableDrafter):
         if self.reduced:
             if not bool(self.t2d.any()):
                 raise UserError(
-                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the training "
-                    "data. Train through `headstart train`, or call choose_vocabulary(counts) first."
+                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the "
+                    "training data. Train through `headstart train`, or call choose_vocabulary(counts) first."
                 )
             rows = rows[vocab.to_target_ids(self.d2t)]
         init.copy(self.lm_head.weight, rows)
@@ -293,11 +293,16 @@ class Drafter(TrainableDrafter):
         weight, attention = self.fc.weight, self.midlayer.self_attn
         slots = max(capacity, width) + tree.num_nodes + 1
         kv_heads = attention.k_proj.out_features // attention.head_dim
-        cache = weight.new_zeros(2, batch, slots, kv_heads, attention.head_dim)
-        positions = seen.tokens.new_zeros(2, batch)
-        output = weight.new_zeros(batch, 1, self.info.hidden_size)
+        cache = (batch, slots, kv_heads, attention.head_dim)
         self._columns = vocab.to_target_ids(self.d2t) if self.reduced else None
-        state = State(cache[0], cache[1], output, positions[0], positions[1], self._plans.of(tree))
+        state = State(
+            keys=weight.new_zeros(cache),
+            values=weight.new_zeros(cache),
+            output=weight.new_zeros(batch, 1, self.info.hidden_size),
+            root=seen.tokens.new_zeros(batch),
+            root_position=seen.tokens.new_zeros(batch),
+            plan=self._plans.of(tree),
+        )
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:

@@ -164,7 +164,8 @@ class Drafter(TrainableDrafter):
         if tree.max_depth > self.config.num_heads:
             raise UserError(
                 f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens. "
-                f"Set decode.depth to {self.config.num_heads} or less, or train with head.num_heads={tree.max_depth}."
+                f"Set decode.depth to {self.config.num_heads} or less, or train with "
+                f"head.num_heads={tree.max_depth}."
             )
         rows, last, root, root_position = last_valid(seen)
         assert seen.last_hidden is not None, "medusa needs the target's last hidden state"

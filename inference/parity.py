@@ -277,9 +277,9 @@ def _compare(
             raise ParityError(
                 f"parity: kind '{drafter.kind}' disagrees with itself at depth {sighting.depth}, position "
                 f"{sighting.position} of document {sighting.row}: logit {column} is "
-                f"{float(expected[column]):.6g} in training and {float(found[column]):.6g} in decoding (relative difference {gap:.3g}, "
-                f"allowed {tolerance:.3g}). "
-                "The drafter would be trained for something it is not asked when it serves."
+                f"{float(expected[column]):.6g} in training and {float(found[column]):.6g} in decoding "
+                f"(relative difference {gap:.3g}, allowed {tolerance:.3g}). The drafter "
+                "would be trained for something it is not asked when it serves."
             )
         worst[sighting.depth - 1] = max(worst[sighting.depth - 1], gap)
     return ParityReport(len(decoded), tuple(worst), tolerance)

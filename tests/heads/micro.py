@@ -93,7 +93,7 @@ def micro_target(
 def packed_batch(
     target: MicroTarget, needs: FeatureSpec, rows: list[list[list[int]]], prompt: int = 2
 ) -> TrainBatch:
-    """A training batch from rows of documents; the first `prompt` tokens of each document are not supervised."""
+    """A training batch from rows of documents; the first `prompt` tokens of each are not supervised."""
     width = max(sum(len(document) for document in row) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     positions, mask = torch.zeros_like(tokens), torch.zeros(len(rows), width, dtype=torch.bool)

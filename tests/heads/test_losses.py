@@ -1,0 +1,114 @@
+"""Losses against their textbook formulas, their gradients against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.nn import losses
+
+PAIRS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "forward_kl": (losses.forward_kl, lambda q, p: (p * (p / q).log()).sum()),
+    "reverse_kl": (losses.reverse_kl, lambda q, p: (q * (q / p).log()).sum()),
+    "jsd": (
+        lambda a, b: losses.jensen_shannon(a, b, 0.3),
+        lambda q, p: (
+            0.3 * (p * (p / (0.3 * p + 0.7 * q)).log()).sum()
+            + 0.7 * (q * (q / (0.3 * p + 0.7 * q)).log()).sum()
+        ),
+    ),
+    "tv": (losses.total_variation, lambda q, p: 1 - torch.minimum(p, q).sum()),
+    "soft_cross_entropy": (
+        lambda a, b: losses.soft_cross_entropy(a, b.softmax(-1)),
+        lambda q, p: -(p * q.log()).sum(),
+    ),
+}
+
+
+def logits() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(3 * torch.randn(5, 7, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_value_equals_the_formula(name: str) -> None:
+    loss, formula = PAIRS[name]
+    drafted, target = logits()
+    expected = torch.stack(
+        [formula(q, p) for q, p in zip(drafted.softmax(-1), target.softmax(-1), strict=True)]
+    )
+    torch.testing.assert_close(loss(drafted, target), expected)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gradient_equals_finite_differences(name: str) -> None:
+    drafted, target = logits()
+    assert torch.autograd.gradcheck(lambda x: PAIRS[name][0](x, target), drafted.requires_grad_())
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
+def test_a_distribution_has_no_distance_from_itself(name: str) -> None:
+    drafted, _ = logits()
+    torch.testing.assert_close(PAIRS[name][0](drafted, drafted + 2.5), torch.zeros(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_certain_distributions_stay_finite(name: str) -> None:
+    drafted = torch.tensor([[80.0, -80.0, 0.0]], dtype=torch.float32, requires_grad=True)
+    value = PAIRS[name][0](drafted, drafted.detach().flip(-1))
+    value.sum().backward()
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(drafted.grad).all()
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    drafted, target = (values.bfloat16() for values in logits())
+    for name, (loss, _) in PAIRS.items():
+        value = loss(drafted, target) if name != "soft_cross_entropy" else loss(drafted, target.float())
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, loss(drafted.float(), target.float()))
+    labels = torch.tensor([0, 1, 2, 3, 4])
+    assert losses.cross_entropy(drafted, labels).dtype == torch.float32
+
+
+def test_cross_entropy_is_the_surprise_of_the_label() -> None:
+    drafted, _ = logits()
+    labels = torch.tensor([6, 0, 3, 3, 1])
+    expected = -drafted.softmax(-1)[torch.arange(5), labels].log()
+    torch.testing.assert_close(losses.cross_entropy(drafted, labels), expected)
+
+
+def test_sum_over_chunks_equals_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(10, dtype=torch.float64, requires_grad=True)
+    seen = []
+
+    def part(rows: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(rows.shape[0])
+        return (values[rows] ** 2).sum(), torch.tensor(rows.shape[0])
+
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 12)
+    total, count = losses.sum_over_rows(part, torch.tensor([1, 3, 4, 7, 8, 9, 2]), columns=4)
+    assert seen == [3, 3, 1]
+    total.backward()
+    assert float(total) == 1 + 9 + 16 + 49 + 64 + 81 + 4
+    assert int(count) == 7
+    assert values.grad.tolist() == [0, 2, 4, 6, 8, 0, 0, 14, 16, 18]
+
+
+def test_no_rows_make_a_zero_that_still_has_gradients() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    (total,) = losses.sum_over_rows(
+        lambda rows: (weight[rows].sum(),), torch.empty(0, dtype=torch.int64), columns=4
+    )
+    total.backward()
+    assert float(total) == 0
+    assert weight.grad.tolist() == [0, 0, 0]
+
+
+def test_masked_entries_may_hold_anything() -> None:
+    values = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+    assert losses.masked_sum(values, mask).tolist() == [3, 3]

@@ -1,0 +1,164 @@
+"""The shared network parts: rotary positions, norms, attention, the draft vocabulary, tree plans, initial
+values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from heads.api.errors import UserError
+from heads.api.features import default_taps
+from heads.api.tree import TokenTree
+from heads.nn import attention, init, vocab
+from heads.nn.blocks import LayerShape, RMSNorm
+from heads.nn.drafting import TreePlan
+from heads.nn.rope import Rope, look_up, rotate
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_rotation_equals_hugging_face() -> None:
+    states, positions = random(2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 90, 3, 0, 411]])
+    config = LlamaConfig(hidden_size=24, num_attention_heads=3, head_dim=8, max_position_embeddings=512)
+    cosine, sine = LlamaRotaryEmbedding(config)(states, positions)
+    expected, _ = apply_rotary_pos_emb(states.transpose(1, 2), states.transpose(1, 2), cosine, sine)
+    rope = Rope(8, 10000.0)
+    torch.testing.assert_close(rotate(states, rope.at(positions, torch.float64)), expected.transpose(1, 2))
+    table = rope.table(512, states.device, torch.float64)
+    torch.testing.assert_close(rotate(states, look_up(table, positions)), expected.transpose(1, 2))
+
+
+def test_rotation_table_grows_and_changes_dtype() -> None:
+    rope, cpu = Rope(4, 100.0), torch.device("cpu")
+    assert rope.table(3, cpu, torch.float32).shape[0] == 3
+    assert rope.table(9, cpu, torch.float32).shape[0] == 9
+    assert rope.table(2, cpu, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_is_computed_in_float32_or_better(dtype: torch.dtype) -> None:
+    norm = RMSNorm(256, 1e-5).to(dtype)
+    init.copy(norm.weight, random(256, seed=1).to(dtype))
+    states = (30 * random(4, 256)).to(dtype)
+    exact = states.double()
+    exact = exact / (exact.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    found = norm(states)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def slow_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One query head over a list of keys and values."""
+    weights = torch.stack([query @ key for key in keys]).div(math.sqrt(query.shape[0])).softmax(0)
+    return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+
+def test_sequence_attention_keeps_to_its_document() -> None:
+    query, key, value = random(1, 6, 4, 8), random(1, 6, 2, 8, seed=1), random(1, 6, 2, 8, seed=2)
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    found = attention.sequence_attention(query, key, value, attention.packed_mask(segments)).view(1, 6, 4, 8)
+    for t, sees in enumerate([[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]):
+        for head in range(4):
+            keys, values = [key[0, s, head // 2] for s in sees], [value[0, s, head // 2] for s in sees]
+            torch.testing.assert_close(found[0, t, head], slow_attention(query[0, t, head], keys, values))
+
+
+def test_single_document_needs_no_mask() -> None:
+    assert attention.packed_mask(torch.ones(2, 5, dtype=torch.int32)) is None
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
+    query, key, value = (
+        random(2, queries, 4, 8),
+        random(2, 7, kv_heads, 8, seed=1),
+        random(2, 7, kv_heads, 8, seed=2),
+    )
+    mask = torch.rand(2, queries, 7, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[..., 0] = True
+    found = attention.cache_attention(query, key, value, mask).view(2, queries, 4, 8)
+    for row in range(2):
+        for q in range(queries):
+            for head in range(4):
+                sees, kv = mask[row, q].nonzero().squeeze(1).tolist(), head // (4 // kv_heads)
+                expected = slow_attention(
+                    query[row, q, head], [key[row, s, kv] for s in sees], [value[row, s, kv] for s in sees]
+                )
+                torch.testing.assert_close(found[row, q, head], expected)
+
+
+CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
+
+
+def test_level_masks_follow_the_tree() -> None:
+    tree = TokenTree.from_choices(CHOICES)
+    plan = TreePlan.of(tree)
+    base = torch.tensor([3, 5])
+    for level in plan.levels[1:]:
+        mask = attention.level_mask(level, base, 16, is_chain=False)
+        for place, node in enumerate((level.node_offsets + 1).tolist()):
+            lineage = tree.ancestors[0, node].nonzero().squeeze(1).tolist()
+            for row, first in enumerate(base.tolist()):
+                expected = [*range(first), *(first + i - 1 for i in lineage if i > 0)]
+                assert mask[row, place].nonzero().squeeze(1).tolist() == expected
+
+
+def test_chain_masks_are_tree_masks() -> None:
+    plan = TreePlan.of(TokenTree.chain(4))
+    base = torch.tensor([3, 0])
+    for level in plan.levels[1:]:
+        chain, tree = (attention.level_mask(level, base, 12, is_chain=flag) for flag in (True, False))
+        assert chain.tolist() == tree.tolist()
+
+
+def test_plan_runs_only_nodes_with_children() -> None:
+    plan = TreePlan.of(TokenTree.from_choices(CHOICES))
+    assert [(level.node_offsets + 1).tolist() for level in plan.levels] == [[0], [1, 3], [5, 6]]
+    assert [level.max_rank for level in plan.levels] == [2, 1, 1]
+    assert plan.levels[1].rows.tolist() == [0, 2]
+    assert plan.levels[2].carry is None
+    assert plan.levels[2].pick.tolist() == [0, 2, 3]
+    assert plan.best_path.nonzero().squeeze(1).tolist() == [0, 1, 4]
+
+
+def test_draft_vocabulary_is_the_most_frequent_in_ascending_order() -> None:
+    counts = torch.tensor([5, 0, 9, 5, 1, 9, 0])
+    ids = vocab.most_frequent(counts, 3)
+    assert ids.tolist() == [0, 2, 5]  # of the two fives the lower id
+    d2t, t2d = vocab.to_maps(ids, 7)
+    assert d2t.tolist() == [0, 1, 3]  # offsets: target id minus draft id
+    assert t2d.tolist() == [True, False, True, False, False, True, False]
+    assert vocab.to_target_ids(d2t).tolist() == [0, 2, 5]
+    with pytest.raises(UserError, match="between 1 and the target's vocabulary of 7"):
+        vocab.most_frequent(counts, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [(36, (2, 18, 33)), (8, (2, 4, 5)), (6, (1, 3, 5)), (4, (1, 2, 3)), (2, (1,)), (1, (1,))],
+)
+def test_default_taps_exist_in_every_target(layers: int, taps: tuple[int, ...]) -> None:
+    assert default_taps(layers) == taps
+
+
+def test_initial_values_do_not_depend_on_dtype() -> None:
+    drawn = [torch.empty(3, 4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for tensor in drawn:
+        init.normal(tensor, 0.02, torch.Generator().manual_seed(5))
+    assert drawn[0].bfloat16().tolist() == drawn[1].tolist()
+
+
+def test_layer_shapes_that_cannot_work_are_refused() -> None:
+    with pytest.raises(UserError, match="multiple of num_key_value_heads"):
+        LayerShape(16, 4, 3, 4, 24, 1e-6)
+    with pytest.raises(UserError, match="must be even"):
+        LayerShape(15, 3, 3, 5, 24, 1e-6)
