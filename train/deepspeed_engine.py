@@ -1,0 +1,173 @@
+"""Training under DeepSpeed: ZeRO 0 to 3 behind the `TrainEngine` protocol. The only file that imports
+deepspeed.
+
+Three habits of DeepSpeed are met here and nowhere else: it averages gradients over processes (we add them, so
+the loss is multiplied by their number first), it wants a process group and LOCAL_RANK even for one process,
+and it compiles C++ helpers at run time (the CPU's shared-memory helper is not needed, and building it takes a
+compiler and half a minute: it is switched off).
+
+DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole; AdamW's state
+is saved as the flat parts that this process holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from train.distributed import World, join_world
+from train.engine import EngineConfig, Objective, cpu_copies, read_adam, write_adam
+from train.optim import OptimConfig, make_optimizer, set_rate
+
+BUCKET_ELEMENTS = 50_000_000
+"""Most gradient elements that are reduced in one message (200 MB in float32)."""
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import deepspeed quietly and for this device; raises `UserError` when it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Install it, or use "
+            "engine.name=torch."
+        ) from error
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    if device_type == "cpu":
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys([*ALL_OPS, "deepspeed_not_implemented"], False)
+    return deepspeed
+
+
+def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32 weights and
+    our boundaries."""
+    bucket = max(1, min(numel, BUCKET_ELEMENTS))
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if config.zero_stage == 3:
+        # memory_efficient_linear replaces torch.nn.functional.linear for the whole process and computes
+        # outside of autocast.
+        zero |= {
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": 20 * bucket,
+            "memory_efficient_linear": False,
+        }
+    if config.offload == "optimizer":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: batches never pass through DeepSpeed's loader
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip if config.zero_stage > 0 else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+class DeepSpeedEngine:
+    """A drafter under `deepspeed.initialize`; see `TrainEngine`."""
+
+    def __init__(
+        self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
+    ) -> None:
+        self.deepspeed = import_deepspeed(world.device.type)
+        join_world(world.device.type, always=True)
+        self.drafter, self.world, self.stage, self.clip = drafter, world, config.zero_stage, optim.clip
+        self.sharded = config.sharded
+        self.names = list(drafter.state_dict())
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
+        self.engine, *_ = self.deepspeed.initialize(
+            model=Objective(drafter, config.precision, world.device.type),
+            optimizer=make_optimizer(trained, optim),
+            config=settings,
+            dist_init_required=False,
+        )
+
+    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
+        """See `TrainEngine`. DeepSpeed divides by the number of processes, hence the factor."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss = self.engine(batch)
+        self.engine.backward(loss * (self.world.size / supervised), scale_wrt_gas=False)
+        return LossOutput(loss.detach(), self.engine.module.metrics)
+
+    def step(self, rate: float) -> float:
+        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it is clipped
+        here."""
+        set_rate(self.engine.optimizer, rate)
+        norm = None
+        if self.stage == 0:
+            norm = float(nn.utils.clip_grad_norm_(self._trained(), self.clip or math.inf))
+            if not math.isfinite(norm):
+                self.engine.zero_grad()
+                return norm
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()) if norm is None else norm
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.drafter.parameters() if p.requires_grad]
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main process
+        holds them all."""
+        buffers = dict(self.drafter.named_buffers())
+        parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
+        found: dict[str, Tensor] = {}
+        for name in self.names:
+            value = parameters.get(name, buffers.get(name))
+            assert value is not None, f"'{name}' is neither a weight nor a buffer"
+            gathered = self.stage == 3 and name in parameters
+            with self.deepspeed.zero.GatheredParameters([value]) if gathered else nullcontext():
+                if self.world.is_main:
+                    found |= cpu_copies({name: value})
+        return found
+
+    def _parts(self) -> dict[str, Tensor]:
+        """The tensors that AdamW updates in this process: whole weights (stage 0) or flat parts of groups of
+        weights."""
+        zero = self.engine.optimizer
+        if self.stage == 0:
+            return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
+        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        return {f"part{index}": tensor for index, tensor in enumerate(flat)}
+
+    def _adam(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = (
+            self.engine.optimizer if self.stage == 0 else self.engine.optimizer.optimizer
+        )
+        return optimizer
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `TrainEngine`: `<weight>.exp_avg` (stage 0) or `part<n>.exp_avg`."""
+        return read_adam(self._adam(), self._parts())
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """See `TrainEngine`."""
+        write_adam(self._adam(), self._parts(), state)
+
+    def close(self) -> None:
+        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as the
+        process lives."""
+        self.engine.destroy()
+        del self.engine
+        gc.collect()

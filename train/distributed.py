@@ -1,0 +1,109 @@
+"""The processes of one training run: who they are, what they add up, and how they part.
+
+A single process needs no group; DeepSpeed asks for one all the same (`always`). Under a launcher (torchrun,
+deepspeed) rank and size come from the environment, and the group speaks NCCL on CUDA and gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+JOIN_TIMEOUT = timedelta(hours=2)
+"""Longest wait for another process: rank 0 measures tau alone while the others wait."""
+_HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the run. A plain value: the group itself is process-wide."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes and prints."""
+        return self.rank == 0
+
+    def add(self, values: Tensor) -> Tensor:
+        """Sum of `values` over all processes, in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_main(self, values: Sequence[float]) -> list[float]:
+        """The main process's numbers, in every process; the others pass as many of any value. Collective."""
+        if self.size == 1:
+            return list(values)
+        carried = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(carried, src=0)
+        return [float(value) for value in carried.tolist()]
+
+    def wait(self) -> None:
+        """Return when every process has come here. Collective."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def join_world(device_type: str, *, always: bool = False) -> World:
+    """This process's `World`, with the process group started when there are several processes or `always`
+    says so.
+
+    device_type: "cpu" or "cuda"; each process of a machine takes the CUDA device of its LOCAL_RANK. The group
+    is left at exit.
+    """
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", _number("LOCAL_RANK", torch.cuda.current_device()))
+        torch.cuda.set_device(device)
+    if (size > 1 or always) and not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        if size > 1:
+            dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+        else:
+            # A store in memory: no port to choose, nothing for another run on this machine to collide with.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(leave_world)
+    return World(rank, size, device)
+
+
+def leave_world() -> None:
+    """Leave the process group, so that the interpreter can end; runs at exit.
+
+    Why the pauses: after a collective, gloo's worker thread drops its references to the tensors, for which it
+    needs Python's lock. If the interpreter begins to end while a worker waits for that lock, Python ends the
+    thread from inside a C++ destructor and the process aborts ("terminate called without an active
+    exception") although all its work is done. Pausing hands the lock over.
+    """
+    gc.collect()
+    for _ in range(_HANDOVERS):
+        time.sleep(_HANDOVER_SECONDS)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(_HANDOVER_SECONDS)
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not text.isdigit():
+        raise UserError(
+            f"the environment variable {variable} is '{text}', which is not a number. Launchers set it; "
+            "unset it otherwise."
+        )
+    return int(text)

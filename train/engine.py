@@ -1,0 +1,239 @@
+"""What holds the weights while they are trained: gradients, updates, and nothing else. Plain torch here,
+DeepSpeed in its own file.
+
+One definition of precision for both: weights, gradients and AdamW's state are float32; `bfloat16` runs the
+forward pass under `torch.autocast`. So an update never rounds to bfloat16, and both engines can be compared
+number by number.
+
+One definition of the gradient for both: that of (sum of all losses of the global step) / (its supervised
+tokens), whatever the number of processes and of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError, suggest
+from train.distributed import World
+from train.optim import OptimConfig, make_optimizer, set_rate
+
+NAMES = ("deepspeed", "torch")
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OFFLOADS = ("none", "optimizer")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Which engine trains, and in which precision."""
+
+    name: str = "deepspeed"
+    """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
+    zero_stage: int = 1
+    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3 also
+    weights."""
+    precision: str = "bfloat16"
+    """Of the forward pass: bfloat16 (autocast) or float32. Weights and AdamW's state are float32 in both."""
+    offload: str = "none"
+    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory."""
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("name", NAMES), ("precision", PRECISIONS), ("offload", OFFLOADS)):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise UserError(f"engine.{field} '{value}' is unknown.{suggest(value, allowed)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise UserError(f"engine.zero_stage must be 0, 1, 2 or 3; given: {self.zero_stage}.")
+        if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):
+            raise UserError("engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of features and of the forward pass."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def sharded(self) -> bool:
+        """True when every process holds another part of AdamW's state."""
+        return self.name == "deepspeed" and self.zero_stage > 0
+
+
+class TrainEngine(Protocol):
+    """A drafter in training. All methods are collective: every process calls them in the same order."""
+
+    sharded: bool
+    """Whether `optimizer_state` differs from process to process."""
+
+    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
+        """Add the gradient of one micro-batch; returns its detached loss and metrics.
+
+        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches), the loss's
+        divisor. last: whether it is this process's last micro-batch of the step.
+        """
+        ...
+
+    def step(self, rate: float) -> float:
+        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before clipping, over
+        all processes."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's whole `state_dict` as float32 copies on the CPU; empty in all but the main
+        process."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's state by name, this process's part; empty before the first step."""
+        ...
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `optimizer_state` returned to an engine of the same settings and world size."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain valid
+        where unsharded."""
+        ...
+
+
+class Objective(nn.Module):
+    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds those of
+    the last batch."""
+
+    def __init__(self, drafter: TrainableDrafter, precision: str, device_type: str) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.precision, self.device_type = precision, device_type
+        self.metrics: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of the forward pass."""
+        return torch.autocast(self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def forward(self, batch: TrainBatch) -> Tensor:
+        """The summed loss, a scalar with its graph."""
+        with self.autocast():
+            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of tensors.
+            output = self.drafter.loss(batch)
+        self.metrics = {
+            name: (total.detach(), count.detach()) for name, (total, count) in output.metrics.items()
+        }
+        return output.loss_sum
+
+
+class TorchEngine:
+    """Plain torch: every process has everything, gradients are added up once per step."""
+
+    sharded = False
+
+    def __init__(
+        self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
+    ) -> None:
+        self.drafter, self.world, self.clip = drafter, world, optim.clip
+        self.objective = Objective(drafter, config.precision, world.device.type)
+        self.trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.trained.values(), optim)
+
+    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
+        """See `TrainEngine`."""
+        loss = self.objective(batch)
+        (loss / supervised).backward()
+        return LossOutput(loss.detach(), self.objective.metrics)
+
+    def step(self, rate: float) -> float:
+        """See `TrainEngine`. A norm that is not finite is returned without an update."""
+        self._add_gradients()
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.clip or math.inf))
+        if math.isfinite(norm):
+            set_rate(self.optimizer, rate)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _add_gradients(self) -> None:
+        """Sum the gradients of all processes, as one message."""
+        if self.world.size == 1:
+            return
+        for parameter in self.trained.values():
+            if parameter.grad is None:  # unused in this process's rows, but perhaps not in another's
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainEngine`."""
+        return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `TrainEngine`: `<weight>.exp_avg` and so on."""
+        return read_adam(self.optimizer, self.trained)
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """See `TrainEngine`."""
+        write_adam(self.optimizer, self.trained, state)
+
+    def close(self) -> None:
+        """See `TrainEngine`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def make_engine(
+    drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
+) -> TrainEngine:
+    """The configured engine around `drafter`, whose weights are float32 on the world's device and equal in
+    every process."""
+    wrong = [name for name, p in drafter.named_parameters() if p.dtype != torch.float32]
+    assert not wrong, f"weights {wrong[:4]} are not float32"
+    if config.name == "torch":
+        return TorchEngine(drafter, config, optim, world)
+    from train.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(drafter, config, optim, world)
+
+
+def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the CPU that later updates do not change."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
+
+
+def read_adam(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`<name>.<entry>` of AdamW's state for the tensors in `named`, copied to the CPU; tensors without state
+    are left out."""
+    found = {}
+    for name, tensor in named.items():
+        for entry, value in optimizer.state.get(tensor, {}).items():
+            found[f"{name}.{entry}"] = value
+    return cpu_copies(found)
+
+
+def write_adam(optimizer: torch.optim.Optimizer, named: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """The opposite of `read_adam`; raises `UserError` when names or shapes do not fit."""
+    left = dict(state)
+    for name, tensor in named.items():
+        entries = {
+            key: left.pop(f"{name}.{key}")
+            for key in ("step", "exp_avg", "exp_avg_sq")
+            if f"{name}.{key}" in left
+        }
+        if any(key != "step" and value.shape != tensor.shape for key, value in entries.items()):
+            raise UserError(
+                f"the saved optimiser state of '{name}' has another shape than the weight. Start the "
+                "training again."
+            )
+        if entries:
+            optimizer.state[tensor] = {
+                key: value.to(tensor.device, copy=True) for key, value in entries.items()
+            }
+    if left:
+        raise UserError(
+            f"the saved optimiser state is of another drafter: unknown entries {sorted(left)[:4]}."
+        )

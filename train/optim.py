@@ -1,0 +1,118 @@
+"""AdamW and the learning rate's schedule. The rate is a pure function of the step, so resuming needs no
+scheduler state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError, suggest
+
+KINDS = ("cosine", "linear", "constant", "wsd")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW (decoupled weight decay) and gradient clipping."""
+
+    lr: float = 1e-3
+    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4 (methods.md)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
+    eps: float = 1e-8
+    """Added to the root of the running square (> 0)."""
+    weight_decay: float = 0.0
+    """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never decayed."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; a longer one is scaled down to it. 0 leaves gradients alone."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.eps <= 0:
+            raise UserError(f"optim.lr and optim.eps must be above 0; given: {self.lr} and {self.eps}.")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise UserError(f"optim.betas must lie in [0, 1); given: {list(self.betas)}.")
+        if self.weight_decay < 0 or self.clip < 0:
+            raise UserError(
+                f"optim.weight_decay and optim.clip must not be negative; given: {self.weight_decay} and "
+                f"{self.clip}."
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves over a run of known length."""
+
+    kind: str = "cosine"
+    """cosine, linear, constant, or wsd (warm up, stay, decay in the last part)."""
+    warmup: float = 0.04
+    """Linear warm-up: a share of all steps when below 1, else a number of steps."""
+    min_ratio: float = 0.1
+    """Rate at the last step, as a share of the peak (0 to 1); `constant` ignores it."""
+    decay: float = 0.2
+    """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most 1)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"schedule.kind '{self.kind}' is unknown.{suggest(self.kind, KINDS)}")
+        if self.warmup < 0:
+            raise UserError(f"schedule.warmup must not be negative; given: {self.warmup}.")
+        if not 0.0 <= self.min_ratio <= 1.0:
+            raise UserError(f"schedule.min_ratio must lie between 0 and 1; given: {self.min_ratio}.")
+        if not 0.0 < self.decay <= 1.0:
+            raise UserError(f"schedule.decay must be above 0 and at most 1; given: {self.decay}.")
+
+    def warmup_steps(self, total: int) -> int:
+        """Steps of warm-up in a run of `total` steps."""
+        return round(self.warmup * total) if self.warmup < 1 else int(self.warmup)
+
+
+def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
+    """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak * min_ratio`.
+
+    cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then a
+    straight line.
+    """
+    warmup = schedule.warmup_steps(total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.kind == "constant":
+        return peak
+    begin = warmup if schedule.kind != "wsd" else max(warmup, total - max(1, round(schedule.decay * total)))
+    progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
+
+
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors without
+    any."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = (
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over float32 parameters; raises `UserError` when none of them is trainable.
+
+    fused: one pass over the memory of each tensor, on the CPU as well as on CUDA.
+    """
+    groups = parameter_groups(parameters, config.weight_decay)
+    if not groups:
+        raise UserError(
+            "this drafter has no trainable weights. Choose another head, or train some of its weights."
+        )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` in the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
