@@ -111,7 +111,10 @@ def test_a_templates_own_refusal_is_passed_on():
 
 def test_markers_that_mark_nothing_are_refused():
     tokenizer = tiny_tokenizer("marked")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    )
     with pytest.raises(UserError, match="marks nothing"):
         chat.render_conversation(tokenizer, TALK)
 

@@ -18,8 +18,8 @@ from train.data.pack import PackedData, best_fit
 
 INFO = TargetInfo(
     id="t", revision="r", model_type="llama", tokenizer_hash="h", vocab_size=100, hidden_size=8,
-    num_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8, rms_norm_eps=1e-5, rope_theta=1e4,
-    max_position_embeddings=64, parameters=1,
+    num_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8,
+    rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, parameters=1,
 )  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""Several processes working as one, for stages that only need to agree on small things, and leaving in good
+order on SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from heads.api.errors import UserError
+from inference.loading import TargetConfig, pick_device
+
+JOIN_TIMEOUT = timedelta(days=7)  # the fastest process waits for the slowest, which may have hours left
+Result = TypeVar("Result")
+
+
+def join_processes(target: TargetConfig) -> PartialState:
+    """This process's place in the launch, or of one process without one. Small objects are exchanged through
+    gloo.
+
+    Where there are GPUs, nccl is joined as well, so that a later stage in the same processes can train with
+    it.
+    """
+    if pick_device(target.device).type == "cpu":
+        return PartialState(cpu=True, timeout=JOIN_TIMEOUT)
+    launched = "LOCAL_RANK" in os.environ
+    return PartialState(backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT)
+
+
+def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
+    """Run `work` in the main process and return its result in all of them; a `UserError` is raised in all of
+    them too."""
+    box: list[Any] = [None, None]
+    if state.is_main_process:
+        try:
+            box[0] = work()
+        except UserError as error:
+            box[1] = str(error)
+    broadcast_object_list(box)
+    if box[1] is not None:
+        raise UserError(box[1])
+    result: Result = box[0]
+    return result
+
+
+def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
+    """Give every process of a launch its own GPU unless one was named."""
+    if state.num_processes > 1 and target.device in ("auto", "cuda") and state.device.type == "cuda":
+        return replace(target, device=str(state.device))
+    return target
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM leave through `SystemExit`, as Ctrl-C leaves through `KeyboardInterrupt`, so that answers
+    are written first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
