@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from heads.api.errors import UserError, suggest
-from heads.api.registry import get_kind
 from scripts.convert import to_dataclass
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
@@ -154,6 +153,8 @@ def build_group(group: str, values: Any) -> Any:
 
 def build_head(values: Any) -> HeadSettings:
     """`head`: `kind` picks the file in heads/, the rest fills that kind's `Config`."""
+    from heads.api.registry import get_kind  # brings torch
+
     rest = dict(values)
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):

@@ -7,9 +7,11 @@ dataclasses' fields, read from the source without importing it.
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,14 @@ def mark(name: str, choice: Any) -> str:
 def keys(group: str, values: Any) -> Iterator[tuple[str, str, str]]:
     """Dotted key, value in use, and meaning of every key of a group."""
     for item in group_fields(group, values):
-        value = values.get(item.name, item.default) if isinstance(values, dict) else item.default
-        shown = "null" if value is None else str(value)
+        shown = spelt(values[item.name]) if item.name in values else item.default
         meaning = " ".join(item.meaning.split())
-        yield f"{group}.{item.name}", shown if shown else "''", f"\n      {meaning}" if meaning else ""
+        yield f"{group}.{item.name}", shown, f"\n      {meaning}" if meaning else ""
+
+
+def spelt(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def group_fields(group: str, values: Any) -> list[Field]:
@@ -73,7 +79,8 @@ def group_fields(group: str, values: Any) -> list[Field]:
     if group == "head":
         kind = str(values.get("kind"))
         own = [Field("kind", "str", kind, f"Drafter kind: heads/{kind}.py.")]
-        return own + fields_of(REPOSITORY / "heads" / f"{kind}.py", "Config")
+        spec = find_spec(f"heads.{kind}")  # also finds kinds in folders that were added to heads.__path__
+        return own + (fields_of(Path(spec.origin), "Config") if spec and spec.origin else [])
     module, name = CONSUMERS[group].split(":")
     return fields_of(REPOSITORY / Path(*module.split(".")).with_suffix(".py"), name)
 
@@ -98,5 +105,13 @@ def class_fields(node: ast.ClassDef) -> Iterator[Field]:
             meaning = ""
             if isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
                 meaning = str(follower.value.value)
-            default = "???" if item.value is None else ast.unparse(item.value)
+            default = "???" if item.value is None else default_text(item.value)
             yield Field(item.target.id, ast.unparse(item.annotation), default, meaning)
+
+
+def default_text(node: ast.expr) -> str:
+    """A default value as one would write it on the command line; a factory is named by what it makes."""
+    try:
+        return spelt(ast.literal_eval(node))
+    except ValueError:
+        return "{}" if "default_factory=dict" in ast.unparse(node) else ast.unparse(node)

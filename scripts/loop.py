@@ -52,6 +52,7 @@ def run(settings: Settings) -> None:
         print(f"\n[{number}/{len(steps)}] {step.title}  ({clock(time.monotonic() - start)})", flush=True)
         if settings.loop.launch and step.stage.name in ("generate", "train"):
             launched(settings.loop.launch, step)
+            require_complete(step)
         else:
             from scripts.runner import run_stage
 
@@ -114,6 +115,18 @@ def launched(prefix: str, step: Step) -> None:
         raise UserError(
             f"'{step.title}' ended with status {status}; its own messages are above. Repeating the loop continues there."
         )
+
+
+def require_complete(step: Step) -> None:
+    """Raise `UserError` when a launched stage ended early: asked to stop (SIGTERM) it saves and ends without an error."""
+    from scripts.config import load_settings
+    from scripts.run import read_record
+    from scripts.train import stage_folder
+
+    settings = load_settings(step.stage, step.overrides)
+    folder = stage_folder(settings) if step.stage.name == "train" else settings.run.directory / step.stage.name
+    if (read_record(folder) or {}).get("state") != "complete":
+        raise UserError(f"'{step.title}' was stopped before it was complete. Repeating the loop continues there.")
 
 
 def headstart_command() -> Sequence[str]:

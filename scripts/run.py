@@ -184,9 +184,7 @@ def changes(
         if before.get(key) != after.get(key)
     ]
     known = previous.get("inputs", {})
-    return found + [
-        f"{name} has changed" for name, value in hashes.items() if known.get(name) not in (None, value)
-    ]
+    return found + [f"{name} has changed" for name in sorted({*known, *hashes}) if known.get(name) != hashes.get(name)]
 
 
 def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; writes <run>/<name>/report.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from heads.api.errors import UserError
+from scripts import drafters
+from scripts.drafters import Found
+from scripts.run import RunConfig, is_main_process, open_folder, prepare_process, shown
+
+if TYPE_CHECKING:
+    from inference.engine import DecodeConfig
+    from inference.measure import Arm, BenchConfig
+    from inference.prompts import Prompt
+    from inference.target import TargetModel
+    from scripts.config import Settings
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Which drafters are measured, and under which name the measurement is kept."""
+
+    name: str = "measure"
+    """Folder of this measurement below <root>/<name>/. The main one is called measure."""
+    drafters: tuple[str, ...] = ()
+    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained."""
+    kinds: tuple[str, ...] = ("ngram",)
+    """Kinds without weights that are measured beside them."""
+    drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other drafts than a drafter was trained for: name -> shape, depth, choices. For instance {ngram: {depth: 8}}."""
+
+
+def run(settings: Settings) -> None:
+    """Measure, print the table and where the report is; an unchanged complete measurement is only shown again."""
+    from inference.measure import REPORT_FILE, measure
+    from inference.report import print_table
+    from inference.report_schema import read_report
+
+    if not is_main_process():
+        return  # one process measures: others beside it would only disturb the clock
+    out = settings.run.directory / settings.measure.name
+    found = chosen(settings.measure, settings.run)
+    folder = open_folder(
+        settings, out, [file for item in found for file in weight_files(item)], stage_decides=True
+    )
+    if folder.complete:
+        print(
+            f"{shown(out)} is complete; nothing has changed (run.overwrite=true measures again)", flush=True
+        )
+    else:
+        prepare_process(settings.run)
+        from inference.target import TargetModel
+
+        target = TargetModel.load(settings.target)
+        arms = [arm(item, target, settings.decode, settings.measure) for item in found]
+        measure(settings.bench, target, arms, prompts(settings.bench), out)
+        folder.finish()
+    print_table(read_report(out / REPORT_FILE))
+    print(shown(out / REPORT_FILE), flush=True)
+
+
+def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
+    """The drafters to measure, trained ones first; raises `UserError` when there are none or two share a name."""
+    named = [drafters.find(name, run) for name in config.drafters]
+    found = [*(named or drafters.trained(run).values()), *(drafters.find(kind, run) for kind in config.kinds)]
+    if not found:
+        raise UserError(
+            f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or set measure.drafters."
+        )
+    names = [item.name for item in found]
+    for name in config.drafts:
+        if name not in names:
+            raise UserError(
+                f"measure.drafts names '{name}', which is not measured. Measured: {', '.join(names)}."
+            )
+    return found
+
+
+def weight_files(found: Found) -> list[Path]:
+    """The files of a checkpoint whose change makes a measurement stale."""
+    if found.checkpoint is None:
+        return []
+    return [file for name in (CONFIG_FILE, WEIGHTS_FILE) if (file := found.checkpoint / name).is_file()]
+
+
+def arm(found: Found, target: TargetModel, decode: DecodeConfig, config: MeasureConfig) -> Arm:
+    """One contestant: the drafter with its own draft."""
+    from inference.measure import Arm
+
+    own = drafters.draft_settings(found, decode, config.drafts.get(found.name))
+    path = shown(found.checkpoint) if found.checkpoint else ""
+    return Arm(found.name, drafters.load(found, target), own, path)
+
+
+def prompts(bench: BenchConfig) -> list[Prompt]:
+    """The prompts to measure on. Of a folder only the files of the chosen domains are read: others may hold training prompts."""
+    from inference.prompts import load_prompts
+
+    folder = Path(bench.prompts)
+    if folder.is_dir() and bench.domains:
+        return load_prompts([folder / f"{domain}.jsonl" for domain in bench.domains])
+    return load_prompts(folder)

@@ -1,0 +1,119 @@
+"""Stage folders: provenance on record, the same command continues or skips, another one is refused, nothing is deleted by mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heads.api.errors import UserError
+from scripts.config import Settings
+from scripts.run import RunConfig, open_folder, read_config
+from scripts.stages import STAGES
+
+
+def settings(run: RunConfig, **groups: Any) -> Settings:
+    """Settings of a stage that reads `run` and whatever else is given as plain values."""
+    return Settings(STAGES["report"], {"run": run}, {"head": "medusa"}, {"run": {"name": run.name}, **groups}, [])
+
+
+def test_a_folder_records_what_made_it(in_folder: Path) -> None:
+    Path("input.json").write_text("{}")
+    folder = open_folder(settings(RunConfig(seed=5), optim={"lr": 0.1}), Path("out"), [Path("input.json")])
+    assert not folder.complete
+    record = json.loads(Path("out/run.json").read_text())
+    assert record["state"] == "running"
+    assert record["seed"] == 5
+    assert list(record["inputs"]) == ["input.json"]
+    session = record["sessions"][0]
+    assert session["command"][0] == "headstart"
+    assert {"torch", "transformers"} <= set(session["packages"])
+    assert session["device"]["kind"] in ("cpu", "cuda")
+    assert len(session["git"]["revision"]) == 40
+    assert isinstance(session["git"]["diff"], str)
+    assert read_config(Path("out"))["optim"] == {"lr": 0.1}
+    assert not list(Path("out").glob("*.partial"))
+
+
+def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
+    given = settings(RunConfig(), optim={"lr": 0.1})
+    open_folder(given, Path("out"))
+    again = open_folder(given, Path("out"))
+    assert not again.complete
+    assert len(again.record["sessions"]) == 2
+    again.finish()
+    assert open_folder(given, Path("out")).complete
+    assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 2  # skipping leaves no trace
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> None:
+    folder = open_folder(settings(RunConfig(), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out"))
+    if complete:
+        folder.finish()
+    other = {"optim": {"lr": 0.2, "betas": [0.9, 0.95]}}
+    with pytest.raises(UserError, match=r"optim\.lr was 0\.1, is 0\.2\. Choose another run\.name"):
+        open_folder(settings(RunConfig(), **other), Path("out"))
+    with pytest.raises(UserError, match=r"run\.seed was 0, is 1"):
+        open_folder(settings(RunConfig(seed=1), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out"))
+    continued = open_folder(settings(RunConfig(accept_changes=True), **other), Path("out"))
+    assert continued.complete == complete
+    if not complete:
+        assert read_config(Path("out"))["optim"]["lr"] == 0.2
+
+
+def test_changed_inputs_are_refused(in_folder: Path) -> None:
+    Path("a.json").write_text("1")
+    open_folder(settings(RunConfig()), Path("out"), [Path("a.json")])
+    Path("a.json").write_text("2")
+    with pytest.raises(UserError, match=r"a\.json has changed"):
+        open_folder(settings(RunConfig()), Path("out"), [Path("a.json")])
+
+
+def test_a_stage_that_decides_itself_gets_the_changed_folder(in_folder: Path) -> None:
+    open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out")).finish()
+    assert open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"), stage_decides=True).complete
+    assert not open_folder(settings(RunConfig(), optim={"lr": 0.2}), Path("out"), stage_decides=True).complete
+
+
+def test_overwrite_starts_again_but_deletes_only_our_folders(in_folder: Path) -> None:
+    open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out")).finish()
+    Path("out/old.txt").write_text("old")
+    fresh = open_folder(settings(RunConfig(overwrite=True), optim={"lr": 0.2}), Path("out"))
+    assert not fresh.complete
+    assert not Path("out/old.txt").exists()
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("ten years")
+    with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
+        open_folder(settings(RunConfig(overwrite=True)), Path("mine"))
+    assert Path("mine/thesis.txt").exists()
+
+
+def test_only_the_main_process_writes(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    open_folder(settings(RunConfig()), Path("out")).finish()
+    assert not Path("out").exists()
+
+
+def test_a_broken_record_is_one_clear_error(in_folder: Path) -> None:
+    Path("out").mkdir()
+    Path("out/run.json").write_text('{"format": 1')
+    with pytest.raises(UserError, match=r"run\.json' is broken"):
+        open_folder(settings(RunConfig()), Path("out"))
+
+
+def test_settings_survive_the_round_trip_through_yaml(in_folder: Path) -> None:
+    values = {"optim": {"lr": 1e-05, "betas": [0.9, 0.95], "name": "1e3", "none": None, "on": True}}
+    given = settings(RunConfig(), **values)
+    open_folder(given, Path("out"))
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["optim"] == values["optim"]
+    assert not open_folder(given, Path("out")).complete  # not refused
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a\\b"])
+def test_a_run_name_is_a_plain_folder_name(name: str) -> None:
+    with pytest.raises(UserError, match=r"run\.name: .* must be a plain folder name"):
+        RunConfig(name=name)

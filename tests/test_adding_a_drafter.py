@@ -1,0 +1,117 @@
+"""docs/adding_a_drafter.md, executed: its one Python file and its one YAML make a kind that composes, trains, saves, loads and decodes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import heads
+from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind, kind_names
+from inference.engine import DecodeConfig, Engine, Request
+from inference.parity import check_parity
+from scripts.config import load_settings
+from scripts.help import stage_help
+from scripts.stages import STAGES
+from tests.models import random_target
+from train.data.loader import PackedBatch
+from train.features import OnlineFeatures
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"
+
+
+def block(language: str) -> str:
+    """The page's code block of a language that opens with its file's name."""
+    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(found) == 1, f"the page should hold one {language} file, it holds {len(found)}"
+    return str(found[0][1])
+
+
+@pytest.fixture
+def bigram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's two files, in folders that are searched after the project's own."""
+    (tmp_path / "kinds").mkdir()
+    (tmp_path / "conf" / "head").mkdir(parents=True)
+    (tmp_path / "kinds" / "bigram.py").write_text(block("python"), encoding="utf-8")
+    (tmp_path / "conf" / "head" / "bigram.yaml").write_text(block("yaml"), encoding="utf-8")
+    monkeypatch.setattr(heads, "__path__", [*heads.__path__, str(tmp_path / "kinds")])
+    monkeypatch.setenv("HEADSTART_CONF", str(tmp_path / "conf"))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("heads.bigram", None)
+    vars(heads).pop("bigram", None)
+
+
+def batch_of(documents: list[list[int]]) -> PackedBatch:
+    """One row per document, right-padded; everything after the first token is supervised."""
+    rows = [torch.tensor(document) for document in documents]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    inside = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return PackedBatch(tokens, positions, inside.int(), (positions >= 1) & inside.bool())
+
+
+@pytest.mark.usefixtures("bigram")
+def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
+    assert "bigram" in kind_names()
+    settings = load_settings(STAGES["train"], ["head=bigram", "head.start_std=0.05"])
+    assert settings.head.kind == "bigram"
+    assert settings.head.config == get_kind("bigram").config_class(start_std=0.05)
+    assert "head.start_std = 0.02" in stage_help(STAGES["train"], ["head=bigram"])
+    with pytest.raises(UserError, match=r"head\.start_sdt: there is no such key\. Did you mean 'start_std'"):
+        load_settings(STAGES["train"], ["head=bigram", "head.start_sdt=1"])
+
+    target = random_target("llama")
+    drafter = new_drafter("bigram", settings.head.config, target.info, target.weights, seed=1)
+    plain = decode(target, None)
+    documents = [[*prompt(i), *plain[i]] for i in range(4)]
+    check_parity(target, drafter, documents, depth=4)
+    batch = OnlineFeatures(target, drafter.needs, torch.float64).batch(batch_of(documents))
+    before, after = train(drafter, batch)
+    assert after < 0.5 * before
+
+    save_drafter(drafter, tmp_path / "checkpoint", target.info)
+    loaded = load_drafter(tmp_path / "checkpoint", target.info, target.weights)
+    torch.testing.assert_close(loaded.matrix.float(), drafter.matrix.float(), rtol=1e-6, atol=0)  # checkpoints are float32
+    check_parity(target, loaded, documents, depth=4)
+    tree = DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), max_new_tokens=20, batch_size=3)
+    for config in (DecodeConfig(depth=4, max_new_tokens=20), tree, DecodeConfig(temperature=1.0, max_new_tokens=20)):
+        assert decode(target, loaded, config) == decode(target, None, config)
+    passes = sum(len(item.passes) for item in Engine(target, loaded, DecodeConfig(depth=4)).run(requests()))
+    assert passes < 0.8 * sum(len(tokens) - 1 for tokens in plain)  # it learnt the answers by heart
+
+
+def train(drafter: torch.nn.Module, batch: object) -> tuple[float, float]:
+    """Loss before and after sixty plain steps on one batch."""
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=0.02)
+    values = []
+    for _ in range(60):
+        loss = drafter(batch).loss_sum / batch.supervised(1).sum()  # type: ignore[attr-defined]
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        values.append(float(loss.detach()))
+    return values[0], values[-1]
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    """A short prompt of its own for each number."""
+    return tuple((7 * number + 3 * place) % 90 + 5 for place in range(8))
+
+
+def requests(length: int = 20) -> list[Request]:
+    return [Request(number, prompt(number), seed=number, max_new_tokens=length) for number in range(4)]
+
+
+def decode(target: object, drafter: object, config: DecodeConfig | None = None) -> list[list[int]]:
+    """Answers to the four prompts, in their order."""
+    engine = Engine(target, drafter, config or DecodeConfig(max_new_tokens=20))  # type: ignore[arg-type]
+    found = sorted(engine.run(requests()), key=lambda item: item.request.index)
+    return [item.tokens for item in found]

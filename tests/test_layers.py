@@ -1,0 +1,101 @@
+"""The house's rules that a machine can check: import layers, independent kinds, light imports, short functions and files."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+from heads.api.registry import kind_names
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("heads", "inference", "train", "scripts")
+LONGEST_FUNCTION = 60
+LONGEST_FILE = 400
+
+
+def sources() -> list[Path]:
+    """Every Python file that ships."""
+    return sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def test_import_linter_is_content() -> None:
+    program = "from importlinter.cli import lint_imports_command as lint; lint()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_kind_imports_another_and_nothing_below_imports_a_kind() -> None:
+    graph = grimp.build_graph("heads", cache_dir=None)
+    kinds = {f"heads.{name}" for name in kind_names()}
+    assert {"heads.medusa", "heads.eagle3", "heads.distilled", "heads.ngram"} <= kinds
+    for kind in sorted(kinds):
+        importers = graph.find_modules_that_directly_import(kind)
+        assert not importers, f"{kind} is imported by {sorted(importers)}"
+
+
+def test_the_decoder_knows_no_kind() -> None:
+    graph = grimp.build_graph("inference", "heads", cache_dir=None)
+    kinds = {f"heads.{name}" for name in kind_names()}
+    for module in graph.find_descendants("inference"):
+        named = kinds & graph.find_modules_directly_imported_by(module)
+        assert not named, f"{module} imports {sorted(named)}"
+
+
+def test_every_module_imports_without_the_optional_libraries() -> None:
+    modules = [name for name in map(module_of, sources()) if name != "train.deepspeed_engine"]
+    program = (
+        "import importlib, sys\n"
+        "for name in ('deepspeed', 'triton', 'wandb'):\n"
+        "    sys.modules[name] = None\n"  # an import of it now raises ImportError
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_importing_prints_nothing_and_leaves_the_random_state_alone() -> None:
+    program = (
+        "import random, torch\n"
+        "before = (random.getstate(), torch.random.get_rng_state())\n"
+        "import scripts.config, inference.measure, train.loop\n"
+        "assert random.getstate() == before[0]\n"
+        "assert torch.equal(torch.random.get_rng_state(), before[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: module_of(path))
+def test_a_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), f"{path} opens without a docstring"
+    lines = text.count("\n")
+    assert lines <= LONGEST_FILE, f"{path} has {lines} lines; {LONGEST_FILE} are allowed"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= LONGEST_FUNCTION, f"{path}: {node.name} has {length} lines; {LONGEST_FUNCTION} are allowed"
