@@ -1,0 +1,171 @@
+"""The model card of a drafter: front matter for the Hub, then what was measured, read from report.json and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.api.errors import UserError
+from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report_schema import arm_name
+
+LIBRARY = "headstart"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says besides measured numbers; given by the person who publishes."""
+
+    repo: str
+    """Where the drafter will be found: "user/name"."""
+    license: str = ""
+    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); empty leaves it out."""
+    base_model: str = ""
+    """Hub id of the target; empty: the measured target's own id, if that is a Hub id."""
+    tags: tuple[str, ...] = ()
+    allow_mismatches: bool = False
+    """Publish a drafter whose measured text was not always the target's; the card then opens with a
+    warning.
+    """
+
+
+def measured_entries(
+    report: Mapping[str, Any], weights_sha256: str, source: str = "the report"
+) -> list[dict[str, Any]]:
+    """The entries of `drafters` that measured the weights with this hash; raises `UserError` when there are
+    none.
+    """
+    found = [entry for entry in report["drafters"] if entry["draft"].get("weights_sha256") == weights_sha256]
+    if not found:
+        names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
+        raise UserError(
+            f"{source} did not measure this drafter: no entry has weights_sha256 {weights_sha256[:12]}... (it measured: "
+            f"{names}). The weights have changed since, or it is another drafter's report. Run `headstart measure` again."
+        )
+    return found
+
+
+def card(
+    reports: Mapping[str, Mapping[str, Any]],
+    weights_sha256: str,
+    checkpoint: Mapping[str, Any],
+    about: CardFacts,
+    images: Sequence[str] = (),
+) -> str:
+    """The text of README.md.
+
+    reports: title -> report.json content; checkpoint: the drafter's config.json. Raises `UserError` when a
+    report did not measure these weights, or measured text that was not the target's (unless
+    `about.allow_mismatches`).
+    """
+    own = {}
+    for title, report in reports.items():
+        own[title] = {**report, "drafters": measured_entries(report, weights_sha256, title)}
+    wrong = sum(entry["lossless"]["mismatches"] for report in own.values() for entry in report["drafters"])
+    if wrong and not about.allow_mismatches:
+        raise UserError(
+            f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this drafter is not published. "
+            "Find the cause (the report's run.arms.<name>.divergences say where), or set push.allow_mismatches=true to publish "
+            "it labelled as not lossless."
+        )
+    first = next(iter(own.values()))
+    lines = [front_matter(checkpoint, about), f"# {about.repo.split('/')[-1]}", ""]
+    lines += _introduction(first, checkpoint, wrong)
+    for title, report in own.items():
+        lines += [f"## Measured: {title}", "", *facts(report), "", *main_table(report), ""]
+        lines += ["Per domain: tau [interval], TAR, speedup", "", *domain_table(report), ""]
+        lines += [
+            "Acceptance by depth: share of passes (given the depth before)",
+            "",
+            *depth_table(report),
+            "",
+        ]
+    for image in images:
+        lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
+    lines += [DEFINITIONS, "", "Every number on this page is from `report.json`, which lies beside it.", ""]
+    return "\n".join([*lines, *_how_to_load(first, checkpoint, about.repo)])
+
+
+def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
+    """The YAML block that the Hub reads."""
+    target = checkpoint["target"]["id"]
+    base = about.base_model or (target if HUB_ID.fullmatch(target) and not Path(target).exists() else "")
+    kind = checkpoint["kind"]
+    fields: dict[str, Any] = {
+        "library_name": LIBRARY,
+        "pipeline_tag": "text-generation",
+        "tags": list(dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])),
+    }
+    if base:
+        fields["base_model"] = base
+    if about.license:
+        fields["license"] = about.license
+    return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
+
+
+def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
+    target, entry = checkpoint["target"], report["drafters"][0]
+    lines = []
+    if wrong:
+        lines += [
+            f"> **Not lossless.** {wrong} measured sequences differ from what the target gives without this drafter.",
+            "",
+        ]
+    lines += [
+        f"A `{checkpoint['kind']}` drafter ({entry['parameters']:,} parameters of its own) for speculative decoding of "
+        f"`{target['id']}`: it drafts the next tokens, the target verifies them all in one pass.",
+        "",
+        f"- target revision: `{target['revision']}`",
+        f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is refused)",
+        f"- weights sha256: `{entry['draft']['weights_sha256']}`",
+        "",
+    ]
+    if not wrong:
+        lines += [
+            "The text does not change: a draft is accepted only where it is the target's own pick, greedy or sampled with the "
+            "same seed. The column *lossless* counts the measured answers that were token-identical to plain decoding; near "
+            "ties are differences within the measured rounding of the number format.",
+            "",
+        ]
+    return lines
+
+
+def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo: str) -> list[str]:
+    """A code block that decodes with the draft that was measured."""
+    draft = report["drafters"][0]["draft"]
+    shape = f'shape="{draft["shape"]}", depth={draft["depth"]}'
+    if draft["shape"] == "tree":
+        shape = f'shape="tree", choices={_nested_tuple(draft.get("choices", []))}'
+    return [
+        "## How to load",
+        "",
+        "```python",
+        "from pathlib import Path",
+        "",
+        "from heads.api.checkpoint import load_drafter",
+        "from huggingface_hub import snapshot_download",
+        "from inference.chat import render_prompt",
+        "from inference.engine import DecodeConfig, Engine, Request",
+        "from inference.target import TargetConfig, TargetModel",
+        "",
+        f'target = TargetModel.load(TargetConfig(path="{checkpoint["target"]["id"]}"))',
+        f'drafter = load_drafter(Path(snapshot_download("{repo}")), target.info, target.weights)',
+        f"engine = Engine(target, drafter, DecodeConfig({shape}))",
+        'prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Write a haiku about queues."}])',
+        "for answer in engine.run([Request(0, tuple(prompt), seed=0, max_new_tokens=128)]):",
+        "    print(target.tokenizer.decode(answer.tokens))",
+        "```",
+        "",
+    ]
+
+
+def _nested_tuple(choices: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(path) for path in choices)

@@ -1,0 +1,44 @@
+"""A drafter checkpoint with its measured report, made by hand: what the card and the push start from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from inference.manifest import file_sha256
+from inference.report_schema import write_report
+from tests.inference.example_report import example_report, merged
+
+TARGET = {"id": "someone/target-1b", "revision": "abc123", "tokenizer_hash": "t0k3n1z3r"}
+CONFIG = {"format": 1, "kind": "eagle3", "config": {}, "needs": {}, "target": TARGET}
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> str:
+    """Write config.json and random weights to `folder`; returns the weights' hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    save_file({"weight": torch.randn(64, 200, generator=generator)}, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return file_sha256(folder / "model.safetensors")
+
+
+def report_of(digest: str, *entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The example report, having measured the weights with this hash beside an n-gram drafter."""
+    ngram = {
+        "kind": "ngram",
+        "draft": {"name": "ngram", "weights_sha256": ""},
+        "tau": 1.31,
+        "tau_ci95": [1.2, 1.4],
+    }
+    own = [merged({"draft": {"weights_sha256": digest}}, entry) for entry in (entries or ({},))]
+    return example_report(*own, ngram, **changes)
+
+
+def write_measured(folder: Path, digest: str, *entries: dict[str, Any], **changes: Any) -> Path:
+    """Write `report_of` to `folder` and return report.json's path."""
+    write_report(report_of(digest, *entries, **changes), folder / "report.json")
+    return folder / "report.json"
