@@ -120,8 +120,8 @@ def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wron
             "",
         ]
     lines += [
-        f"A `{checkpoint['kind']}` drafter ({entry['parameters']:,} parameters of its own) for speculative decoding of "
-        f"`{target['id']}`: it drafts the next tokens, the target verifies them all in one pass.",
+        f"A drafter of kind `{checkpoint['kind']}` ({entry['parameters']:,} parameters of its own) for speculative decoding "
+        f"of `{target['id']}`: it drafts the next tokens, the target verifies them all in one pass.",
         "",
         f"- target revision: `{target['revision']}`",
         f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is refused)",

@@ -39,12 +39,6 @@ class PushConfig:
 
     repo: str = ""
     """Repository on the Hub, "user/name"."""
-    drafter: str = ""
-    """The drafter to publish: its name in this run, or its checkpoint folder."""
-    reports: tuple[str, ...] = ()
-    """Measured reports (report.json or their folders), the main one first; empty: those of this run."""
-    out: str = ""
-    """Folder that is built and pushed; empty: below this run's folder."""
     license: str = ""
     """Identifier of the licence (apache-2.0, mit, ...); yours to choose. Empty: the card names none."""
     base_model: str = ""
@@ -102,6 +96,8 @@ def build_folder(checkpoint: Path, reports: Sequence[Path], out: Path, config: P
         )
     digest = file_sha256(weights)
     loaded = _titled([read_report(path) for path in reports])
+    for title, report in loaded.items():
+        _check_target(title, report, description["target"])
     own = {
         title: {**report, "drafters": measured_entries(report, digest, title)}
         for title, report in loaded.items()
@@ -123,6 +119,16 @@ def build_folder(checkpoint: Path, reports: Sequence[Path], out: Path, config: P
     check_folder(partial)
     _replace(partial, out)
     return out
+
+
+def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Refuse a report that was measured with another target than the drafter's own."""
+    if report["target"]["revision"] != target["revision"]:
+        raise UserError(
+            f"the report '{title}' was measured with target '{report['target']['id']}' (revision "
+            f"{report['target']['revision']}), but the drafter belongs to '{target['id']}' (revision {target['revision']}). "
+            "Measure it with its own target."
+        )
 
 
 def _titled(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -198,7 +204,8 @@ def push(
 
 def _show(config: PushConfig, result: PushResult, endpoint: str, console: Console) -> None:
     """What is in the folder and what a push does with it."""
-    table = Table(title=f"{result.folder} -> {config.repo}")
+    console.print(f"Hub folder: {result.folder}", soft_wrap=True)
+    table = Table()
     table.add_column("file", no_wrap=True)
     table.add_column("bytes", justify="right")
     for name, size in result.files.items():

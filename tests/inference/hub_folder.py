@@ -35,7 +35,8 @@ def report_of(digest: str, *entries: dict[str, Any], **changes: Any) -> dict[str
         "tau_ci95": [1.2, 1.4],
     }
     own = [merged({"draft": {"weights_sha256": digest}}, entry) for entry in (entries or ({},))]
-    return example_report(*own, ngram, **changes)
+    target = {key: TARGET[key] for key in ("id", "revision")}
+    return example_report(*own, ngram, **merged({"target": target}, changes))
 
 
 def write_measured(folder: Path, digest: str, *entries: dict[str, Any], **changes: Any) -> Path:

@@ -251,6 +251,15 @@ def test_a_report_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_p
     assert not (tmp_path / "hub").exists()
 
 
+def test_a_report_with_another_target_is_refused(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    report = write_measured(tmp_path, digest, target={"id": "someone/other", "revision": "fff"})
+    with pytest.raises(
+        UserError, match=r"measured with target 'someone/other' \(revision fff\), but the drafter belongs"
+    ):
+        build_folder(tmp_path / "best", [report], tmp_path / "hub", REAL)
+
+
 def test_weights_that_changed_after_building_are_refused(
     hub: HubStandIn, built: Path, tmp_path: Path
 ) -> None:
