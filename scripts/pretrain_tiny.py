@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
     prepare = stages.add_parser("prepare", help="corpus, tokenizer, token streams")
     prepare.add_argument("--out", type=Path, default=Path(".corpus"))
-    prepare.add_argument("--pairs", type=Path, default=Path(".corpus-pairs"), help="where the held-out pairs for `prompts` go")
+    prepare.add_argument("--pairs", type=Path, default=Path(".corpus-pairs"), help="where held-out pairs for `prompts` go")
     prepare.add_argument("--extra-packages", type=Path, metavar="FOLDER", help="download pinned packages into FOLDER and use them")
     prepare.add_argument("--max-package-mb", type=float, default=4.5, help="most text that one training package gives")
     prepare.add_argument("--workers", type=int, default=2)
@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--device", help="default: cuda if there is one")
     train.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda")
+    train.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="default: on cuda; pays where the CPU has it")
     train.add_argument("--eval-every", type=float, default=90.0, metavar="SECONDS")
     train.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS")
     train.add_argument("--log-every", type=float, default=10.0, metavar="SECONDS")

@@ -96,7 +96,7 @@ def _explain(
     document: Document, where: str, name: str, shown: str, node: Function | ast.ClassDef
 ) -> Iterator[Pair]:
     answer = trim(_docstring(node), MAX_ANSWER)
-    if MIN_ANSWER <= len(answer) and 0 < len(shown) <= MAX_SHOWN:
+    if len(answer) >= MIN_ANSWER and 0 < len(shown) <= MAX_SHOWN:
         yield Pair("explain", document.name, where, name, shown, answer)
 
 

@@ -53,7 +53,9 @@ def load_heldout(folder: Path, manifest: dict[str, Any], length: int, limit: int
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, heldout: dict[str, HeldOut], device: torch.device, rows: int = 32) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, heldout: dict[str, HeldOut], device: torch.device, rows: int = 32, bf16: bool = False
+) -> dict[str, float]:
     """Return `code_bits_per_byte`, `chat_loss` (nats per assistant token), `chat_bits_per_byte`, `chat_top1` (share right)."""
     result = {}
     for name, part in heldout.items():
@@ -62,7 +64,7 @@ def evaluate(model: nn.Module, heldout: dict[str, HeldOut], device: torch.device
         for start in range(0, len(part.ids), rows):
             ids = part.ids[start : start + rows].to(device)
             counted = part.counted[start : start + rows].to(device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
                 logits = model(ids[:, :-1])
             losses, _ = token_losses(logits, ids[:, 1:])
             total += (losses * counted).sum()

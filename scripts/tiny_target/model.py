@@ -1,7 +1,7 @@
 """The embedded target as a lean training module: the same mathematics and parameter names as LlamaForCausalLM.
 
-Training needs neither masks nor caches, and a plain module compiles without graph breaks on any transformers version. A test compares
-the logits with transformers' own. Shapes: B rows, T positions, H hidden, V vocabulary.
+Training needs neither masks nor caches, and a plain module compiles without graph breaks on any transformers
+version. A test compares the logits with transformers' own. Shapes: B rows, T positions, H hidden, V vocabulary.
 """
 
 from __future__ import annotations

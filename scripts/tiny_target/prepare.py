@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from scripts.tiny_target import corpus, groups, tokenizer as tokens
+from scripts.tiny_target import corpus, groups
+from scripts.tiny_target import tokenizer as tokens
 from scripts.tiny_target.atomic import write_bytes, write_json
 from scripts.tiny_target.conversations import pairs_of
 from scripts.tiny_target.corpus import Document
@@ -223,7 +224,7 @@ def describe(
         "dropped_for_overlap": dropped,
         "pairs": {g: dict(sorted(collections.Counter(p.domain for p in ps).items())) for g, ps in by_group.items()},
         "streams": {
-            name: {"files": files[name], "tokens": int(len(ids)), "text_bytes": int(table[ids].sum())}
+            name: {"files": files[name], "tokens": len(ids), "text_bytes": int(table[ids].sum())}
             for name, ids in streams.items()
         },
         "token_bytes": sizes,

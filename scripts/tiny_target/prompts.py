@@ -10,7 +10,7 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from scripts.tiny_target.atomic import write_bytes
-from scripts.tiny_target.phrasing import DOMAINS, Domain, Pair, question
+from scripts.tiny_target.phrasing import DOMAINS, PHRASINGS, Domain, Pair, question
 from scripts.tiny_target.progress import note
 
 PER_MODULE = 4
@@ -43,22 +43,27 @@ def choose(pairs: list[Pair], domain: Domain, count: int, seed: int, used: colle
     asked: set[str] = set()
     while queues and len(chosen) < count:
         for source in sorted(queues):
-            pair = _next(queues[source], used, asked)
-            if pair is None:
+            found = _next(queues[source], used, asked)
+            if found is None:
                 del queues[source]
                 continue
-            used[pair.module] += 1
-            asked.add(question(pair, 0))
-            chosen.append(pair)
+            used[found.module] += 1
+            asked.update(_wordings(found))
+            chosen.append(found)
     if len(chosen) < count:
         raise UserError(f"the held-out group has {len(chosen)} {domain} prompts, {count} were asked for: hold out more packages.")
     return chosen[:count]
 
 
+def _wordings(pair: Pair) -> set[str]:
+    """Return every way `pair` may be asked: two functions can differ in the one wording that names their module only."""
+    return {question(pair, phrasing) for phrasing in range(len(PHRASINGS[pair.domain]))}
+
+
 def _next(queue: list[Pair], used: collections.Counter[str], asked: set[str]) -> Pair | None:
     while queue:
         pair = queue.pop()
-        if used[pair.module] < PER_MODULE and question(pair, 0) not in asked:
+        if used[pair.module] < PER_MODULE and asked.isdisjoint(_wordings(pair)):
             return pair
     return None
 

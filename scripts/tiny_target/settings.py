@@ -31,6 +31,7 @@ class TrainSettings:
     batch_tokens: int = 131_072
     micro_tokens: int = 131_072
     length: int = 1024
+    bf16: bool = False  # matrix products in bfloat16 (autocast), weights and optimiser in float32
     chat_share: float = 0.4  # share of conversations among the rows of a batch
     final_chat_share: float = 0.7  # the same in the last quarter of the run, when the learning rate is low
     seed: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from scripts.tiny_target.progress import note
 
@@ -39,6 +40,7 @@ def train(given: argparse.Namespace) -> None:
         seconds=given.seconds, steps=given.steps, lr=given.lr, schedule=given.schedule, batch_tokens=batch,
         micro_tokens=given.micro_tokens or (batch if fast else min(batch, 8_192)), length=given.length,
         chat_share=given.chat_share, final_chat_share=given.final_chat_share, seed=given.seed,
+        bf16=fast if given.bf16 is None else given.bf16,
     )  # fmt: skip
     intervals = Intervals(log=given.log_every, evaluate=given.eval_every, save=given.save_every, call=given.call_seconds)
     trainer = Trainer(
@@ -63,7 +65,7 @@ def evaluate(given: argparse.Namespace) -> None:
     model = TinyLlama(ModelShape())
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(given.weights).items()})
     heldout = evaluation.load_heldout(given.data, load_manifest(given.data), 1024, given.eval_tokens)
-    for name, value in evaluation.evaluate(model.to(device), heldout, device, rows=8).items():
+    for name, value in evaluation.evaluate(model.to(device), heldout, device, rows=8, bf16=device.type == "cuda").items():
         print(f"{name} {value:.4f}")
 
 
@@ -82,4 +84,6 @@ def prompts(given: argparse.Namespace) -> None:
 
 
 def _command() -> str:
-    return "python -m scripts.pretrain_tiny " + " ".join(sys.argv[1:])
+    """Return the command line for the record: a folder elsewhere on this machine is named by its last part only."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return "python -m scripts.pretrain_tiny " + " ".join(words)

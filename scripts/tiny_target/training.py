@@ -21,7 +21,7 @@ from scripts.tiny_target.atomic import write_json
 from scripts.tiny_target.data import Stream, load_manifest, load_stream
 from scripts.tiny_target.evaluation import HeldOut, evaluate, load_heldout
 from scripts.tiny_target.model import ModelShape, TinyLlama, token_losses
-from scripts.tiny_target.progress import START, note
+from scripts.tiny_target.progress import START, Bar, note
 from scripts.tiny_target.settings import TrainSettings
 from scripts.tiny_target.state import load_checkpoint, save_checkpoint, save_weights
 
@@ -44,7 +44,7 @@ class Trainer:
         self, folder: Path, state: Path, out: Path, settings: TrainSettings, shape: ModelShape, device: torch.device,
         compiled: bool = False, intervals: Intervals | None = None, eval_tokens: int | None = None, command: str = "",
     ) -> None:  # fmt: skip
-        self.settings, self.device, self.out = settings, device, out
+        self.settings, self.device, self.out, self.eval_tokens = settings, device, out, eval_tokens
         self.intervals = intervals or Intervals()
         self.path = state / "checkpoint.pt"
         self.stopped = False
@@ -92,7 +92,7 @@ class Trainer:
 
     def _losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (objective, mean negative log likelihood) of windows [rows, length + 1]."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16):
             logits = self.model(ids[:, :-1])
         losses, normaliser = token_losses(logits, ids[:, 1:])
         mean = losses.mean()
@@ -127,7 +127,8 @@ class Trainer:
         previous = {name: signal.signal(name, self._stop) for name in (signal.SIGTERM, signal.SIGINT)}
         try:
             self._warm_up()
-            finished = self._loop()
+            with Bar("training") as bar:
+                finished = self._loop(bar)
         finally:
             for name, handler in previous.items():
                 signal.signal(name, handler)
@@ -152,7 +153,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _loop(self) -> bool:
+    def _loop(self, bar: Bar) -> bool:
         every, settings = self.intervals, self.settings
         now = logged = evaluated = saved = time.monotonic()
         first_step = since = self.step
@@ -164,7 +165,7 @@ class Trainer:
             before, now = now, time.monotonic()
             self.seconds += now - before
             if now - logged >= every.log:
-                self._report(total.item() / (self.step - since), (self.step - since) / (now - logged))
+                self._report(bar, total.item() / (self.step - since), (self.step - since) / (now - logged))
                 total.zero_()
                 logged, since = now, self.step
             if now - evaluated >= every.evaluate:
@@ -181,7 +182,7 @@ class Trainer:
             now, logged = now + shift, logged + shift
         return settings.used(self.step, self.seconds) >= 1.0
 
-    def _report(self, loss: float, steps_per_second: float) -> None:
+    def _report(self, bar: Bar, loss: float, steps_per_second: float) -> None:
         settings = self.settings
         used = settings.used(self.step, self.seconds)
         rate = steps_per_second * settings.batch_tokens
@@ -189,10 +190,10 @@ class Trainer:
         lr = settings.rate(used)
         entry = {"step": self.step, "seconds": round(self.seconds, 1), "loss": round(loss, 4), "lr": round(lr, 7)}
         self.log["history"].append({**entry, "tokens_per_second": round(rate)})
-        note(f"step {self.step}  loss {loss:.4f}  lr {lr:.2e}  {rate / 1e3:,.0f}k tokens/s  {used:.1%} done, {left:.0f} s left")
+        bar.show(used, left, f"step {self.step}  loss {loss:.4f}  lr {lr:.2e}  {rate / 1e3:,.1f}k tokens/s")
 
     def _evaluate(self) -> None:
-        found = evaluate(self.model, self.heldout, self.device)
+        found = evaluate(self.model, self.heldout, self.device, bf16=self.settings.bf16)
         self.log["evaluations"].append({"step": self.step, "seconds": round(self.seconds, 1), **found})
         note("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
@@ -215,6 +216,7 @@ class Trainer:
             "steps": self.step,
             "training_seconds": round(self.seconds, 1),
             "tokens_seen": self.step * self.settings.batch_tokens,
+            "eval_tokens": self.eval_tokens,  # per held-out stream, None for all
             "settings": self.identity,
         }
         write_json(self.out / "training.json", {**summary, **self.log})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from heads.api.errors import UserError
-from scripts.tiny_target import corpus, tokenizer as tokens
+from scripts.tiny_target import corpus, vocabulary
+from scripts.tiny_target import tokenizer as tokens
+from scripts.tiny_target.card import card
 from scripts.tiny_target.conversations import pairs_of
 from scripts.tiny_target.corpus import Document
 from scripts.tiny_target.data import Stream, assistant_mask, load_manifest, load_stream
-from scripts.tiny_target.groups import package_group, stdlib_group
+from scripts.tiny_target.export import check_weights, export
+from scripts.tiny_target.groups import package_group, stdlib_group, topic_group
 from scripts.tiny_target.model import ModelShape, TinyLlama
+from scripts.tiny_target.phrasing import DOMAINS
 from scripts.tiny_target.prepare import encode_dialogues, prepare
 from scripts.tiny_target.settings import TrainSettings
 from scripts.tiny_target.training import Intervals, Trainer
@@ -219,7 +225,7 @@ def test_training_lowers_the_held_out_loss(prepared: Path, tmp_path: Path) -> No
 
 def test_other_settings_are_refused_on_resume(prepared: Path, tmp_path: Path) -> None:
     trainer(prepared, tmp_path, stop=1).run()
-    with pytest.raises(UserError, match="lr: 0.01 then, 0.5 now"):
+    with pytest.raises(UserError, match=r"lr: 0\.01 then, 0\.5 now"):
         trainer(prepared, tmp_path, lr=0.5)
 
 
@@ -245,3 +251,147 @@ def test_lean_model_equals_transformers() -> None:
     reference.tie_weights()
     ids = torch.randint(400, (2, 40))
     torch.testing.assert_close(lean(ids), reference(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_signal_saves_and_the_rest_is_bit_equal(prepared: Path, tmp_path: Path) -> None:
+    assert trainer(prepared, tmp_path / "whole").run()
+    stopped = trainer(prepared, tmp_path / "parts")
+    compute, calls = stopped.compute, iter(range(1000))
+
+    def interrupted(ids: torch.Tensor):
+        if next(calls) == 5:  # the warm-up, two steps of two micro-batches
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(ids)
+
+    stopped.compute = interrupted
+    before = signal.getsignal(signal.SIGTERM)
+    assert not stopped.run()
+    assert stopped.step == 3 and signal.getsignal(signal.SIGTERM) is before
+    left = json.loads((tmp_path / "parts" / "out" / "training.json").read_text())
+    assert not left["finished"] and left["steps"] == left["evaluations"][-1]["step"] == 3
+    assert trainer(prepared, tmp_path / "parts").run()
+    whole, parts = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.fixture(scope="module")
+def exported(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    trainer(prepared, folder / "run", steps=20).run()
+    export(prepared, folder / "run" / "out", folder / "target")
+    return folder / "target"
+
+
+def test_export_loads_under_transformers_and_says_the_same(exported: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, report = AutoModelForCausalLM.from_pretrained(exported, dtype="float32", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    lean = TinyLlama(MICRO)
+    lean.load_state_dict({name: tensor.float() for name, tensor in load_file(exported / "model.safetensors").items()})
+    ids = AutoTokenizer.from_pretrained(exported)("total += value", return_tensors="pt").input_ids
+    torch.testing.assert_close(model(ids).logits, lean(ids), rtol=1e-4, atol=1e-4)
+    answer = model.generate(ids, max_new_tokens=5)
+    assert answer.shape[1] <= ids.shape[1] + 5
+    stops = model.generation_config
+    assert (stops.eos_token_id, stops.pad_token_id, stops.bos_token_id) == (tokens.END_ID, vocabulary.PAD_ID, tokens.BOS_ID)
+
+
+def test_card_reads_its_figures_from_the_record(exported: Path) -> None:
+    text, record = (exported / "README.md").read_text(), json.loads((exported / "training.json").read_text())
+    last = record["evaluations"][-1]
+    assert f"| tokens seen | {20 * 256:,} |" in text
+    for name in ("code", "chat"):
+        assert f"| 20 | {name} | {last[f'{name}_bits_per_byte']:.3f} | {last[f'{name}_loss']:.3f} |" in text
+    assert f"A Llama of {sum(p.numel() for p in TinyLlama(MICRO).parameters()):,} parameters" in text
+    assert "used up its budget, and" in text
+    record["finished"] = False
+    assert "was ended before its budget" in card(record, EMPTY_MANIFEST, 1)
+
+
+EMPTY_MANIFEST = {
+    "python": "3", "sources": {}, "pairs": {"train": {}}, "dropped_for_overlap": [],
+    "heldout": {group: {"packages": [], "stdlib": []} for group in "AB"},
+    "streams": {name: {"tokens": 0} for name in ("raw", "chat")},
+}  # fmt: skip
+
+
+def test_export_refuses_what_does_not_belong_together(prepared: Path, tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(UserError, match=r"training\.json does not exist"):
+        export(prepared, tmp_path, tmp_path / "target")
+    trainer(prepared, tmp_path, stop=1).run()
+    run, path = tmp_path / "out", tmp_path / "out" / "training.json"
+    record = json.loads(path.read_text())
+
+    def refused(message: str, **changes) -> None:
+        path.write_text(json.dumps({**record, **changes}))
+        with pytest.raises(UserError, match=message):
+            export(prepared, run, tmp_path / "target")
+
+    refused("no held-out figures for its last step", steps=9)
+    refused("not trained with the tokenizer", settings={**record["settings"], "tokenizer_sha256": "0"})
+    larger = {**record["settings"]["shape"], "hidden": 64}
+    refused("does not hold the tensors of its shape", settings={**record["settings"], "shape": larger})
+    monkeypatch.setattr("scripts.tiny_target.export.MAX_WEIGHT_BYTES", 1000)
+    refused("1,000 are allowed")
+    monkeypatch.undo()
+    weights = load_file(run / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, run / "model.safetensors")
+    refused(r"finite bfloat16 values; model\.norm\.weight")
+    assert not (tmp_path / "target").exists()
+
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+SHIPPED = ASSETS / "tiny-target"
+
+
+def shipped_prompts(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ASSETS / "prompts" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_shipped_prompts_are_distinct_and_apart() -> None:
+    measuring = [row for domain in DOMAINS for row in shipped_prompts(domain)]
+    training = shipped_prompts("train")
+    assert len(measuring) == 3 * 96 and len(training) == 1536
+    asked = [{row["messages"][0]["content"] for row in rows} for rows in (measuring, training)]
+    assert len(asked[0]) == len(measuring) and len(asked[1]) == len(training)
+    assert not asked[0] & asked[1]
+    modules = [{row["source"].split("::")[0] for row in rows} for rows in (measuring, training)]
+    assert not modules[0] & modules[1]
+    for module_path in modules[0] | modules[1]:
+        source, _, path = module_path.partition("/")
+        wanted = "B" if module_path in modules[0] else "A"
+        of_source = {"stdlib": stdlib_group(path), "topics": topic_group(path)}
+        group = of_source.get(source, package_group(source))
+        assert group == wanted, module_path
+
+
+def test_shipped_template_marks_byte_for_byte() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    answers = ["return 1\n\n  é", "    yield 'ü' \t\n", "x"]
+    turns = [{"role": "system", "content": "Be brief."}]
+    for number, answer in enumerate(answers):
+        turns += [{"role": "user", "content": f"What is {number}?\n"}, {"role": "assistant", "content": answer}]
+    out = tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
+    marked = [i for i, mark in zip(out["input_ids"], out["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(marked) == "".join(answer + "<|end|>" for answer in answers)
+    assert out["input_ids"] == tokens.encode_dialogue(tokenizer.backend_tokenizer, turns)
+    assert len(tokenizer) == 4096 and tokenizer.eos_token_id == tokens.END_ID and tokenizer.padding_side == "left"
+
+
+@pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), reason="assets/tiny-target has no weights yet")
+def test_shipped_target_is_what_its_record_says() -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert (SHIPPED / "model.safetensors").stat().st_size <= 16_000_000
+    record = json.loads((SHIPPED / "training.json").read_text())
+    assert record["settings"]["tokenizer_sha256"] == tokens.file_hash(SHIPPED / "tokenizer.json")
+    check_weights(SHIPPED / "model.safetensors", ModelShape(**record["settings"]["shape"]))
+    model, report = AutoModelForCausalLM.from_pretrained(SHIPPED, output_loading_info=True)
+    assert model.dtype == torch.bfloat16 and not report["missing_keys"] and not report["unexpected_keys"]
+    for file in SHIPPED.iterdir():
+        if file.suffix in (".json", ".md"):
+            assert not any(place in file.read_text() for place in ("/work", "/tmp", "/root", "/home")), file
