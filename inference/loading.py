@@ -94,7 +94,10 @@ def switch_attention(model: Any) -> None:
 
 
 def head_function(model: Any) -> Callable[[Tensor], Tensor]:
-    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with its scaling and soft-capping."""
+    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with its scaling and soft-capping.
+
+    The head is frozen, but gradients pass through it to the states: drafters that share it train through it.
+    """
     head = model.get_output_embeddings()
     if head is None:
         raise UserError(f"a {model.config.model_type} model has no LM head and cannot be a target.")
@@ -103,7 +106,6 @@ def head_function(model: Any) -> Callable[[Tensor], Tensor]:
     multiply = getattr(config, "logit_scale", None)
     divide = getattr(config, "logits_scaling", None)
 
-    @torch.no_grad()
     def logits(last_hidden: Tensor) -> Tensor:
         out: Tensor = head(last_hidden)
         if multiply is not None:
