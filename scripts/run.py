@@ -59,6 +59,8 @@ class RunConfig:
     """Folder of all runs."""
     drafter: str = ""
     """Name of the drafter's folder below <root>/<name>/train/; empty: the chosen head's name."""
+    answers: str = ""
+    """Folder of generated answers to train on; empty: <root>/<name>/generate."""
     seed: int = 0
     """Seed of everything random. The other groups' seeds follow it unless they are set themselves."""
     threads: int = 0

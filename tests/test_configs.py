@@ -1,0 +1,149 @@
+"""Every file in conf/ is composed and built, alone and in recipes; what it refers to exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from heads.api.errors import UserError
+from heads.api.registry import get_kind, kind_names
+from heads.api.target_info import TargetInfo
+from scripts.config import REPOSITORY, load_settings, options
+from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
+
+CONF = REPOSITORY / "conf"
+NEEDED = {
+    ("target", "local"): ["target.path=some/model"],
+    ("data", "jsonl"): ["data.path=prompts.jsonl"],
+    ("bench", "jsonl"): ["bench.prompts=prompts.jsonl"],
+}
+"""Values that an option leaves to the user."""
+RECIPES = options("experiment")
+REAL_TARGETS = {
+    "llama31_8b": TargetInfo(
+        "meta-llama/Llama-3.1-8B-Instruct", "r", "llama", "t", 128_256, 4096, 32, 32, 8, 128, 14_336, 1e-5, 5e5, 131_072,
+        8_030_261_248,
+    ),
+    "qwen3_8b": TargetInfo(
+        "Qwen/Qwen3-8B", "r", "qwen3", "t", 151_936, 4096, 36, 32, 8, 128, 12_288, 1e-6, 1e6, 40_960, 8_190_735_360
+    ),
+}  # fmt: skip
+
+
+def group_options() -> list[tuple[str, str]]:
+    return [(group, name) for group in OPTION_GROUPS if group not in RECIPE_GROUPS for name in options(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
+def test_every_option_composes_in_every_stage_that_reads_its_group(group: str, name: str) -> None:
+    stages = [stage for stage in STAGES.values() if group in stage.groups]
+    assert stages, f"no stage reads '{group}'"
+    for stage in stages:
+        settings = load_settings(stage, [f"{group}={name}", *NEEDED.get((group, name), [])])
+        assert hasattr(settings, group)
+        assert settings.choices[group] == name
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
+    settings = load_settings(stage, [f"experiment={recipe}"])
+    for group in stage.groups:
+        assert hasattr(settings, group)
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("name", options("debug"))
+def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> None:
+    load_settings(stage, ["experiment=demo", f"debug={name}"])
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if "8b_" in name and not name.endswith("_loop")])
+def test_a_real_recipe_builds_its_drafter(recipe: str) -> None:
+    settings = load_settings(STAGES["train"], [f"experiment={recipe}"])
+    info = REAL_TARGETS[str(settings.choices["target"])]
+    assert settings.target.path == info.id
+    kind = get_kind(settings.head.kind)
+    with torch.device("meta"):
+        drafter = kind.drafter_class(settings.head.config, info)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    assert 10**7 < parameters < 3 * 10**9
+    drafter.needs.check(info.num_layers)
+    assert settings.engine.name == "deepspeed"
+    assert settings.engine.precision == "bfloat16"
+    assert settings.train.global_batch % (settings.train.micro_batch * 8) == 0  # eight GPUs
+    tree = settings.decode.tree()
+    assert tree.max_depth <= getattr(settings.head.config, "num_heads", tree.max_depth)
+    assert tree.max_depth <= getattr(settings.head.config, "ttt_steps", tree.max_depth)
+    answers = load_settings(STAGES["generate"], [f"experiment={recipe}"])
+    assert answers.data.path.count("/") == 1  # a Hub dataset
+    assert answers.sampling.shape == "none"
+
+
+def test_every_file_is_a_root_or_an_option() -> None:
+    roots = {f"{name}.yaml" for name in (*STAGES, "base")}
+    for path in CONF.rglob("*.yaml"):
+        relative = path.relative_to(CONF)
+        assert relative.name in roots if len(relative.parts) == 1 else relative.parts[0] in OPTION_GROUPS, relative
+    assert {path.name for path in CONF.glob("*.yaml")} == roots
+
+
+def test_every_kind_has_a_yaml_of_its_name_and_every_head_a_kind() -> None:
+    for name in kind_names():
+        content = yaml.safe_load((CONF / "head" / f"{name}.yaml").read_text())
+        assert content["kind"] == name
+    for name in options("head"):
+        assert load_settings(STAGES["train"], [f"head={name}"]).head.kind in kind_names()
+
+
+def test_the_demo_trains_the_three_kinds_and_finds_its_files() -> None:
+    settings = load_settings(STAGES["loop"], ["experiment=demo"])
+    recipes = settings.loop.recipes
+    heads = [load_settings(STAGES["train"], [f"experiment=[{recipe},demo]"]).head.kind for recipe in recipes]
+    assert heads == ["medusa", "eagle3", "distilled"]
+    assert (REPOSITORY / "assets" / "tiny-target" / "config.json").is_file()
+    assert settings.run.name == "demo"
+
+
+def test_training_never_reads_the_prompts_of_the_measurement() -> None:
+    settings = load_settings(STAGES["loop"], ["experiment=demo"])
+    training = {line for line in Path(settings.data.path).read_text().splitlines() if line}
+    for domain in settings.bench.domains:
+        measured = (Path(settings.bench.prompts) / f"{domain}.jsonl").read_text().splitlines()
+        assert len(measured) >= 64
+        assert not training & set(measured)
+
+
+def test_a_recipe_from_elsewhere_is_found_and_held_to_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim: {lr: 0.125}\n")
+    (tmp_path / "experiment" / "wrong.yaml").write_text("# @package _global_\noptim: {lrr: 0.125}\n")
+    (tmp_path / "experiment" / "stray.yaml").write_text("# @package _global_\noptm: {lr: 0.125}\n")
+    monkeypatch.setenv("HEADSTART_CONF", str(tmp_path))
+    assert load_settings(STAGES["train"], ["experiment=mine"]).optim.lr == 0.125
+    assert load_settings(STAGES["train"], ["experiment=mine", "optim.lr=0.5"]).optim.lr == 0.5
+    with pytest.raises(UserError, match=r"optim\.lrr: there is no such key\. Did you mean 'lr'"):
+        load_settings(STAGES["train"], ["experiment=wrong"])
+    with pytest.raises(UserError, match=r"optm: there is no such group\. Did you mean 'optim'"):
+        load_settings(STAGES["train"], ["experiment=stray"])
+    monkeypatch.setenv("HEADSTART_CONF", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="HEADSTART_CONF names .*nowhere', which is not a folder"):
+        load_settings(STAGES["train"], [])
+
+
+def test_lists_and_nested_lists_become_tuples() -> None:
+    decode = load_settings(STAGES["train"], ["decode=tree", "decode.choices=[[0],[0,0]]"]).decode
+    assert decode.choices == ((0,), (0, 0))
+    hash(decode)
+
+
+def test_seeds_follow_the_run() -> None:
+    settings = load_settings(STAGES["loop"], ["run.seed=7"])
+    assert settings.decode.seed == 7
+    assert settings.sampling.seed == 7
+    assert load_settings(STAGES["loop"], ["run.seed=7", "decode.seed=3"]).decode.seed == 3
