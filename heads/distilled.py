@@ -26,7 +26,14 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import TokenTree
 from heads.nn import init, losses
-from heads.nn.attention import cache_attention, level_mask, packed_mask, sequence_attention, write_cache
+from heads.nn.attention import (
+    DraftFrame,
+    additive,
+    cache_attention,
+    packed_mask,
+    sequence_attention,
+    write_cache,
+)
 from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting import LevelPlan, PlanCache, TreePlan, grow, last_valid
 from heads.nn.rope import Rope, Rotation, look_up
@@ -302,15 +309,15 @@ class Drafter(TrainableDrafter):
         """
         rows, _, root, root_position = last_valid(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)
-        rotation = self._rotation(state, slots)
+        rotation = look_up(self._table(state), slots)
         places = torch.arange(state.keys[0].shape[1], device=tokens.device)
         states = self._embed(tokens)
         if len(self.model.layers) > 1:
-            mask = places <= slots[..., None]  # [B, W, S]
+            mask = additive(places <= slots[..., None], states.dtype)  # [B, W, S]
             for index in range(len(self.model.layers) - 1):
                 states = self._layer(state, index, states, rotation, rows[:, None], slots, mask)
         last = (rows[:, None], root_position[:, None] - first)
-        mask = (places <= root_position[:, None])[:, None]
+        mask = additive(places <= root_position[:, None], states.dtype)[:, None]
         states = self._layer(state, -1, states, rotation, rows[:, None], slots, mask, last)
         state.output.copy_(self.model.norm(states))
         state.root.copy_(root)
@@ -349,12 +356,10 @@ class Drafter(TrainableDrafter):
         if plan.tree.max_depth == 0:
             return Proposal(state.root[:, None], plan.tree)
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        base = state.root_position + 1  # slot of node 1
+        frame = DraftFrame.of(plan, state.root_position + 1, self._table(state), state.keys[0].shape[1])
 
         def step(level: LevelPlan, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-            slots = base[:, None] + level.node_offsets
-            rotation = self._rotation(state, (base + level.depth - 2)[:, None].expand_as(tokens))
-            mask = level_mask(level, base, state.keys[0].shape[1], plan.tree.is_chain)
+            slots, rotation, mask = frame.at(level)
             states = self._embed(tokens)
             for index in range(len(self.model.layers)):
                 states = self._layer(state, index, states, rotation, rows, slots, mask)
@@ -366,10 +371,8 @@ class Drafter(TrainableDrafter):
         )
         return Proposal(tokens, plan.tree)
 
-    def _rotation(self, state: State, positions: Tensor) -> Rotation:
-        return look_up(
-            self._rope.table(state.keys[0].shape[1], positions.device, state.keys[0].dtype), positions
-        )
+    def _table(self, state: State) -> Tensor:
+        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)
 
 
 def _shape(config: Config, info: TargetInfo) -> LayerShape:

@@ -29,10 +29,17 @@ from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import TokenTree
 from heads.nn import init, losses, vocab
-from heads.nn.attention import cache_attention, chained_attention, level_mask, packed_mask, write_cache
+from heads.nn.attention import (
+    DraftFrame,
+    additive,
+    cache_attention,
+    chained_attention,
+    packed_mask,
+    write_cache,
+)
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting import LevelPlan, PlanCache, TreePlan, grow, last_valid
-from heads.nn.rope import Rope, Rotation, look_up
+from heads.nn.rope import Rope, look_up
 
 
 @dataclass(frozen=True)
@@ -184,9 +191,10 @@ class Drafter(TrainableDrafter):
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm:
-            parts = [norm(taps[:, :, index]) for index, norm in enumerate(self.fc_norm)]
-            return self.fc(torch.cat(parts, -1))
-        return self.fc(taps.flatten(2))
+            scale = torch.stack(list(self.fc_norm.parameters()))  # [n, H]: all norms at once
+            taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
+        out: Tensor = self.fc(taps.flatten(2))
+        return out
 
     def _recur(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed if self.config.post_norm_recurrence else output
@@ -318,7 +326,7 @@ class Drafter(TrainableDrafter):
         feature = self._fuse(accepted.taps)
         states = layer.read(self._embed(accepted.next_tokens), feature)  # [B, W, 2H]
         slots = accepted.positions[:, :1] + torch.arange(states.shape[1], device=states.device)
-        rotation = self._rotation(state, slots)
+        rotation = look_up(self._table(state), slots)
         key, value = layer.self_attn.key_value(states, rotation)
         row_index = rows[:, None]
         write_cache(state.keys, row_index, slots, key)
@@ -326,8 +334,8 @@ class Drafter(TrainableDrafter):
         place = last[:, None]
         own_rotation = (rotation[0][row_index, place], rotation[1][row_index, place])
         query = layer.self_attn.query(states[row_index, place], own_rotation)
-        mask = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
-        attended = cache_attention(query, state.keys, state.values, mask)
+        seen = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
+        attended = cache_attention(query, state.keys, state.values, additive(seen, query.dtype))
         state.output.copy_(layer.finish(feature[row_index, place], attended))
         state.root.copy_(root)
         state.root_position.copy_(root_position)
@@ -338,10 +346,13 @@ class Drafter(TrainableDrafter):
         plan = state.plan
         if plan.tree.max_depth == 0:
             return Proposal(state.root[:, None], plan.tree)
-        batch_rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
+        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
+        # A node at depth d stands one position before its own token, at root_position + d - 1.
+        capacity = state.keys.shape[1]
+        frame = DraftFrame.of(plan, state.root_position, self._table(state), capacity)
 
         def step(level: LevelPlan, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-            return self._advance(state, level, batch_rows, tokens, feature)
+            return self._advance(state, frame, level, rows, tokens, feature)
 
         normed = self.norm(state.output)
         first = self._recur(state.output, normed)
@@ -351,28 +362,23 @@ class Drafter(TrainableDrafter):
         return Proposal(tokens, plan.tree)
 
     def _advance(
-        self, state: State, level: LevelPlan, rows: Tensor, tokens: Tensor, feature: Tensor
+        self, state: State, frame: DraftFrame, level: LevelPlan, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's logits and
-        features.
-
-        The row of a node at depth d stands one before the node's own token, at root_position + d - 1.
-        """
-        layer, base = self.midlayer, state.root_position
-        slots = base[:, None] + level.node_offsets
-        rotation = self._rotation(state, (base + level.depth - 2)[:, None].expand_as(tokens))
+        features."""
+        layer = self.midlayer
+        slots, rotation, mask = frame.at(level)
         states = layer.read(self._embed(tokens), feature)
         key, value = layer.self_attn.key_value(states, rotation)
         write_cache(state.keys, rows, slots, key)
         write_cache(state.values, rows, slots, value)
-        mask = level_mask(level, base, state.keys.shape[1], state.plan.tree.is_chain)
         attended = cache_attention(layer.self_attn.query(states, rotation), state.keys, state.values, mask)
         output = layer.finish(feature, attended)
         normed = self.norm(output)
         return self.lm_head(normed), self._recur(output, normed)
 
-    def _rotation(self, state: State, positions: Tensor) -> Rotation:
-        return look_up(self._rope.table(state.keys.shape[1], positions.device, state.keys.dtype), positions)
+    def _table(self, state: State) -> Tensor:
+        return self._rope.table(state.keys.shape[1], state.keys.device, state.keys.dtype)
 
 
 def _wanted_states(batch: TrainBatch, steps: int) -> Tensor:

@@ -1,17 +1,21 @@
 """Attention of drafters: whole packed sequences in training, a preallocated per-row cache in decoding.
 
-Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, h query heads,
+Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R nodes run at
+all levels, h query heads,
 g key/value heads, D head size.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.nn.drafting import LevelPlan
+from heads.nn.drafting import LevelPlan, TreePlan
+from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
 """Most attention scores kept at once by `chained_attention` before the queries are split into recomputed
@@ -70,15 +74,47 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     return out.view(batch, kv_heads, groups, queries, size).permute(0, 3, 1, 2, 4).reshape(batch, queries, -1)
 
 
-def level_mask(level: LevelPlan, base: Tensor, slots: int, is_chain: bool) -> Tensor:
-    """[B, P, S] bool: what the nodes run at `level` see. Node i lies in slot base + i - 1, with base [B];
-    slots before `base` are committed and seen by all.
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise derive in
+    every layer.
     """
-    place = torch.arange(slots, device=base.device) - base[:, None]  # [B, S]
-    if is_chain:
-        return (place < level.depth - 1)[:, None]
-    drafted = level.visible[:, place.clamp(0, level.visible.shape[1] - 1)].transpose(0, 1)  # [B, P, S]
-    return (place < 0)[:, None] | drafted
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, float("-inf")
+    )
+
+
+@dataclass
+class DraftFrame:
+    """Where all run rows of one proposal stand, worked out once for all its levels and layers.
+
+    slots [B, R] int64 in the cache; rotation of their positions; mask [B, R, S], additive: what they see.
+    """
+
+    slots: Tensor
+    rotation: Rotation
+    mask: Tensor
+
+    @classmethod
+    def of(cls, plan: TreePlan, base: Tensor, table: Tensor, capacity: int) -> DraftFrame:
+        """Frame for nodes i at depth d in slot base + i - 1 and at position base + d - 1, base [B]: slots
+        before `base` are committed and seen by all. table: rotations [S, 2, D] of every position; capacity:
+        S.
+        """
+        slots = base[:, None] + (plan.run_nodes - 1)
+        place = torch.arange(capacity, device=base.device) - base[:, None]  # [B, S]
+        if plan.tree.is_chain:
+            allowed = place[:, None] < plan.run_nodes[:, None]
+        else:
+            drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(0, 1)
+            allowed = (place < 0)[:, None] | drafted  # [B, R, S]
+        rotation = look_up(table, base[:, None] + (plan.run_depth - 1))
+        return cls(slots, rotation, additive(allowed, table.dtype))
+
+    def at(self, level: LevelPlan) -> tuple[Tensor, Rotation, Tensor]:
+        """Slots [B, P], rotation and mask [B, P, S] of the rows run at `level`."""
+        cosine, sine = self.rotation
+        span = level.span
+        return self.slots[:, span], (cosine[:, span], sine[:, span]), self.mask[:, span]
 
 
 def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Noise, TargetStates
-from heads.api.tree import TokenTree
+from heads.api.tree import Level, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,8 @@ class LevelPlan:
     depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64: which of
     the P * (max_rank + 1) candidates becomes each node; None when that is all of them in order. rows [P]
     int64: the run rows as places in the level above, None when that is all of them in order. carry [P] int64:
-    the run row, one level up, whose output each run row continues; None when that is all in order.
-    node_offsets [P] int64: number of each run row's node minus 1. visible [P, N] bool: the drafted nodes
-    (column i is node i+1; the last column is always False) that each run row attends to.
+    the run row, one level up, whose output each run row continues; None when that is all in order. span: this
+    level's run rows among `TreePlan.run_nodes`.
     """
 
     depth: int
@@ -38,8 +37,7 @@ class LevelPlan:
     pick: Tensor | None
     rows: Tensor | None
     carry: Tensor | None
-    node_offsets: Tensor
-    visible: Tensor
+    span: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +53,11 @@ class TreePlan:
         Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
     )
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
+    run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
+    run_depth: Tensor  # [R] int64: their depths
+    run_visible: (
+        Tensor  # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+    )
     shared_between_rows: ClassVar[bool] = True
 
     @classmethod
@@ -69,34 +72,40 @@ class TreePlan:
             for node, rank in zip(level.nodes, level.ranks, strict=True):
                 ranks[node] = rank
                 best[node] = rank == 0 and best[parents[node]]
+        plans, run_nodes = _plan_levels(levels, device)
+        run = torch.tensor(run_nodes, dtype=torch.int64, device=device)
+        never = torch.zeros(len(run_nodes), 1, dtype=torch.bool, device=device)
         return cls(
             tree=tree,
-            levels=tuple(_plan_levels(tree)),
+            levels=tuple(plans),
             node_depth=tree.depth[0],
             depths=torch.arange(1, tree.max_depth + 1, device=device),
             max_rank=max(ranks),
             by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1)
             + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
             best_path=torch.tensor(best, device=device),
+            run_nodes=run,
+            run_depth=tree.depth[0][run],
+            run_visible=torch.cat([tree.ancestors[0][run, 1:], never], 1),
         )
 
 
-def _plan_levels(tree: TokenTree) -> list[LevelPlan]:
-    device, nodes = tree.parents.device, tree.num_nodes
-    hidden_column = torch.zeros(nodes, 1, dtype=torch.bool, device=device)
-    visible = torch.cat([tree.ancestors[0][:, 1:], hidden_column], dim=1)  # [N, N]
+def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelPlan], list[int]]:
+    """The levels' plans and all drafted nodes that are run, level by level."""
 
     def places(values: list[int], out_of: int) -> Tensor | None:
         return None if values == list(range(out_of)) else torch.tensor(values, device=device)
 
-    plans, above, above_run = [], [0], [0]  # nodes one level up; those of them that were run
+    plans: list[LevelPlan] = []
+    all_run: list[int] = []
+    above, above_run = [0], [0]  # nodes one level up; those of them that were run
     above_parent_run = [0]  # per node one level up: place of the run row it was drafted from
-    for number, level in enumerate(tree.levels()):
+    for number, level in enumerate(levels):
         run = sorted({above[place] for place in level.parent_places})
         width = level.max_rank + 1
         drafted_from = [run.index(above[place]) for place in level.parent_places]
         pick = [place * width + rank for place, rank in zip(drafted_from, level.ranks, strict=True)]
-        offsets = torch.tensor([node - 1 for node in run], device=device)
+        all_run += run if number else []  # the root was run when it was committed
         plans.append(
             LevelPlan(
                 depth=number + 1,
@@ -104,12 +113,11 @@ def _plan_levels(tree: TokenTree) -> list[LevelPlan]:
                 pick=places(pick, len(run) * width),
                 rows=places([above.index(node) for node in run], len(above)),
                 carry=places([above_parent_run[above.index(node)] for node in run], len(above_run)),
-                node_offsets=offsets,
-                visible=visible[torch.tensor(run, device=device)],
+                span=slice(len(all_run) - len(run), len(all_run)) if number else slice(0, 0),
             )
         )
         above, above_run, above_parent_run = level.nodes, run, drafted_from
-    return plans
+    return plans, all_run
 
 
 class PlanCache:

@@ -5,6 +5,7 @@ values.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
     )
     mask = torch.rand(2, queries, 7, generator=torch.Generator().manual_seed(3)) < 0.6
     mask[..., 0] = True
-    found = attention.cache_attention(query, key, value, mask).view(2, queries, 4, 8)
+    additive = attention.additive(mask, torch.float64)
+    found = attention.cache_attention(query, key, value, additive).view(2, queries, 4, 8)
     for row in range(2):
         for q in range(queries):
             for head in range(4):
@@ -99,30 +101,36 @@ def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
 
 
-def test_level_masks_follow_the_tree() -> None:
-    tree = TokenTree.from_choices(CHOICES)
-    plan = TreePlan.of(tree)
-    base = torch.tensor([3, 5])
+def frame_of(tree: TokenTree, base: Tensor) -> attention.DraftFrame:
+    table = Rope(8, 10000.0).table(16, base.device, torch.float64)
+    return attention.DraftFrame.of(TreePlan.of(tree), base, table, 16)
+
+
+def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
+    tree, base = TokenTree.from_choices(CHOICES), torch.tensor([3, 5])
+    plan, frame = TreePlan.of(tree), frame_of(tree, base)
+    table = Rope(8, 10000.0).table(16, base.device, torch.float64)
     for level in plan.levels[1:]:
-        mask = attention.level_mask(level, base, 16, is_chain=False)
-        for place, node in enumerate((level.node_offsets + 1).tolist()):
+        slots, rotation, mask = frame.at(level)
+        for place, node in enumerate(plan.run_nodes[level.span].tolist()):
             lineage = tree.ancestors[0, node].nonzero().squeeze(1).tolist()
             for row, first in enumerate(base.tolist()):
                 expected = [*range(first), *(first + i - 1 for i in lineage if i > 0)]
-                assert mask[row, place].nonzero().squeeze(1).tolist() == expected
+                assert mask[row, place].isfinite().nonzero().squeeze(1).tolist() == expected
+                assert mask[row, place, expected].abs().max() == 0
+                assert int(slots[row, place]) == first + node - 1
+                assert torch.equal(rotation[0][row, place, 0], table[first + level.depth - 2, 0])
 
 
-def test_chain_masks_are_tree_masks() -> None:
-    plan = TreePlan.of(TokenTree.chain(4))
-    base = torch.tensor([3, 0])
-    for level in plan.levels[1:]:
-        chain, tree = (attention.level_mask(level, base, 12, is_chain=flag) for flag in (True, False))
-        assert chain.tolist() == tree.tolist()
+def test_chain_frames_are_tree_frames() -> None:
+    chain, base = TokenTree.chain(4), torch.tensor([3, 0])
+    as_tree = replace(chain, is_chain=False)
+    assert torch.equal(frame_of(chain, base).mask, frame_of(as_tree, base).mask)
 
 
 def test_plan_runs_only_nodes_with_children() -> None:
     plan = TreePlan.of(TokenTree.from_choices(CHOICES))
-    assert [(level.node_offsets + 1).tolist() for level in plan.levels] == [[0], [1, 3], [5, 6]]
+    assert [plan.run_nodes[level.span].tolist() for level in plan.levels] == [[], [1, 3], [5, 6]]
     assert [level.max_rank for level in plan.levels] == [2, 1, 1]
     assert plan.levels[1].rows.tolist() == [0, 2]
     assert plan.levels[2].carry is None

@@ -75,16 +75,25 @@ class LateTaps(eagle3.Drafter):
 class StaleChain(eagle3.Drafter):
     """Feeds every drafted step the committed feature instead of its own output: wrong from depth 3 on."""
 
-    def _advance(self, state: eagle3.State, level: Any, rows: Any, tokens: Any, feature: Any) -> Any:
+    def _advance(self, state: eagle3.State, *parts: Any) -> Any:
         normed = self.norm(state.output)
-        return super()._advance(state, level, rows, tokens, self._recur(state.output, normed))
+        return super()._advance(state, *parts[:-1], self._recur(state.output, normed))
 
 
 class WrongPositions(distilled.Drafter):
     """Counts positions from the wrong place when it serves deeper tokens."""
 
-    def _rotation(self, state: distilled.State, positions: Any) -> Any:
-        return super()._rotation(state, positions + (positions.shape[1] == 1))
+    def _table(self, state: distilled.State) -> Any:
+        return super()._table(state).roll(-1, 0) if self.deeper else super()._table(state)
+
+    def propose(self, state: distilled.State, noise: Any) -> Any:
+        self.deeper = True
+        try:
+            return super().propose(state, noise)
+        finally:
+            self.deeper = False
+
+    deeper = False
 
 
 class HeadsSwapped(medusa.Drafter):
