@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from scripts import drafters
 from scripts.run import prepare_process
 
 if TYPE_CHECKING:
-    from inference.engine import Engine
+    from inference.engine import Engine, PassRecord
     from scripts.config import Settings
 
 NO_DRAFTER = "none"
@@ -36,11 +35,11 @@ class ChatConfig:
 
 @dataclass
 class Answer:
-    """One answer: its text and what it took. `passes` counts verify passes, `committed` the tokens they committed."""
+    """One answer: its text, its number of tokens, its verify passes, and the seconds it took, reading the prompt included."""
 
     text: str
-    committed: int
-    passes: int
+    tokens: int
+    passes: list[PassRecord]
     seconds: float
 
 
@@ -101,46 +100,49 @@ class Chat:
         seed = prompt_seed(self.seed, f"chat-{len(messages)}")
         tokens = tuple(render_prompt(tokenizer, messages))
         request = Request(0, tokens, seed, self.engine.decode.max_new_tokens)
-        counts = [0, 0]
+        stream = TextStream(tokenizer, self.engine.target.eos_token_ids)
         start = time.perf_counter()
-        text = ""
-        for piece in decode_stream(
-            tokenizer, self.engine.stream(request), self.engine.target.eos_token_ids, counts
-        ):
-            print(piece, end="", flush=True)
-            text += piece
+        (completion,) = self.engine.run([request], on_tokens=lambda _, new: stream.add(new))
+        seconds = time.perf_counter() - start
+        stream.close()
+        if stream.text.strip():
+            self.messages = [*messages, {"role": "assistant", "content": stream.text}]
+        return Answer(stream.text, len(completion.tokens), completion.passes, seconds)
+
+
+class TextStream:
+    """Prints text while its tokens arrive; a character whose bytes are not all there yet waits."""
+
+    def __init__(self, tokenizer: Any, ends: tuple[int, ...]) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def add(self, new: list[int]) -> None:
+        """Print what `new` tokens add."""
+        self.tokens += [token for token in new if token not in self.ends]
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if not text.endswith(REPLACEMENT):
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Print the part of `text` that is not yet on the screen."""
+        print(text[len(self.text) :], end="", flush=True)
+        self.text = text
+
+    def close(self) -> None:
+        """Print what was held back, and end the line."""
+        self.show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
         print(flush=True)
-        if text.strip():
-            self.messages = [*messages, {"role": "assistant", "content": text}]
-        return Answer(text, counts[0], counts[1], time.perf_counter() - start)
-
-
-def decode_stream(
-    tokenizer: Any, stream: Iterator[list[int]], ends: tuple[int, ...], counts: list[int]
-) -> Iterator[str]:
-    """Text piece by piece from the tokens of each pass; `counts` receives [committed tokens, verify passes], prefill's excluded."""
-    tokens: list[int] = []
-    shown = ""
-    for number, new in enumerate(stream):
-        if number:
-            counts[0] += len(new)
-            counts[1] += 1
-        tokens += [token for token in new if token not in ends]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith(REPLACEMENT) and len(text) > len(shown):
-            yield text[len(shown) :]
-            shown = text
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    if len(text) > len(shown):
-        yield text[len(shown) :]
 
 
 def summary(answer: Answer, name: str) -> str:
     """One line of numbers about an answer."""
     from inference.metrics import divide
 
-    tau, speed = divide(answer.committed, answer.passes), divide(answer.committed, answer.seconds)
-    return f"[{name}: tau {tau:.2f}, {speed:.0f} tokens/s, {answer.committed + 1} tokens in {answer.seconds:.2f} s]"
+    tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
+    speed = divide(answer.tokens, answer.seconds)
+    return f"[{name}: tau {tau:.2f}, {speed:.0f} tokens/s, {answer.tokens} tokens in {answer.seconds:.2f} s]"
 
 
 def converse(chat: Chat, name: str) -> None:

@@ -27,22 +27,21 @@ from scripts.convert import to_dataclass
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 if TYPE_CHECKING:
-    from inference.export.hub import PushConfig
-    from inference.measure import BenchConfig
-    from train.engine import EngineConfig
-    from train.features import FeaturesConfig
-    from train.loop import TrainConfig
-    from train.optim import OptimConfig, ScheduleConfig
-
     from inference.engine import DecodeConfig
+    from inference.export.hub import PushConfig
     from inference.loading import TargetConfig
+    from inference.measure import BenchConfig
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
     from scripts.measure import MeasureConfig
     from scripts.report import ReportConfig
     from scripts.run import RunConfig
     from train.data.sources import DataConfig
+    from train.engine import EngineConfig
+    from train.features import FeaturesConfig
     from train.generate import GenerateConfig
+    from train.loop import TrainConfig
+    from train.optim import OptimConfig, ScheduleConfig
 
 REPOSITORY = Path(conf.__file__).resolve().parents[1]
 EXTRA_VARIABLE = "HEADSTART_CONF"
@@ -125,9 +124,9 @@ def build_settings(
     stage: Stage, composed: DictConfig, choices: dict[str, Any], overrides: list[str]
 ) -> Settings:
     """The dataclasses of a composed configuration; refuses keys that belong to no group."""
-    for name in composed:
+    for name in map(str, composed):
         if name not in CONSUMERS and name != "head":
-            raise UserError(f"{name}: there is no such group.{suggest(str(name), [*CONSUMERS, 'head'])}")
+            raise UserError(f"{name}: there is no such group.{suggest(name, [*CONSUMERS, 'head'])}")
     resolved: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for group in stage.groups:

@@ -76,7 +76,7 @@ def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = N
     """The drafter itself, for `target`. values: the configuration of a kind without weights (default: the kind's own)."""
     if found.checkpoint is not None:
         return load_drafter(found.checkpoint, target.info, target.weights)
-    config = to_dataclass(get_kind(found.kind).config_class, dict(values or {}), f"head ({found.kind})")
+    config: Any = to_dataclass(get_kind(found.kind).config_class, dict(values or {}), f"head ({found.kind})")
     return new_drafter(found.kind, config, target.info, target.weights, seed=0)
 
 

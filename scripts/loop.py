@@ -54,10 +54,21 @@ def run(settings: Settings) -> None:
             launched(settings.loop.launch, step)
             require_complete(step)
         else:
-            from scripts.runner import run_stage
-
-            run_stage(step.stage, step.overrides)
+            here(step)
     print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
+
+
+def here(step: Step) -> None:
+    """Run a stage in this process. The report at the end shows the tables, so measurements keep theirs to themselves."""
+    from scripts.config import load_settings
+    from scripts.measure import measured
+    from scripts.runner import run_one
+
+    settings = load_settings(step.stage, step.overrides)
+    if step.stage.name == "measure":
+        measured(settings)
+    else:
+        run_one(settings)
 
 
 def plan(settings: Settings) -> list[Step]:
@@ -124,9 +135,13 @@ def require_complete(step: Step) -> None:
     from scripts.train import stage_folder
 
     settings = load_settings(step.stage, step.overrides)
-    folder = stage_folder(settings) if step.stage.name == "train" else settings.run.directory / step.stage.name
+    folder = (
+        stage_folder(settings) if step.stage.name == "train" else settings.run.directory / step.stage.name
+    )
     if (read_record(folder) or {}).get("state") != "complete":
-        raise UserError(f"'{step.title}' was stopped before it was complete. Repeating the loop continues there.")
+        raise UserError(
+            f"'{step.title}' was stopped before it was complete. Repeating the loop continues there."
+        )
 
 
 def headstart_command() -> Sequence[str]:

@@ -36,12 +36,21 @@ class MeasureConfig:
 
 def run(settings: Settings) -> None:
     """Measure, print the table and where the report is; an unchanged complete measurement is only shown again."""
-    from inference.measure import REPORT_FILE, measure
     from inference.report import print_table
     from inference.report_schema import read_report
+    from scripts.report import console
 
     if not is_main_process():
         return  # one process measures: others beside it would only disturb the clock
+    report = measured(settings)
+    print_table(read_report(report), console())
+    print(shown(report), flush=True)
+
+
+def measured(settings: Settings) -> Path:
+    """Measure unless that was done and nothing has changed since; returns report.json's path."""
+    from inference.measure import REPORT_FILE, measure
+
     out = settings.run.directory / settings.measure.name
     found = chosen(settings.measure, settings.run)
     folder = open_folder(
@@ -51,16 +60,15 @@ def run(settings: Settings) -> None:
         print(
             f"{shown(out)} is complete; nothing has changed (run.overwrite=true measures again)", flush=True
         )
-    else:
-        prepare_process(settings.run)
-        from inference.target import TargetModel
+        return out / REPORT_FILE
+    prepare_process(settings.run)
+    from inference.target import TargetModel
 
-        target = TargetModel.load(settings.target)
-        arms = [arm(item, target, settings.decode, settings.measure) for item in found]
-        measure(settings.bench, target, arms, prompts(settings.bench), out)
-        folder.finish()
-    print_table(read_report(out / REPORT_FILE))
-    print(shown(out / REPORT_FILE), flush=True)
+    target = TargetModel.load(settings.target)
+    arms = [arm(item, target, settings.decode, settings.measure) for item in found]
+    measure(settings.bench, target, arms, prompts(settings.bench), out)
+    folder.finish()
+    return out / REPORT_FILE
 
 
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:

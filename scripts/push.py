@@ -1,4 +1,4 @@
-"""`headstart push`: the Hub folder of one trained drafter with its measured reports, and its upload (a dry run unless told otherwise).
+"""`headstart push`: the Hub folder of one trained drafter with its reports, and its upload (a dry run unless told otherwise).
 
 headstart push run.name=demo run.drafter=eagle3 push.repo=user/name
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +12,13 @@ from heads.api.errors import UserError
 from scripts.run import RunConfig, shown
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from scripts.config import Settings
 
 REPORT_FILE = "report.json"
+WIDE = 132
+"""Columns of a table that is not printed on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,16 @@ def run(settings: Settings) -> None:
         shutil.copyfile(main, partial)
         partial.replace(out / REPORT_FILE)
     for path in reports:
-        print_table(read_report(path))
+        print_table(read_report(path), console())
     for written in (out / REPORT_FILE, page, *sorted(out.glob("*.png"))):
         print(shown(written), flush=True)
+
+
+def console() -> Console:
+    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says nothing."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 def measured(run: RunConfig) -> list[Path]:

@@ -186,7 +186,9 @@ def changes(
         if before.get(key) != after.get(key)
     ]
     known = previous.get("inputs", {})
-    return found + [f"{name} has changed" for name in sorted({*known, *hashes}) if known.get(name) != hashes.get(name)]
+    return found + [
+        f"{name} has changed" for name in sorted({*known, *hashes}) if known.get(name) != hashes.get(name)
+    ]
 
 
 def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,15 +272,18 @@ def device() -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed Python, numpy and torch, and set torch's threads."""
+    """Seed Python, numpy and torch, set torch's threads, and keep progress bars of libraries out of files and pipes."""
     import numpy as np
     import torch
+    import transformers
 
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
 
 
 def is_main_process() -> bool:

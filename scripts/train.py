@@ -1,4 +1,4 @@
-"""`headstart train`: one drafter on the answers of a run; writes <run>/train/<drafter>/ with the best checkpoint by measured tau."""
+"""`headstart train`: one drafter on the answers of a run, kept at its best measured tau in <run>/train/<drafter>/best/."""
 
 from __future__ import annotations
 

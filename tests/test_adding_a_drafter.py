@@ -1,4 +1,4 @@
-"""docs/adding_a_drafter.md, executed: its one Python file and its one YAML make a kind that composes, trains, saves, loads and decodes."""
+"""docs/adding_a_drafter.md, executed: its one Python file and its one YAML compose, train, save, load and decode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"
 
 def block(language: str) -> str:
     """The page's code block of a language that opens with its file's name."""
-    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(
+        rf"```{language}\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
     assert len(found) == 1, f"the page should hold one {language} file, it holds {len(found)}"
     return str(found[0][1])
 
@@ -79,10 +81,18 @@ def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
 
     save_drafter(drafter, tmp_path / "checkpoint", target.info)
     loaded = load_drafter(tmp_path / "checkpoint", target.info, target.weights)
-    torch.testing.assert_close(loaded.matrix.float(), drafter.matrix.float(), rtol=1e-6, atol=0)  # checkpoints are float32
+    torch.testing.assert_close(
+        loaded.matrix.float(), drafter.matrix.float(), rtol=1e-6, atol=0
+    )  # checkpoints are float32
     check_parity(target, loaded, documents, depth=4)
-    tree = DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), max_new_tokens=20, batch_size=3)
-    for config in (DecodeConfig(depth=4, max_new_tokens=20), tree, DecodeConfig(temperature=1.0, max_new_tokens=20)):
+    tree = DecodeConfig(
+        shape="tree", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), max_new_tokens=20, batch_size=3
+    )
+    for config in (
+        DecodeConfig(depth=4, max_new_tokens=20),
+        tree,
+        DecodeConfig(temperature=1.0, max_new_tokens=20),
+    ):
         assert decode(target, loaded, config) == decode(target, None, config)
     passes = sum(len(item.passes) for item in Engine(target, loaded, DecodeConfig(depth=4)).run(requests()))
     assert passes < 0.8 * sum(len(tokens) - 1 for tokens in plain)  # it learnt the answers by heart

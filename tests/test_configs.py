@@ -87,7 +87,9 @@ def test_every_file_is_a_root_or_an_option() -> None:
     roots = {f"{name}.yaml" for name in (*STAGES, "base")}
     for path in CONF.rglob("*.yaml"):
         relative = path.relative_to(CONF)
-        assert relative.name in roots if len(relative.parts) == 1 else relative.parts[0] in OPTION_GROUPS, relative
+        assert relative.name in roots if len(relative.parts) == 1 else relative.parts[0] in OPTION_GROUPS, (
+            relative
+        )
     assert {path.name for path in CONF.glob("*.yaml")} == roots
 
 
@@ -132,7 +134,7 @@ def test_a_recipe_from_elsewhere_is_found_and_held_to_the_same_rules(
     with pytest.raises(UserError, match=r"optm: there is no such group\. Did you mean 'optim'"):
         load_settings(STAGES["train"], ["experiment=stray"])
     monkeypatch.setenv("HEADSTART_CONF", str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="HEADSTART_CONF names .*nowhere', which is not a folder"):
+    with pytest.raises(UserError, match=r"HEADSTART_CONF names .*nowhere', which is not a folder"):
         load_settings(STAGES["train"], [])
 
 

@@ -33,7 +33,11 @@ def module_of(path: Path) -> str:
 def test_import_linter_is_content() -> None:
     program = "from importlinter.cli import lint_imports_command as lint; lint()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "--no-cache"], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+        [sys.executable, "-c", program, "--no-cache"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -83,7 +87,9 @@ def test_importing_prints_nothing_and_leaves_the_random_state_alone() -> None:
         "assert random.getstate() == before[0]\n"
         "assert torch.equal(torch.random.get_rng_state(), before[1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=REPOSITORY
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == ""
 
@@ -98,4 +104,6 @@ def test_a_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{path}: {node.name} has {length} lines; {LONGEST_FUNCTION} are allowed"
+            assert length <= LONGEST_FUNCTION, (
+                f"{path}: {node.name} has {length} lines; {LONGEST_FUNCTION} are allowed"
+            )

@@ -79,7 +79,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "+head.x=1"], "head.x: there is no such key."),
         (["train", "optim.lr=fast"], "optim.lr: expected a number, given 'fast' (text)."),
         (["train", "optm.lr=1"], "there is no group 'optm'. Did you mean 'optim'?"),
-        (["train", "head.kind=medsua"], "head.kind: there is no drafter kind 'medsua'. Did you mean 'medusa'?"),
+        (
+            ["train", "head.kind=medsua"],
+            "head.kind: there is no drafter kind 'medsua'. Did you mean 'medusa'?",
+        ),
         (["train", "target=local"], "target.path is missing. Give it as target.path=... (text)."),
         (["train", "bench.repeats=2"], "stage 'train' does not read 'bench'."),
         (["train", "head=medusa,eagle3"], "Add -m to run once per value"),
@@ -121,8 +124,6 @@ def test_show_prints_the_composed_settings(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m scripts.cli train --help | head -1", shell=True, capture_output=True, text=True,
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    command = f"{sys.executable} -m scripts.cli train --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stderr == ""

@@ -71,7 +71,10 @@ def test_defaults_and_null() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"count": 1, "rtae": 1.0}, r"outer\.rtae: there is no such key\. Did you mean 'rate'\? Allowed: count, "),
+        (
+            {"count": 1, "rtae": 1.0},
+            r"outer\.rtae: there is no such key\. Did you mean 'rate'\? Allowed: count, ",
+        ),
         ({"count": "x"}, r"outer\.count: expected a whole number, given 'x' \(text\)"),
         ({"count": 2.5}, r"outer\.count: expected a whole number, given 2\.5"),
         ({"count": True}, r"outer\.count: expected a whole number, given True \(a switch\)"),
@@ -79,7 +82,10 @@ def test_defaults_and_null() -> None:
         ({"count": 1, "rate": "fast"}, r"outer\.rate: expected a number, given 'fast'"),
         ({"count": 1, "name": 1.5}, r"outer\.name: expected text, given 1\.5"),
         ({"count": 1, "on": "yes"}, r"outer\.on: expected true or false, given 'yes'"),
-        ({"count": 1, "mode": "fsat"}, r"outer\.mode: given 'fsat' \(text\)\. Did you mean 'fast'\? Allowed: fast, slow"),
+        (
+            {"count": 1, "mode": "fsat"},
+            r"outer\.mode: given 'fsat' \(text\)\. Did you mean 'fast'\? Allowed: fast, slow",
+        ),
         ({"count": 1, "limit": "all"}, r"outer\.limit: expected a whole number, given 'all'"),
         ({"count": 1, "size": "big"}, r"outer\.size: expected a whole number or a number, given 'big'"),
         ({"count": 1, "paths": [[0], ["x"]]}, r"outer\.paths\[1\]\[0\]: expected a whole number, given 'x'"),
@@ -87,7 +93,10 @@ def test_defaults_and_null() -> None:
         ({"count": 1, "pair": [1]}, r"outer\.pair: expected a list"),
         ({"count": 1, "weights": {"code": "x"}}, r"outer\.weights\.code: expected a number, given 'x'"),
         ({"count": 1, "weights": [1]}, r"outer\.weights: expected keys with a number each, given \[1\]"),
-        ({"count": 1, "inner": {"rat": 1}}, r"outer\.inner\.rat: there is no such key\. Did you mean 'rate'\?"),
+        (
+            {"count": 1, "inner": {"rat": 1}},
+            r"outer\.inner\.rat: there is no such key\. Did you mean 'rate'\?",
+        ),
         ({"count": 1, "inner": 3}, r"outer\.inner: expected keys of Inner, given 3"),
         ({"count": "???"}, r"outer\.count is missing\. Give it as outer\.count=\.\.\. \(a whole number\)"),
         ({}, r"outer\.count is missing and has no default"),

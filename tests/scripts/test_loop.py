@@ -15,7 +15,9 @@ from scripts.stages import STAGES
 
 
 def settings(loop: LoopConfig, overrides: list[str], experiment: str | list[str] | None = None) -> Settings:
-    return Settings(STAGES["loop"], {"run": RunConfig(), "loop": loop}, {"experiment": experiment}, {}, overrides)
+    return Settings(
+        STAGES["loop"], {"run": RunConfig(), "loop": loop}, {"experiment": experiment}, {}, overrides
+    )
 
 
 def shown(steps: list[Step]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stage folders: provenance on record, the same command continues or skips, another one is refused, nothing is deleted by mistake."""
+"""Stage folders: provenance on record; the same command continues or skips, another is refused; nothing is deleted by mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from scripts.stages import STAGES
 
 def settings(run: RunConfig, **groups: Any) -> Settings:
     """Settings of a stage that reads `run` and whatever else is given as plain values."""
-    return Settings(STAGES["report"], {"run": run}, {"head": "medusa"}, {"run": {"name": run.name}, **groups}, [])
+    return Settings(
+        STAGES["report"], {"run": run}, {"head": "medusa"}, {"run": {"name": run.name}, **groups}, []
+    )
 
 
 def test_a_folder_records_what_made_it(in_folder: Path) -> None:
