@@ -10,10 +10,12 @@ Legend: M positions, V vocabulary. p is the target's distribution, q the drafter
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 25
@@ -33,17 +35,37 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+class _SoftCrossEntropy(torch.autograd.Function):
+    """-sum p log softmax(z) for probabilities p that sum to one, keeping z alone for the backward pass: its
+    gradient is softmax(z) - p."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, probabilities: Tensor) -> Tensor:
+        scores = logits.to(probabilities.dtype)
+        norm = scores.logsumexp(-1)
+        ctx.save_for_backward(logits, probabilities, norm)
+        return norm - torch.linalg.vecdot(scores, probabilities)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, probabilities, norm = ctx.saved_tensors
+        slope = (logits.to(probabilities.dtype) - norm[..., None]).exp_().sub_(probabilities).mul_(grad[..., None])
+        return slope.to(logits.dtype), None
+
+
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """-sum p log q: logits [M, V], the target's probabilities [M, V] -> [M]. Differs from KL(p || q) by the
-    entropy of p.
-    """
-    return -(probabilities * _log_softmax(logits)).sum(-1)
+    """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64, summing to one,
+    without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p || q) by the entropy of p."""
+    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities)
+    return loss
 
 
 def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(p || q) per position [M]: covers every mode of the target."""
-    log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    """KL(p || q) per position [M], without gradient for the target: covers every mode of the target."""
+    log_p = _log_softmax(target_logits.detach())
+    probabilities = log_p.exp()
+    return soft_cross_entropy(logits, probabilities) + torch.linalg.vecdot(probabilities, log_p)
 
 
 def reverse_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
