@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -111,12 +112,10 @@ def facts(report: Report) -> list[str]:
 
 
 def draft_text(entry: Report) -> str:
-    """ "chain, 4 deep" or "tree, 4 deep, 12 nodes", with the noise named where it is not shared."""
+    """ "chain 4" or "tree 4 (12 nodes)", the number being the depth."""
     draft = entry["draft"]
-    text = f"{draft['shape']}, {draft['depth']} deep"
-    if draft["shape"] != "chain":
-        text += f", {draft['nodes']} nodes"
-    return text + (", own noise" if draft.get("noise") == "none" else "")
+    nodes = "" if draft["shape"] == "chain" else f" ({draft['nodes']} nodes)"
+    return f"{draft['shape']} {draft['depth']}{nodes}"
 
 
 def with_interval(value: float, interval: Sequence[float]) -> str:
@@ -165,6 +164,7 @@ def _main_rows(report: Report) -> list[list[str]]:
     return rows
 
 
+TABLE_WIDTH = 120
 MAIN_HEADER = ["drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal", "efficiency", "lossless"]
 
 
@@ -236,16 +236,19 @@ def _cost_table(report: Report) -> list[str]:
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
-    """Print the measured numbers of one report to the terminal."""
+    """Print the measured numbers of one report to the terminal; a file or pipe is given 120 columns."""
     validate_report(report)
+    if console is None:
+        console = Console()
+        console = console if console.is_terminal else Console(width=TABLE_WIDTH)
     settings, device = report["settings"], report["device"]
-    table = Table(
-        title=f"{report['target']['id']} on {device['name']}, temperature {settings['temperature']}, "
-        f"{settings['prompts']} prompts",
-        caption="tau and speedup with 95% intervals; lossless: sequences identical to plain decoding",
-    )
-    for column, name in enumerate(MAIN_HEADER):
-        table.add_column(name, justify="left" if column < 2 else "right", no_wrap=column == 0)
+    title = f"{report['target']['id']} on {device['name']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    shown = [place for place, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
+    for column, place in enumerate(shown):
+        whole = console.width >= TABLE_WIDTH and MAIN_HEADER[place] in ("tau", "TAR", "tokens/s", "speedup")
+        justify: Literal["left", "right"] = "left" if column < 2 else "right"
+        table.add_column(MAIN_HEADER[place], justify=justify, overflow="fold", no_wrap=whole)
     for row in _main_rows(report):
-        table.add_row(*row)
-    (console or Console()).print(table)
+        table.add_row(*(row[place] for place in shown))
+    console.print(table)

@@ -59,7 +59,7 @@ def test_a_licence_is_never_made_up_and_a_local_target_is_no_hub_id(tmp_path: Pa
 
 def test_numbers_are_the_reports() -> None:
     _, text = written()
-    assert "| eagle3 | chain, 4 deep | 2.75 [2.60, 2.90] | 0.72 | 900.0 | 1.80 [1.70, 1.90] |" in text
+    assert "| eagle3 | chain 4 | 2.75 [2.60, 2.90] | 0.72 | 900.0 | 1.80 [1.70, 1.90] |" in text
     assert "| eagle3 | 3.00 [2.80, 3.20], 0.75, 2.00x | 2.50 [2.30, 2.70], 0.69, 1.60x |" in text
     assert "| eagle3 | 0.70 (0.70) | 0.50 (0.71) | 0.35 (0.70) | 0.20 (0.57) |" in text
     assert "ngram" not in text  # other drafters of the same report stay out

@@ -117,9 +117,9 @@ def two_reports(folder: Path) -> list[Path]:
 def test_render_writes_markdown_and_plots(tmp_path: Path) -> None:
     path = report_module.render(two_reports(tmp_path), tmp_path / "out")
     text = path.read_text(encoding="utf-8")
-    assert "| medusa | tree, 4 deep, 12 nodes | 1.90 [1.80, 2.00] |" in text
+    assert "| medusa | tree 4 (12 nodes) | 1.90 [1.80, 2.00] |" in text
     assert "60/64, 1 near tie, 3 MISMATCHES" in text
-    assert "chain, 4 deep, own noise" in text
+    assert "| eagle3 (own noise) | chain 4 | 1.42 [1.37, 1.48] |" in text
     assert "| temperature | 0.0 | 0.0 | 1.0 | 1.0 |" in text
     assert (
         "| medusa | 1.90 [1.80, 2.00] | 1.80 [1.70, 1.90] | - | - |" in text
@@ -164,19 +164,33 @@ def test_render_needs_a_report(tmp_path: Path) -> None:
         report_module.render([tmp_path], tmp_path)
 
 
-def test_the_table_shows_every_drafter_and_the_baseline() -> None:
-    console = Console(width=160, record=True, quiet=False, file=None, force_terminal=False)
-    with console.capture() as capture:
-        report_module.print_table(example_report(), console)
-    shown = capture.get()
+def test_the_table_shows_every_drafter_and_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    own = {
+        "draft": {"name": "eagle3 (own noise)", "noise": "none"},
+        "lossless": {"identical": 63, "near_ties": 1},
+    }
+    report_module.print_table(example_report({}, own))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 120
+    row = next(line for line in lines if line.strip().startswith("eagle3 (own noise)"))
+    for text in ("chain 4", "2.75 [2.60, 2.90]", "0.72", "900.0", "1.80 [1.70, 1.90]"):
+        assert text in row
+    shown = "\n".join(lines)
     for text in (
         "no drafter",
-        "eagle3",
-        "2.75 [2.60, 2.90]",
-        "0.72",
-        "900.0",
-        "1.80 [1.70, 1.90]",
         "64/64",
-        "82%",
+        "63/64, 1 near tie",
+        "tokens/s",
+        "speedup",
+        "lossless",
+        "temperature 0",
     ):
         assert text in shown
+
+
+def test_the_table_folds_into_a_narrow_terminal() -> None:
+    console = Console(width=60)
+    with console.capture() as capture:
+        report_module.print_table(example_report(), console)
+    assert max(len(line) for line in capture.get().splitlines()) <= 60
+    assert "…" not in capture.get()
