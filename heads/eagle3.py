@@ -15,7 +15,7 @@ taps, S cache slots, W width of a committed run, P nodes run at one level, g key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -191,7 +191,8 @@ class Drafter(TrainableDrafter):
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm:
-            scale = torch.stack(list(self.fc_norm.parameters()))  # [n, H]: all norms at once
+            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to gather.
+            scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         out: Tensor = self.fc(taps.flatten(2))
         return out
