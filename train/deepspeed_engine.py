@@ -37,7 +37,6 @@ BUCKET_ELEMENTS = 50_000_000
 def import_deepspeed(device_type: str) -> Any:
     """Import deepspeed quietly and for this device; raises `UserError` when it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     try:
         import deepspeed
@@ -97,6 +96,9 @@ class DeepSpeedEngine:
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
+        # DeepSpeed reads LOCAL_RANK while it works; `close` takes it away, since others take it for a launch.
+        self._alone = "LOCAL_RANK" not in os.environ
+        os.environ.setdefault("LOCAL_RANK", "0")
         self.engine, *_ = self.deepspeed.initialize(
             model=Objective(drafter, config.precision, world.device.type),
             optimizer=make_optimizer(trained, optim),
@@ -171,3 +173,5 @@ class DeepSpeedEngine:
         self.engine.destroy()
         del self.engine
         gc.collect()
+        if self._alone:
+            os.environ.pop("LOCAL_RANK", None)

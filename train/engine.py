@@ -12,6 +12,7 @@ tokens), whatever the number of processes and of micro-batches.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -205,7 +206,7 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
 
 
-def read_adam(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+def read_adam(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`<name>.<entry>` of AdamW's state for the tensors in `named`, copied to the CPU; tensors without state
     are left out."""
     found = {}
@@ -215,7 +216,9 @@ def read_adam(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dic
     return cpu_copies(found)
 
 
-def write_adam(optimizer: torch.optim.Optimizer, named: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+def write_adam(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], state: dict[str, Tensor]
+) -> None:
     """The opposite of `read_adam`; raises `UserError` when names or shapes do not fit."""
     left = dict(state)
     for name, tensor in named.items():

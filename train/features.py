@@ -42,10 +42,10 @@ class FeatureTarget(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every micro-batch. dtype: of the features that the drafter is given."""
+    """Runs the frozen target on every micro-batch. dtype: of the features that the drafter is given (default: the target's)."""
 
-    def __init__(self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype) -> None:
-        self.target, self.needs, self.dtype = target, needs, dtype
+    def __init__(self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None) -> None:
+        self.target, self.needs, self.dtype = target, needs, dtype or target.dtype
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch) -> TrainBatch:

@@ -67,7 +67,9 @@ class Snapshot:
                 f"'{self.directory}' was saved by {self.processes} processes, each with its own part of the optimiser's state; "
                 f"{world.size} cannot continue it. Start as many as before, or train anew in another folder."
             )
-        engine.load_optimizer_state(load_file(str(self.directory / _optimizer_file(self.sharded, world.rank))))
+        engine.load_optimizer_state(
+            load_file(str(self.directory / _optimizer_file(self.sharded, world.rank)))
+        )
         set_random_state(self.directory, world.rank if self.processes == world.size else 0)
 
 
@@ -124,7 +126,11 @@ class StateStore:
         """Folders of complete states, oldest first."""
         if not self.directory.is_dir():
             return []
-        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        found = [
+            (int(match[1]), path)
+            for path in self.directory.iterdir()
+            if (match := _NAME.fullmatch(path.name))
+        ]
         return [path for _, path in sorted(found)]
 
     def _prune(self) -> None:
@@ -140,12 +146,22 @@ def read_snapshot(folder: Path) -> Snapshot:
             raise UserError(f"'{folder}' has format {content['format']}; this version reads format {FORMAT}.")
         for name, size in content["files"].items():
             if (folder / name).stat().st_size != size:
-                raise UserError(f"'{folder / name}' is damaged: it has another size than when it was written.")
+                raise UserError(
+                    f"'{folder / name}' is damaged: it has another size than when it was written."
+                )
             if name.endswith(".safetensors"):
                 with safe_open(str(folder / name), "pt"):
                     pass
         fields = {key: content[key] for key in ("step", "record", "run", "processes", "sharded")}
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise UserError(f"'{folder}' is damaged ({type(error).__name__}: {error}).") from error
     return Snapshot(folder, **fields)
 
@@ -160,9 +176,11 @@ def save_random_state(folder: Path, rank: int) -> None:
         states["cuda"] = torch.cuda.get_rng_state()
     _save_tensors(states, folder / f"random-{rank}.safetensors")
     version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is meant
+    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # the global generator is meant
     numpy_state = [str(name), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)]
-    write_json(folder / f"random-{rank}.json", {"python": [version, list(words), gauss], "numpy": numpy_state})
+    write_json(
+        folder / f"random-{rank}.json", {"python": [version, list(words), gauss], "numpy": numpy_state}
+    )
 
 
 def set_random_state(folder: Path, rank: int) -> None:
@@ -175,7 +193,7 @@ def set_random_state(folder: Path, rank: int) -> None:
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, place, has_gauss, cached = plain["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))  # as above
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------

@@ -1,24 +1,20 @@
 """What a run writes down while it trains: `log.jsonl`, and Weights & Biases if asked for.
 
-One line is one JSON object with its `step`. When a run continues from step s, lines beyond s are cut first, so that nothing is
-there twice.
+One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
+written later is cut off first, so that nothing is there twice.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError, suggest
-from inference.manifest import write_bytes
-
-logger = logging.getLogger(__name__)
 
 LOG_FILE = "log.jsonl"
 WANDB_MODES = ("disabled", "offline", "online")
@@ -39,16 +35,25 @@ class TrackerConfig:
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
-            raise UserError(f"train.tracker.wandb '{self.wandb}' is unknown.{suggest(self.wandb, WANDB_MODES)}")
+            raise UserError(
+                f"train.tracker.wandb '{self.wandb}' is unknown.{suggest(self.wandb, WANDB_MODES)}"
+            )
 
 
 class Tracker:
     """Writes figures of the main process. Use as a context manager; other processes get one with `active=False`."""
 
     def __init__(
-        self, config: TrackerConfig, out: Path, *, step: int, settings: Mapping[str, Any], run_id: str = "", active: bool = True
+        self,
+        config: TrackerConfig,
+        out: Path,
+        *,
+        length: int,
+        settings: Mapping[str, Any],
+        run_id: str = "",
+        active: bool = True,
     ) -> None:
-        """step: updates already done, later lines are cut. settings: stored with the run, secrets left out.
+        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out.
 
         run_id: of the Weights & Biases run to continue; `run_id` then holds that of the run in use.
         """
@@ -57,9 +62,11 @@ class Tracker:
         self._wandb: Any = None
         if not active:
             return
+        out.mkdir(parents=True, exist_ok=True)
         path = out / LOG_FILE
-        cut_log(path, step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
+        if path.stat().st_size > length:
+            self._file.truncate(length)
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
@@ -82,23 +89,28 @@ class Tracker:
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
         except wandb.errors.Error as error:
-            raise UserError(f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled.") from error
+            raise UserError(
+                f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled."
+            ) from error
         self.run_id = str(self._wandb.id)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Append one line; it is on the disk's way when this returns (flushed, not synchronised)."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **figures}, allow_nan=False) + "\n")
+        line = {"step": step, **{name: _finite(value) for name, value in figures.items()}}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._wandb is not None:
-            numbers = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+            numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
             self._wandb.log(numbers, step=step)
 
-    def flush(self) -> None:
-        """Force the log onto the disk, so that it is never behind a saved state."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+    def flush(self) -> int:
+        """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return int(self._file.tell())
 
     def close(self) -> None:
         """End the log; may be called again."""
@@ -116,31 +128,10 @@ class Tracker:
         self.close()
 
 
-def cut_log(path: Path, step: int) -> None:
-    """Remove every line of a log that lies beyond `step`, and a last line that a kill left unfinished."""
-    if not path.is_file():
-        return
-    kept = b"".join(line for line, content in _lines(path) if content["step"] <= step)
-    if len(kept) != path.stat().st_size:
-        write_bytes(path, kept)
-
-
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a log."""
-    return [content for _, content in _lines(path)]
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
-            content = json.loads(line)
-            whole = line.endswith(b"\n") and isinstance(content["step"], int)
-        except (ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
-            logger.warning("'%s', line %d is not a complete log line and is dropped", path, number)
-            continue
-        yield line, content
+    """All lines of a log, in order; a last line that a kill left unfinished is left out."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +139,9 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
-        secret = any(word in lowered for word in _SECRET_WORDS) and not any(word in lowered for word in _PLAIN_WORDS)
+        secret = any(word in lowered for word in _SECRET_WORDS) and not any(
+            word in lowered for word in _PLAIN_WORDS
+        )
         if isinstance(value, Mapping):
             kept[str(name)] = without_secrets(value)
         elif not secret:
@@ -156,6 +149,6 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def finite(value: float) -> float | None:
-    """A number as JSON knows it: None for infinities and for what is not a number."""
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no not-a-number: None stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

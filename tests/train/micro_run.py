@@ -1,0 +1,99 @@
+"""A whole training in miniature for tests: a micro target on disk, its answers as `generate` leaves them, prompts.
+
+Run as a script it trains once, for tests that need a process of their own:
+python -m tests.train.micro_run FOLDER OUT key=value ...  (keys as in `settings`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from heads.api.registry import get_kind
+from inference.engine import DecodeConfig, Engine, Request
+from inference.loading import TargetConfig
+from inference.manifest import file_entry, write_manifest
+from inference.target import TargetModel
+from tests.inference.tokenizers import save_micro_target
+from train.data.answers import SHARD_SCHEMA
+from train.engine import EngineConfig
+from train.features import FeaturesConfig
+from train.loop import TrainConfig, train
+from train.optim import OptimConfig, ScheduleConfig
+from train.tracker import TrackerConfig
+
+ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 60, 5, 40
+
+
+def prepare(folder: Path) -> Path:
+    """Write target/, answers/ and prompts.jsonl into `folder`: greedy answers of a random target, so there is something to learn."""
+    save_micro_target(folder / "target")
+    target = TargetModel.load(TargetConfig(str(folder / "target")))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(10, target.info.vocab_size, (ANSWERS + 6, PROMPT_TOKENS), generator=generator).tolist()
+    requests = [Request(i, tuple(prompt), i, ANSWER_TOKENS) for i, prompt in enumerate(drawn[:ANSWERS])]
+    rows = []
+    for done in Engine(target, None, DecodeConfig(shape="none", batch_size=16)).run(requests):
+        tokens = [*done.request.tokens, *done.tokens]
+        rows.append(
+            {
+                "id": str(done.request.index), "index": done.request.index, "domain": "d", "tokens": tokens,
+                "spans": [[PROMPT_TOKENS, len(tokens)]], "finish": done.finish, "seed": done.request.seed,
+            }  # fmt: skip
+        )
+    rows.sort(key=lambda row: row["index"])
+    answers = folder / "answers"
+    answers.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SHARD_SCHEMA), answers / "shard.parquet")
+    shards = [file_entry(answers, "shard.parquet", rows=len(rows))]
+    write_manifest(answers, "generate", {"target": target.info.to_dict(), "shards": shards})
+    lines = [json.dumps({"id": f"p{i}", "domain": "d", "tokens": prompt}) for i, prompt in enumerate(drawn[ANSWERS:])]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of `train` for a short run on `folder`. Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, lr."""
+    kind = changes.pop("kind", "medusa")
+    head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
+    engine = EngineConfig(
+        name=changes.pop("name", "torch"),
+        zero_stage=changes.pop("zero_stage", 1),
+        precision=changes.pop("precision", "float32"),
+    )
+    plain = {
+        "max_steps": 6, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, "eval_every": 3, "save_every": 2,
+        "prompts": (str(folder / "prompts.jsonl"),), "eval_prompts": 6, "eval_tokens": 12,
+        "tracker": TrackerConfig(wandb="disabled"),
+    }  # fmt: skip
+    optim = OptimConfig(lr=changes.pop("lr", 1e-2))
+    return {
+        "kind": kind,
+        "head": head,
+        "target": TargetConfig(str(folder / "target"), device="cpu", dtype=changes.pop("dtype", "float32")),
+        "data": folder / "answers",
+        "config": TrainConfig(**{**plain, **changes}),
+        "features": FeaturesConfig(),
+        "engine": engine,
+        "optim": optim,
+        "schedule": ScheduleConfig(),
+        "decode": DecodeConfig(depth=3),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Train once as the command line says; values are JSON."""
+    folder, out, *pairs = arguments
+    changes = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+    torch.set_num_threads(1)
+    train(out=Path(out), **settings(Path(folder), **changes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""What a training is told, and what identifies it when it continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.engine import DecodeConfig
+from inference.loading import TargetConfig
+from inference.manifest import MANIFEST_FILE, file_sha256
+from train.engine import EngineConfig
+from train.features import FeaturesConfig
+from train.optim import OptimConfig, ScheduleConfig
+from train.state import Snapshot
+from train.tracker import TrackerConfig
+
+logger = logging.getLogger(__name__)
+
+MUST_MATCH = ("kind", "head", "target", "engine")
+"""Facts of a run that a saved state cannot do without; the others are warned about when they differ."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, on how much at a time, and what is done along the way."""
+
+    max_steps: int = 0
+    """Updates in all; 0: as many as `epochs` take."""
+    epochs: float = 1.0
+    """Passes over the data when max_steps is 0 (a fraction is allowed)."""
+    global_batch: int = 16
+    """Rows per update over all processes."""
+    micro_batch: int = 4
+    """Rows per forward pass of one process; global_batch is a multiple of micro_batch x processes."""
+    sequence_length: int = 512
+    """Tokens per row; answers are packed into rows."""
+    eval_every: int = 100
+    """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights count as the best."""
+    prompts: tuple[str, ...] = ()
+    """Held-out prompts for these measurements: .jsonl files or folders of them."""
+    eval_prompts: int = 24
+    """Prompts of a measurement in all, as evenly as possible from every domain."""
+    eval_tokens: int = 64
+    """Most new tokens per prompt in a measurement."""
+    eval_batch: int = 8
+    """Prompts decoded together in a measurement (tau does not depend on it)."""
+    patience: int = 0
+    """Stop after so many measurements in a row without a higher tau; 0: never."""
+    save_every: int = 100
+    """Steps between saved states; one more comes at the end. 0: at the end only."""
+    keep: int = 2
+    """Saved states to keep (at least 1)."""
+    max_seconds: float = 0.0
+    """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit. What comes
+    out then depends on the machine's speed: prefer max_steps.
+    """
+    parity: bool = True
+    """Compare the training path with the decoding path before the first step and after the last."""
+    seed: int = 0
+    """Of the drafter's initial weights, of the order of rows, and of everything else random."""
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    """Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_batch", 1), ("micro_batch", 1), ("sequence_length", 2), ("eval_prompts", 1),
+                            ("eval_tokens", 1), ("eval_batch", 1), ("keep", 1), ("max_steps", 0), ("eval_every", 0),
+                            ("patience", 0), ("save_every", 0), ("max_seconds", 0)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise UserError(f"train.{name} must be at least {least}; given: {getattr(self, name)}.")
+        if not self.max_steps and self.epochs <= 0:
+            raise UserError(f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}.")
+        if self.eval_every and not self.prompts:
+            raise UserError(
+                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a .jsonl file or a folder), or set "
+                "train.eval_every=0 to keep the last weights unmeasured."
+            )
+
+    def steps(self, per_epoch: int) -> int:
+        """Updates in all, where one pass over the data takes `per_epoch`."""
+        return self.max_steps or max(1, round(self.epochs * per_epoch))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that one training is told."""
+
+    kind: str
+    head: Any
+    target: TargetConfig
+    data: Path
+    out: Path
+    config: TrainConfig
+    features: FeaturesConfig
+    engine: EngineConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    decode: DecodeConfig
+
+
+def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
+    """What a run is: stored with every state, compared when it continues. Plain JSON values."""
+    config = job.config
+    facts = {
+        "kind": job.kind,
+        "head": asdict(job.head),
+        "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
+        "engine": asdict(job.engine),
+        "data": file_sha256(job.data / MANIFEST_FILE) if (job.data / MANIFEST_FILE).is_file() else "",
+        "optim": asdict(job.optim),
+        "schedule": asdict(job.schedule),
+        "train": {name: getattr(config, name) for name in ("global_batch", "sequence_length", "seed")}
+        | {"steps": steps},
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def require_same(snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
+    """Refuse to continue a state of another drafter, target or engine; warn about other settings that have changed."""
+    changed = [name for name in facts if snapshot.run.get(name) != facts[name]]
+    refused = [name for name in changed if name in MUST_MATCH]
+    if refused:
+        details = "; ".join(f"{name} was {snapshot.run.get(name)}, is {facts[name]}" for name in refused)
+        raise UserError(
+            f"'{snapshot.directory}' is the state of another training: {details}. Continue with the settings it was started "
+            "with, or train in another folder."
+        )
+    for name in changed:
+        logger.warning(
+            "continuing although '%s' has changed: it was %s, is %s",
+            name,
+            snapshot.run.get(name),
+            facts[name],
+        )

@@ -1,0 +1,318 @@
+"""`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
+
+    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights that were measured
+    <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
+    <out>/log.jsonl        one line per step and per evaluation
+    <out>/manifest.json    written last
+
+Before the first step and after the last the training path is compared with the decoding path (`inference.parity`).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.engine import DecodeConfig, Request
+from inference.loading import TargetConfig, pick_device
+from inference.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from inference.measure import quick_tau
+from inference.parity import check_parity
+from inference.prompts import load_prompts, select_prompts, to_requests
+from inference.target import TargetModel
+from train.config import Job, TrainConfig, require_same, run_facts
+from train.data.loader import StepLoader
+from train.data.masks import mask_report
+from train.data.pack import PackedData, read_documents
+from train.display import Display
+from train.distributed import World, join_world
+from train.engine import EngineConfig, TrainEngine, make_engine
+from train.features import FeaturesConfig, OnlineFeatures
+from train.optim import OptimConfig, ScheduleConfig, learning_rate
+from train.state import StateStore
+from train.tracker import LOG_FILE, Tracker
+from train.trainer import Evaluation, Limits, Progress, Trainer
+
+logger = logging.getLogger(__name__)
+
+BEST, CHECKPOINTS = "best", "checkpoints"
+PARITY_DOCUMENTS, PARITY_TOKENS = 2, 48
+REPORTED_DOCUMENTS = 256
+
+
+def train(
+    kind: str,
+    head: Any,
+    *,
+    target: TargetConfig,
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    features: FeaturesConfig,
+    engine: EngineConfig,
+    optim: OptimConfig,
+    schedule: ScheduleConfig,
+    decode: DecodeConfig,
+    provenance: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
+
+    Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
+    draft's shape and the sampling under which tau is measured. Raises `UserError` for anything that was given wrongly, and
+    `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    """
+    job = Job(kind, head, target, data, out, config, features, engine, optim, schedule, decode)
+    if (out / MANIFEST_FILE).is_file():
+        return read_manifest(out, "train")
+    if not get_kind(kind).trainable:
+        raise UserError(
+            f"kind '{kind}' has no weights, so there is nothing to train. Measure it as it is: `headstart measure`."
+        )
+    if config.eval_every and decode.shape == "none":
+        raise UserError(
+            "decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree."
+        )
+    world = join_world(pick_device(target.device).type)
+    if target.device in ("auto", "cuda"):
+        job = replace(job, target=replace(target, device=str(world.device)))
+    return _Run(job, world).run(provenance)
+
+
+class _Run:
+    """One training, set up: the target, the data, the drafter, where it stands."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world = job, world
+        seed_everything(job.config.seed + world.rank)
+        self.target = TargetModel.load(job.target)
+        self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
+        self.loader = StepLoader(
+            self.data,
+            job.config.global_batch,
+            job.config.micro_batch,
+            world.size,
+            world.rank,
+            job.config.seed,
+        )
+        self.steps = job.config.steps(self.loader.steps_per_epoch)
+        self.facts = run_facts(job, self.target.info, self.steps)
+        self.drafter: TrainableDrafter = new_drafter(
+            job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
+            token_counts(self.data, self.target.info.vocab_size),
+        ).float()  # fmt: skip
+        self.requests = self.make_requests() if job.config.eval_every else []
+
+    def make_requests(self) -> list[Request]:
+        """The held-out prompts of every measurement; raises `UserError` when none of them fits the target."""
+        config, info = self.job.config, self.target.info
+        prompts = load_prompts(config.prompts)
+        domains = len({prompt.domain for prompt in prompts})
+        chosen = select_prompts(prompts, max(1, config.eval_prompts // domains), seed=config.seed)[
+            : config.eval_prompts
+        ]
+        decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
+        requests = to_requests(
+            chosen, self.target.tokenizer, decode, capacity=info.max_position_embeddings, overlong="skip"
+        )
+        if not requests:
+            raise UserError(
+                f"none of the prompts in {', '.join(config.prompts)} fits into the target's {info.max_position_embeddings} "
+                "positions together with its answer. Give shorter prompts, or lower train.eval_tokens."
+            )
+        return requests
+
+    def run(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Train from where the folder stands, check, and write the manifest."""
+        job, world, config = self.job, self.world, self.job.config
+        store = StateStore(job.out / CHECKPOINTS, config.keep, world)
+        snapshot = store.newest()
+        if snapshot is not None:
+            require_same(snapshot, self.facts)
+            self.drafter.load_state_dict(snapshot.weights())
+        progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
+        if world.is_main:
+            self.recover_best()
+        with Display(f"training {job.kind}", self.steps, progress.step, active=world.is_main) as display:
+            self.introduce(display, progress)
+            engine = make_engine(self.drafter, job.engine, job.optim, world)
+            if snapshot is not None:
+                snapshot.restore(engine, world)
+            self.check(engine.weights(), display)
+            reason = self.fit(engine, store, progress, display)
+            weights = engine.weights()
+            self.check(weights, display)
+            if world.is_main and not self.requests:
+                self.keep_best(weights)
+            engine.close()
+        manifest = self.manifest(progress, reason)
+        if world.is_main:
+            write_manifest(job.out, "train", manifest, provenance)
+        world.wait()
+        return read_manifest(job.out, "train")
+
+    def introduce(self, display: Display, progress: Progress) -> None:
+        """Say what is going to be trained on what."""
+        if not self.world.is_main:
+            return
+        if progress.step:
+            display.say(f"continuing after step {progress.step} of {self.steps}")
+            return
+        sample = list(islice(read_documents(self.job.data, self.target.info), REPORTED_DOCUMENTS))
+        display.console.print(str(mask_report(sample, self.target.tokenizer)))
+        display.say(str(self.data.report))
+        weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
+        display.say(
+            f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
+            f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
+        )
+
+    def fit(self, engine: TrainEngine, store: StateStore, progress: Progress, display: Display) -> str:
+        """Run the loop; returns why it ended."""
+        job, config = self.job, self.job.config
+        tracker = Tracker(
+            config.tracker,
+            job.out,
+            length=progress.log_bytes,
+            settings=self.facts,
+            run_id=progress.tracker_id,
+            active=self.world.is_main,
+        )
+        with tracker:
+            return Trainer(
+                engine=engine,
+                features=OnlineFeatures(self.target, self.drafter.needs, job.engine.dtype),
+                loader=self.loader,
+                rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
+                evaluate=self.evaluate if self.requests else None,
+                keep_best=self.keep_best,
+                store=store,
+                tracker=tracker,
+                display=display,
+                world=self.world,
+                limits=Limits(
+                    self.steps, config.eval_every, config.patience, config.save_every, config.max_seconds
+                ),
+                run_facts=self.facts,
+                progress=progress,
+            ).run()
+
+    # ---- with weights --------------------------------------------------------------------------------------------------
+
+    def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
+        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
+        drafter: TrainableDrafter = type(self.drafter)(self.drafter.config, self.target.info)
+        drafter.to(device=self.target.device, dtype=self.target.dtype)
+        drafter.load_state_dict(weights)
+        refuse_unset(drafter)
+        drafter.bind(self.target.weights)
+        return drafter.eval()
+
+    def evaluate(self, weights: dict[str, Tensor]) -> Evaluation:
+        """tau of these weights with the bundled decoder on the held-out prompts."""
+        config = self.job.config
+        decode = replace(self.job.decode, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
+        found = quick_tau(self.target, self.serving(weights), self.requests, decode)
+        depths = {f"acceptance/depth{depth}": value for depth, value in enumerate(found.unconditional, 1)}
+        return Evaluation(
+            found.tau, found.ci95, {"tar": found.tar, "verify_passes": found.verify_passes, **depths}
+        )
+
+    def keep_best(self, weights: dict[str, Tensor]) -> None:
+        """Replace <out>/best by a checkpoint with these weights, whole."""
+        best = self.job.out / BEST
+        fresh, old = best.with_name(f"{BEST}.partial"), best.with_name(f"{BEST}.old")
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        save_drafter(self.serving(weights), fresh, self.target.info)
+        if best.exists():
+            best.rename(old)
+        fresh.rename(best)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def recover_best(self) -> None:
+        """Put the former best back if a kill came between the two renames of `keep_best`."""
+        best = self.job.out / BEST
+        old = best.with_name(f"{BEST}.old")
+        if old.exists() and not best.exists():
+            old.rename(best)
+
+    def check(self, weights: dict[str, Tensor], display: Display) -> None:
+        """Compare the training path with the decoding path in the main process; raises `ParityError`."""
+        if not self.job.config.parity or not self.world.is_main:
+            return
+        depth = self.job.decode.tree().max_depth
+        documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
+        if not documents:
+            logger.warning(
+                "no document is long enough (%d tokens) for the parity check; it is left out", depth + 4
+            )
+            return
+        report = check_parity(self.target, self.serving(weights), documents, depth)
+        display.say(
+            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} (largest relative difference "
+            f"{max(report.worst, default=0.0):.1e}, allowed {report.tolerance:.0e})"
+        )
+
+    def manifest(self, progress: Progress, reason: str) -> dict[str, Any]:
+        """What the next stage reads."""
+        measured = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": list(progress.tau_ci95)}
+        return {
+            "kind": self.job.kind,
+            "head": self.facts["head"],
+            "target": self.target.info.to_dict(),
+            "data": {"path": str(self.job.data), "manifest_sha256": self.facts["data"]},
+            "checkpoint": BEST,
+            "best": measured
+            if progress.tau is not None
+            else {"step": progress.step, "tau": None, "tau_ci95": None},
+            "steps": progress.step,
+            "ended_by": reason,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "processes": self.world.size,
+            "history": LOG_FILE,
+            "settings": {name: self.facts[name] for name in ("engine", "optim", "schedule", "train")},
+        }
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # libraries draw from the global state
+    torch.manual_seed(seed)
+
+
+def token_counts(data: PackedData, vocab_size: int) -> Tensor:
+    """How often each token occurs in the supervised parts of the data: [V] int64."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for index in range(len(data)):
+        row = data.row(index)
+        counts += np.bincount(row.tokens[row.loss_mask], minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def parity_documents(data: PackedData, least: int) -> Iterator[list[int]]:
+    """Documents of at least `least` tokens, cut to a length at which the check is quick."""
+    for index in range(len(data)):
+        row = data.row(index)
+        for segment in range(1, int(row.segments.max()) + 1):
+            tokens = row.tokens[row.segments == segment]
+            if len(tokens) >= least:
+                yield tokens[: max(least, PARITY_TOKENS)].tolist()

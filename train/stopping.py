@@ -1,0 +1,48 @@
+"""Stopping a run from outside: SIGTERM (a scheduler) and SIGINT (Ctrl-C) let the step end, save, and leave in good order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop and has saved its state. Exit status 0 after SIGTERM, 130 after Ctrl-C, as shells expect."""
+
+    def __init__(self, name: str, step: int) -> None:
+        super().__init__(130 if name == signal.SIGINT.name else 0)
+        self.name, self.step = name, step
+
+
+class StopRequest:
+    """While entered, notes a signal instead of dying of it. A second Ctrl-C interrupts at once.
+
+    Outside of the main thread Python delivers no signals; nothing is changed there.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The signal's name, empty while none came."""
+        return signal.Signals(self.number).name if self.number else ""
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number

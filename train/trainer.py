@@ -1,0 +1,265 @@
+"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop. `train.loop` sets it up.
+
+It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of drafters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.errors import UserError
+from train.data.loader import PackedBatch, StepLoader
+from train.display import Display
+from train.distributed import World
+from train.engine import TrainEngine
+from train.state import StateStore
+from train.stopping import Stopped, StopRequest
+from train.tracker import Tracker
+
+
+class Features(Protocol):
+    """Where training batches come from; `train.features.OnlineFeatures` is one."""
+
+    def batch(self, packed: PackedBatch) -> TrainBatch: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured tau with its interval, and what else is worth a line in the log."""
+
+    tau: float
+    ci95: tuple[float, float]
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+Evaluate = Callable[[dict[str, Tensor]], Evaluation]
+"""Measures the drafter with these weights (float32, CPU). Called in the main process only."""
+KeepBest = Callable[[dict[str, Tensor]], None]
+"""Writes these weights as the best checkpoint. Called in the main process only."""
+
+
+@dataclass
+class Progress:
+    """What a run remembers beside weights and generators; stored with every state.
+
+    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale: evaluations since
+    then. log_bytes: length of log.jsonl.
+    """
+
+    step: int = 0
+    tau: float | None = None
+    tau_ci95: tuple[float, float] = (0.0, 0.0)
+    best_step: int = 0
+    evaluated_step: int = 0
+    stale: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    tracker_id: str = ""
+    log_bytes: int = 0
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Progress:
+        """Back from a stored state's record."""
+        known = {item.name for item in fields(cls)}
+        values = {name: value for name, value in record.items() if name in known}
+        return cls(**{**values, "tau_ci95": tuple(values.get("tau_ci95", (0.0, 0.0)))})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to do what. Counts of steps; 0 (or a patience of 0, seconds of 0) switches that off."""
+
+    steps: int
+    eval_every: int
+    patience: int
+    save_every: int
+    max_seconds: float
+
+
+@dataclass
+class StepFigures:
+    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the order of `names`."""
+
+    loss: float
+    tokens: float
+    stop: float
+    metrics: dict[str, float]
+
+
+@dataclass
+class Trainer:
+    """One run in one process. `run()` returns why it ended: "steps", "patience" or "seconds".
+
+    rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state.
+    """
+
+    engine: TrainEngine
+    features: Features
+    loader: StepLoader
+    rate: Callable[[int], float]
+    evaluate: Evaluate | None
+    keep_best: KeepBest
+    store: StateStore
+    tracker: Tracker
+    display: Display
+    world: World
+    limits: Limits
+    run_facts: Mapping[str, Any]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step
+
+    def run(self) -> str:
+        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the last step.
+
+        Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
+        """
+        limits, progress = self.limits, self.progress
+        reason = self.finished()
+        with StopRequest() as request:
+            for index, batches in self.loader.iterate(
+                progress.step, limits.steps if not reason else progress.step
+            ):
+                stop = self.step(index, batches, request)
+                if self.due(limits.eval_every):
+                    self.measure()
+                if self.due(limits.save_every):
+                    self.save()
+                if stop:
+                    self.leave(request)
+                reason = self.finished()
+                if reason:
+                    break
+            if self.evaluate is not None and progress.evaluated_step != progress.step:
+                self.measure()
+            self.save()
+        return reason or "steps"
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every `every` steps happens now."""
+        return every > 0 and self.progress.step % every == 0
+
+    def finished(self) -> str:
+        """Why the run is over; empty while it is not. All processes decide alike."""
+        limits, progress = self.limits, self.progress
+        if progress.step >= limits.steps:
+            return "steps"
+        if limits.patience and progress.stale >= limits.patience:
+            return "patience"
+        if limits.max_seconds and progress.seconds >= limits.max_seconds:
+            return "seconds"
+        return ""
+
+    def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
+        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns whether to stop."""
+        begun = time.perf_counter()
+        supervised = self.loader.supervised(index)
+        outputs = []
+        for place, packed in enumerate(batches):
+            batch = self.features.batch(packed)
+            outputs.append(self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1))
+        tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
+        figures = self.add_up(outputs, tokens, bool(request.number))
+        if not math.isfinite(figures.loss):
+            raise self.failure(index, f"the loss is {figures.loss}")
+        rate = self.rate(index)
+        norm = self.engine.step(rate)
+        if not math.isfinite(norm):
+            raise self.failure(index, f"the gradient's norm is {norm}")
+        seconds = self.world.from_main([time.perf_counter() - begun])[0]
+        progress = self.progress
+        progress.step, progress.seconds = index + 1, progress.seconds + seconds
+        progress.tokens += int(figures.tokens)
+        line = {"loss": figures.loss / max(1, supervised), "lr": rate, "grad_norm": norm, **figures.metrics}
+        speed = figures.tokens / seconds
+        self.tracker.write(
+            progress.step, {**line, "tokens": progress.tokens, "tokens_per_second": speed, "seconds": seconds}
+        )
+        self.display.step(progress.step, line["loss"], speed)
+        return figures.stop > 0
+
+    def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
+        """The step's sums over micro-batches and processes, in one message and with one wait for the device."""
+        names = sorted({name for output in outputs for name in output.metrics})
+        device = outputs[0].loss_sum.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = [torch.stack([output.loss_sum.double() for output in outputs]).sum()]
+        for name in names:
+            pairs = [output.metrics[name] for output in outputs if name in output.metrics]
+            for place in (0, 1):
+                sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
+        host = torch.tensor([tokens, stop], dtype=torch.float64, device=device)
+        values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
+        metrics = {
+            name: values[1 + 2 * place] / values[2 + 2 * place]
+            for place, name in enumerate(names)
+            if values[2 + 2 * place] > 0
+        }
+        return StepFigures(values[0], values[-2], values[-1], metrics)
+
+    def failure(self, index: int, what: str) -> UserError:
+        """The error for a step that went wrong: nothing was saved since."""
+        kept = f"The state of step {self.saved_step} is kept" if self.saved_step else "No state was saved yet"
+        return UserError(
+            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there and "
+            "would end the same way: lower optim.lr, raise schedule.warmup or lower optim.clip, and start in another folder."
+        )
+
+    def measure(self) -> None:
+        """Measure tau, and keep the weights if it is the best so far."""
+        progress = self.progress
+        weights = self.engine.weights()
+        numbers = [0.0, 0.0, 0.0]
+        found: Evaluation | None = None
+        if self.world.is_main:
+            assert self.evaluate is not None, "measure without a way to"
+            with self.display.measuring():
+                found = self.evaluate(weights)
+            numbers = [found.tau, *found.ci95]
+        tau, low, high = self.world.from_main(numbers)
+        progress.evaluated_step = progress.step
+        rose = progress.tau is None or tau > progress.tau
+        if rose:
+            progress.tau, progress.tau_ci95, progress.best_step, progress.stale = (
+                tau,
+                (low, high),
+                progress.step,
+                0,
+            )
+            if self.world.is_main:
+                self.keep_best(weights)
+        else:
+            progress.stale += 1
+        if found is not None:
+            self.tracker.write(
+                progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
+            )
+            self.display.measured(progress.step, tau, (low, high), rose)
+
+    def save(self) -> None:
+        """Save the state unless that of this very step is there already."""
+        progress = self.progress
+        if self.saved_step == progress.step:
+            return
+        progress.tracker_id, progress.log_bytes = self.tracker.run_id, self.tracker.flush()
+        self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
+        self.saved_step = progress.step
+
+    def leave(self, request: StopRequest) -> None:
+        """Save and raise `Stopped`. A process that got no signal itself goes by the others."""
+        self.save()
+        name = request.name or "SIGTERM"
+        self.display.say(
+            f"{name}: state of step {self.progress.step} saved; the same command continues there."
+        )
+        self.world.wait()
+        raise Stopped(name, self.progress.step)
