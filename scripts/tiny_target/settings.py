@@ -35,6 +35,7 @@ class TrainSettings:
     chat_share: float = 0.4  # share of conversations among the rows of a batch
     final_chat_share: float = 0.7  # the same in the last quarter of the run, when the learning rate is low
     seed: int = 0
+    optimiser: Literal["muon", "adamw"] = "muon"  # muon: for the layers' matrices; embeddings and norms take AdamW either way
 
     def __post_init__(self) -> None:
         """Check the sizes that must divide each other; UserError names the flag."""
