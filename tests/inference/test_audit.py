@@ -9,10 +9,11 @@ import torch
 
 from inference.audit import AuditReport, audit
 from inference.engine import DecodeConfig, Engine, Request
+from inference.loading import TargetConfig, describe, switch_attention
 from inference.sampling import SamplingSettings
 from inference.target import TargetModel
 from tests.fakes import SometimesRight
-from tests.models import VOCAB, random_target
+from tests.models import VOCAB, TokenIds, random_model, random_target
 
 PROMPT = (5, 17, 40, 8, 63)
 NEW = 16
@@ -48,10 +49,13 @@ def target() -> TargetModel:
 @pytest.fixture(scope="module")
 def tied() -> TargetModel:
     """A float32 target whose LM head gives every token and its neighbour (2k, 2k+1) the same logit."""
-    model = endless_target(dtype=torch.float32)
-    head = model.model.get_output_embeddings().weight.data
+    model = random_model().float()
+    head = model.get_output_embeddings().weight.data
     head[1::2] = head[: VOCAB - 1 : 2]
-    return model
+    switch_attention(model)
+    target = TargetModel(model, TokenIds(), describe(model, TokenIds(), TargetConfig(path="random/tied")))
+    target.eos_token_ids = ()
+    return target
 
 
 def test_identical_answers_need_no_explanation(target: TargetModel) -> None:
