@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from inference import metrics
 from inference.audit import AuditReport, audit
 from inference.bench import BASELINE, Arm, BenchConfig, check_arms, device_facts, process_facts, split_prompts
 from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Request
+from inference.kernels.packed_linear import packed_linears
 from inference.metrics import Outcome, TauEstimate, Totals
 from inference.prompts import Prompt, to_requests
 from inference.records import Record, Records
@@ -80,8 +82,13 @@ def measure(
     """
     session = _Session.prepare(config, target, arms, prompts)
     records = Records.open(out, session.fingerprint(), session.names)
-    session.warm_up()
-    session.run(records, console)
+    with ExitStack() as stack:
+        for (
+            arm
+        ) in arms:  # once for all prompts, as the target's weights are; else every answer would begin with it
+            stack.enter_context(packed_linears(arm.drafter))
+        session.warm_up()
+        session.run(records, console)
     report = {
         "format": FORMAT,
         **session.facts(),
