@@ -53,8 +53,9 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
-        fits = type(part) is nn.Linear and "forward" not in part.__dict__ and part.weight.ndim == 2
-        if fits and part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
+        if not isinstance(part, nn.Linear) or type(part) is not nn.Linear or "forward" in part.__dict__:
+            continue  # subclasses may mean something else by their forward
+        if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part
 
 
