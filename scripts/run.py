@@ -93,8 +93,11 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """Command, code, versions and machine of this process."""
-        return dict(self.record["sessions"][-1])
+        """Command, code, versions and machine of this process, for manifests. The code's difference is in run.json alone."""
+        found = dict(self.record["sessions"][-1])
+        git = found["git"]
+        found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
+        return found
 
     def finish(self) -> None:
         """Mark the stage complete."""

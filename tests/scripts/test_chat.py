@@ -1,0 +1,116 @@
+"""The chat: text appears whole, the conversation is remembered, a piped prompt is answered, numbers go to standard error."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.engine import DecodeConfig, Engine, PassRecord
+from inference.target import TargetModel
+from scripts.chat import Answer, Chat, TextStream, converse, run, summary
+from scripts.config import load_settings
+from scripts.stages import STAGES
+from tests.inference.tokenizers import save_micro_target
+
+
+class Bytes:
+    """A tokenizer whose tokens are single bytes: characters beyond ASCII arrive in pieces."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_a_character_is_shown_when_all_its_bytes_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = TextStream(Bytes(), ends=(0,))
+    pieces = []
+    for byte in "né€\0".encode():
+        stream.add([byte])
+        pieces.append(capsys.readouterr().out)
+    assert pieces == ["n", "", "é", "", "", "€", ""]
+    stream.add(["€".encode()[0]])
+    stream.close()
+    assert capsys.readouterr().out == "\ufffd\n"  # what never became whole is not held back for ever
+
+
+def test_the_summary_is_a_ratio_of_sums() -> None:
+    answer = Answer("text", 8, [PassRecord(2, 3, True), PassRecord(3, 4, False)], 2.0)
+    assert summary(answer, "medusa") == "[medusa: tau 3.50, 4 tokens/s, 8 tokens in 2.00 s]"
+    assert "tau 0.00" in summary(Answer("", 1, [], 0.5), "medusa")  # ended with its first token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_micro_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Engine:
+    from inference.loading import TargetConfig
+
+    return Engine(
+        TargetModel.load(TargetConfig(str(folder), device="cpu")), None, DecodeConfig(max_new_tokens=8)
+    )
+
+
+def test_a_conversation_is_remembered_and_forgotten(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = Chat(engine, "Be brief.", seed=0)
+    answer = chat.answer("hello")
+    assert capsys.readouterr().out == answer.text + "\n"
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[-1]["content"] == answer.text
+    chat.answer("and now")
+    assert len(chat.messages) == 5
+    chat.clear()
+    assert [message["role"] for message in chat.messages] == ["system"]
+
+
+class Lines:
+    """A terminal that types prepared lines."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def __call__(self, _: Any, prompt: str = "", **__: Any) -> str:
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+
+def test_the_terminal_loop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_long = "word " * 400
+    monkeypatch.setattr(
+        "rich.console.Console.input", Lines(["hello", "", too_long, "/clear", "again", "/quit", "never"])
+    )
+    chat = Chat(engine, "", seed=0)
+    converse(chat, "no drafter")
+    text = capsys.readouterr().out
+    assert text.count("[no drafter: tau 1.00") == 2
+    assert "(/clear starts a new conversation)" in text
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["again"]
+
+
+def test_a_piped_prompt(
+    folder: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"target.path={folder}", "target.device=cpu", "decode.max_new_tokens=8", "chat.drafter=ngram"]
+    settings = load_settings(STAGES["chat"], given)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    run(settings)
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith("[ngram: tau ")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    run(load_settings(STAGES["chat"], [*given[:-1], "chat.drafter=none"]))
+    assert capsys.readouterr().out == shown.out  # the drafter changes nothing
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    with pytest.raises(UserError, match="standard input is empty"):
+        run(settings)
+    with pytest.raises(UserError, match=r"there is no drafter 'nogram' in 'outputs/default'"):
+        run(load_settings(STAGES["chat"], [*given[:-1], "chat.drafter=nogram"]))
