@@ -1,0 +1,100 @@
+"""Finding drafters: by name, by folder, by kind; and the draft that each is measured with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.engine import DecodeConfig
+from inference.target import TargetModel
+from scripts import drafters
+from scripts.drafters import Found
+from scripts.measure import MeasureConfig, chosen
+from scripts.push import choose
+from scripts.run import RunConfig
+from tests.models import random_target
+
+RUN = RunConfig(name="x")
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return random_target("llama")
+
+
+def train_folder(target: TargetModel, name: str, decode: dict[str, object] | None = None) -> Path:
+    """What a training leaves: a checkpoint, and the settings it was made with."""
+    folder = RUN.directory / "train" / name
+    medusa = new_drafter("medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0)
+    save_drafter(medusa, folder / "best", target.info)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"decode": decode or {}}))
+    return folder
+
+
+def test_a_drafter_is_found_by_name_folder_or_kind(target: TargetModel, in_folder: Path) -> None:
+    folder = train_folder(target, "mine")
+    by_name = drafters.find("mine", RUN)
+    assert by_name == Found("mine", "medusa", folder / "best")
+    assert drafters.find(str(folder), RUN) == drafters.find(str(folder / "best"), RUN) == by_name
+    assert drafters.find("ngram", RUN) == Found("ngram", "ngram", None)
+    loaded = drafters.load(by_name, target)
+    assert torch.isfinite(loaded.residual_weight).all()
+    assert drafters.load(drafters.find("ngram", RUN), target, {"max_n": 3}).config.max_n == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("mnie", r"there is no drafter 'mnie' in 'outputs/x'.* Did you mean 'mine'\?"),
+        ("medusa", r"there is no drafter 'medusa'"),  # a kind with weights needs a checkpoint
+        (".", r"'\.' is not a drafter checkpoint: it has no config\.json"),
+    ],
+)
+def test_what_is_not_a_drafter_is_refused(target: TargetModel, in_folder: Path, given: str, message: str) -> None:
+    train_folder(target, "mine")
+    with pytest.raises(UserError, match=message):
+        drafters.find(given, RUN)
+
+
+def test_a_drafter_brings_the_draft_it_was_trained_for(target: TargetModel, in_folder: Path) -> None:
+    tree = {"shape": "tree", "depth": 4, "choices": [[0], [1], [0, 0]], "temperature": 1.0, "batch_size": 7}
+    train_folder(target, "mine", tree)
+    measured = DecodeConfig(temperature=0.5, batch_size=1, depth=6)
+    own = drafters.draft_settings(drafters.find("mine", RUN), measured)
+    assert (own.shape, own.choices) == ("tree", ((0,), (1,), (0, 0)))
+    assert (own.temperature, own.batch_size) == (0.5, 1)  # the task is the measurement's
+    changed = drafters.draft_settings(drafters.find("mine", RUN), measured, {"shape": "chain", "depth": 2})
+    assert (changed.shape, changed.depth) == ("chain", 2)
+    assert drafters.draft_settings(drafters.find("ngram", RUN), measured) == measured
+    with pytest.raises(UserError, match=r"measure\.drafts\.mine\.dept: a draft has no such key\. Did you mean 'depth'"):
+        drafters.draft_settings(drafters.find("mine", RUN), measured, {"dept": 2})
+
+
+def test_a_measurement_takes_all_trained_drafters_and_the_kinds(target: TargetModel, in_folder: Path) -> None:
+    with pytest.raises(UserError, match="there is nothing to measure: 'outputs/x' has no trained drafter"):
+        chosen(MeasureConfig(kinds=()), RUN)
+    train_folder(target, "b")
+    train_folder(target, "a")
+    assert [item.name for item in chosen(MeasureConfig(), RUN)] == ["a", "b", "ngram"]
+    assert [item.name for item in chosen(MeasureConfig(drafters=("b",), kinds=()), RUN)] == ["b"]
+    with pytest.raises(UserError, match=r"measure\.drafts names 'c', which is not measured\. Measured: a, b, ngram"):
+        chosen(MeasureConfig(drafts={"c": {"depth": 2}}), RUN)
+
+
+def test_a_push_needs_to_know_which_drafter(target: TargetModel, in_folder: Path) -> None:
+    with pytest.raises(UserError, match="'outputs/x' holds no trained drafter"):
+        choose(RUN)
+    train_folder(target, "b")
+    assert choose(RUN).name == "b"
+    train_folder(target, "a")
+    with pytest.raises(UserError, match=r"Say which with run\.drafter=<name>: a, b"):
+        choose(RUN)
+    assert choose(RunConfig(name="x", drafter="a")).name == "a"
+    with pytest.raises(UserError, match=r"has trained no 'c'"):
+        choose(RunConfig(name="x", drafter="c"))
