@@ -12,6 +12,7 @@ tokens), whatever the number of processes and of micro-batches.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def make_engine(
     every process."""
     wrong = [name for name, p in drafter.named_parameters() if p.dtype != torch.float32]
     assert not wrong, f"weights {wrong[:4]} are not float32"
+    # RMSNorm of bfloat16 states with float32 weights is meant; torch warns that it is not its fastest path.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     if config.name == "torch":
         return TorchEngine(drafter, config, optim, world)
     from train.deepspeed_engine import DeepSpeedEngine

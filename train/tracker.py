@@ -118,7 +118,7 @@ class Tracker:
             self._file.close()
             self._file = None
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
             self._wandb = None
 
     def __enter__(self) -> Tracker:

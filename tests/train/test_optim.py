@@ -1,0 +1,81 @@
+"""Schedules are pure functions of the step; only matrices decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from heads.api.errors import UserError
+from train.optim import OptimConfig, ScheduleConfig, learning_rate, make_optimizer, parameter_groups
+
+
+def rates(total: int, **schedule: object) -> list[float]:
+    return [learning_rate(step, total, 2.0, ScheduleConfig(**schedule)) for step in range(total)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
+def test_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
+    found = rates(100, kind=kind, warmup=0.1, min_ratio=0.1)
+    assert found[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert max(found) == found[10] == pytest.approx(2.0)
+
+
+def test_each_kind_ends_where_it_should() -> None:
+    assert rates(50, kind="constant", min_ratio=0.1)[-1] == 2.0
+    for kind in ("cosine", "linear", "wsd"):
+        assert rates(50, kind=kind, min_ratio=0.1)[-1] == pytest.approx(0.2)
+        assert rates(50, kind=kind, min_ratio=0.0)[-1] == pytest.approx(0.0)
+
+
+def test_the_middle_of_cosine_and_linear_is_halfway() -> None:
+    assert rates(101, kind="cosine", warmup=0, min_ratio=0.0)[50] == pytest.approx(1.0)
+    assert rates(101, kind="linear", warmup=0, min_ratio=0.0)[25] == pytest.approx(1.5)
+    assert rates(101, kind="cosine", warmup=0, min_ratio=0.0)[25] > 1.5
+
+
+def test_wsd_stays_at_the_peak_until_its_last_part() -> None:
+    found = rates(100, kind="wsd", warmup=5, decay=0.2, min_ratio=0.0)
+    assert found[5:80] == [2.0] * 75
+    assert all(earlier > later for earlier, later in zip(found[80:], found[81:], strict=False))
+
+
+def test_warm_up_counts_steps_from_one_on_and_shares_below() -> None:
+    assert ScheduleConfig(warmup=7).warmup_steps(1000) == 7
+    assert ScheduleConfig(warmup=0.25).warmup_steps(1000) == 250
+    assert ScheduleConfig(warmup=0).warmup_steps(1000) == 0
+
+
+def test_short_runs_have_a_rate_at_every_step() -> None:
+    for kind in ("cosine", "linear", "constant", "wsd"):
+        assert all(rate > 0 for total in (1, 2, 3) for rate in rates(total, kind=kind))
+
+
+def test_only_matrices_decay() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    module[0].bias.requires_grad_(False)
+    matrices, vectors = parameter_groups(module.parameters(), 0.1)
+    assert (matrices["weight_decay"], [p.shape for p in matrices["params"]]) == (0.1, [torch.Size([3, 3])])
+    assert (vectors["weight_decay"], len(vectors["params"])) == (0.0, 2)
+
+
+def test_nothing_to_train_is_said() -> None:
+    with pytest.raises(UserError, match="no trainable weights"):
+        make_optimizer([], OptimConfig())
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: OptimConfig(lr=0.0), "optim.lr and optim.eps must be above 0"),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim.betas must lie in \[0, 1\)"),
+        (lambda: OptimConfig(clip=-1.0), "optim.clip must not be negative"),
+        (lambda: ScheduleConfig(kind="cosin"), "Did you mean 'cosine'"),
+        (lambda: ScheduleConfig(warmup=-1), "schedule.warmup must not be negative"),
+        (lambda: ScheduleConfig(min_ratio=1.5), "schedule.min_ratio must lie between 0 and 1"),
+        (lambda: ScheduleConfig(decay=0.0), "schedule.decay must be above 0"),
+    ],
+)
+def test_wrong_values_are_refused(made: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        made()  # type: ignore[operator]

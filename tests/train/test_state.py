@@ -1,0 +1,138 @@
+"""States on disk: complete or not there, everything in them comes back, damaged ones are passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from tests.train.toy import OPTIM, Toy, train_steps
+from train.distributed import World
+from train.engine import EngineConfig, TorchEngine
+from train.state import STATE_FILE, StateStore, read_snapshot
+
+RUN = {"kind": "toy"}
+
+
+def trained(steps: int = 2) -> TorchEngine:
+    engine = TorchEngine(Toy(), EngineConfig(name="torch", precision="float32"), OPTIM, World())
+    train_steps(engine, World(), 4, 0, steps)
+    return engine
+
+
+def store(folder: Path, keep: int = 5, world: World | None = None) -> StateStore:
+    return StateStore(folder / "checkpoints", keep, world or World())
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    engine = trained()
+    random.seed(3), np.random.seed(4), torch.manual_seed(5)
+    np.random.normal()  # leaves a second normal value cached
+    store(tmp_path).save(2, engine, {"stale": 1, "tau": 1.25}, RUN)
+    expected = [random.random(), np.random.normal(), float(np.random.rand()), float(torch.rand(()))]
+    train_steps(engine, World(), 4, 2, 4)
+
+    snapshot = store(tmp_path).newest()
+    assert snapshot is not None
+    assert (snapshot.step, snapshot.record, snapshot.run) == (2, {"stale": 1, "tau": 1.25}, RUN)
+    toy = Toy()
+    toy.load_state_dict(snapshot.weights())
+    again = TorchEngine(toy, EngineConfig(name="torch", precision="float32"), OPTIM, World())
+    snapshot.restore(again, World())
+    assert expected == [random.random(), np.random.normal(), float(np.random.rand()), float(torch.rand(()))]
+    train_steps(again, World(), 4, 2, 4)
+    assert all(torch.equal(again.weights()[name], value) for name, value in engine.weights().items())
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    engine, states = trained(), store(tmp_path, keep=2)
+    for step in (1, 20, 3, 100):
+        states.save(step, engine, {}, RUN)
+    assert sorted(path.name for path in states.directory.iterdir()) == ["step_00000020", "step_00000100"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    engine, states = trained(), store(tmp_path)
+    states.save(2, engine, {"tau": 1.0}, RUN)
+    states.save(2, engine, {"tau": 2.0}, RUN)
+    found = states.newest()
+    assert found is not None
+    assert found.record == {"tau": 2.0}
+
+
+def test_half_written_folders_are_cleared_and_never_read(tmp_path: Path) -> None:
+    states = store(tmp_path)
+    assert states.newest() is None
+    folder = states.save(2, trained(), {}, RUN)
+    (folder.parent / "step_00000009.partial").mkdir()
+    (folder.parent / "step_00000009.partial" / "model.safetensors").write_bytes(b"half")
+    found = states.newest()
+    assert found is not None
+    assert found.step == 2
+    assert [path.name for path in folder.parent.iterdir()] == ["step_00000002"]
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 100)
+
+
+def scramble(folder: Path) -> None:
+    file = folder / "optimizer-0.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def spoil_json(folder: Path) -> None:
+    (folder / STATE_FILE).write_text("{", encoding="utf-8")
+
+
+def drop(folder: Path) -> None:
+    (folder / "random-0.json").unlink()
+
+
+def foreign(folder: Path) -> None:
+    (folder / STATE_FILE).write_text(json.dumps({"format": 99}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("damage", [cut, scramble, spoil_json, drop, foreign])
+def test_a_damaged_newest_state_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    states = store(tmp_path)
+    states.save(2, trained(), {}, RUN)
+    damage(states.save(4, trained(), {}, RUN))
+    with caplog.at_level(logging.WARNING):
+        found = states.newest()
+    assert found is not None
+    assert found.step == 2
+    assert "step_00000004" in caplog.text
+    assert "Continuing from the state before it" in caplog.text
+
+
+def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
+    states = store(tmp_path)
+    cut(states.save(2, trained(), {}, RUN))
+    assert states.newest() is None
+
+
+def test_another_number_of_processes_is_refused_where_the_state_is_divided(tmp_path: Path) -> None:
+    engine = trained()
+    folder = store(tmp_path).save(2, engine, {}, RUN)
+    content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    (folder / STATE_FILE).write_text(json.dumps({**content, "processes": 4}), encoding="utf-8")
+    read_snapshot(folder).restore(engine, World())  # plain torch holds everything everywhere: any number will do
+    (folder / STATE_FILE).write_text(json.dumps({**content, "processes": 4, "sharded": True}), encoding="utf-8")
+    with pytest.raises(UserError, match="saved by 4 processes.* 1 cannot continue it"):
+        read_snapshot(folder).restore(engine, World())
+
+
+def test_no_file_is_a_pickle(tmp_path: Path) -> None:
+    folder = store(tmp_path).save(2, trained(), {}, RUN)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}

@@ -1,0 +1,93 @@
+"""The log: one line per event, nothing doubled after a resume, no secrets."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from heads.api.errors import UserError
+from train.tracker import LOG_FILE, Tracker, TrackerConfig, read_log, without_secrets
+
+OFF = TrackerConfig(wandb="disabled")
+
+
+def tracker(out: Path, length: int = 0, **changes: object) -> Tracker:
+    return Tracker(OFF, out, length=length, settings={}, **changes)  # type: ignore[arg-type]
+
+
+def test_lines_are_json_with_their_step(tmp_path: Path) -> None:
+    with tracker(tmp_path) as log:
+        log.write(1, {"loss": 2.5, "accuracy/depth1": 0.5})
+        log.write(2, {"loss": math.inf, "best": True})
+    assert read_log(tmp_path / LOG_FILE) == [
+        {"step": 1, "loss": 2.5, "accuracy/depth1": 0.5},
+        {"step": 2, "loss": None, "best": True},
+    ]
+
+
+def test_what_came_after_the_state_is_cut_when_it_continues(tmp_path: Path) -> None:
+    with tracker(tmp_path) as log:
+        log.write(1, {"loss": 1.0})
+        log.write(1, {"tau": 2.0})
+        length = log.flush()
+        log.write(2, {"loss": 3.0})
+    with (tmp_path / LOG_FILE).open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # a kill in the middle of a line
+    assert [line["step"] for line in read_log(tmp_path / LOG_FILE)] == [1, 1, 2]
+    with tracker(tmp_path, length) as log:
+        log.write(2, {"loss": 4.0})
+    assert [list(line.values()) for line in read_log(tmp_path / LOG_FILE)] == [[1, 1.0], [1, 2.0], [2, 4.0]]
+
+
+def test_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        with tracker(tmp_path) as log:
+            log.write(1, {})
+    assert len(read_log(tmp_path / LOG_FILE)) == 1
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    with tracker(tmp_path / "out", active=False) as log:
+        log.write(1, {"loss": 1.0})
+        assert log.flush() == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    settings = {"optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
+    with Tracker(TrackerConfig(name="micro"), tmp_path, length=0, settings=settings) as log:
+        log.write(1, {"loss": 2.0})
+        log.write(1, {"tau": 1.5, "tau_ci95": [1.0, 2.0]})
+        run_id = log.run_id
+    assert run_id
+    files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 1
+    content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+    assert b"tau" in content
+    assert b"hf_abcdef" not in content
+
+
+def test_secrets_are_left_out_at_any_depth() -> None:
+    settings = {
+        "api_key": "a",
+        "optim": {"lr": 1, "password": "b", "nested": {"HF_TOKEN": "c", "tokens": 5}},
+        "eval_tokens": 64,
+        "target": {"tokenizer_hash": "d"},
+    }
+    kept = without_secrets(settings)
+    assert kept == {
+        "optim": {"lr": 1, "nested": {"tokens": 5}},
+        "eval_tokens": 64,
+        "target": {"tokenizer_hash": "d"},
+    }
+    json.dumps(kept)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(UserError, match="Did you mean 'offline'"):
+        TrackerConfig(wandb="ofline")
