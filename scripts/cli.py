@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        print(f"headstart: {error}", file=sys.stderr)
+        print(f"headstart{process_name()}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nheadstart: interrupted; the same command continues where this one stopped.", file=sys.stderr)
@@ -95,6 +95,12 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
         else:
             overrides.append(item)
     return flags, overrides
+
+
+def process_name() -> str:
+    """Which process of a launch speaks; nothing in the main one."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f" (process {rank})"
 
 
 def usage() -> str:

@@ -120,7 +120,8 @@ def open_folder(
         delete_folder(path)
     previous = read_record(path)
     if previous is not None and not config.overwrite:
-        changed = [] if config.accept_changes else changes(path, previous, settings, hashes)
+        accepted = config.accept_changes or not holds_results(path)
+        changed = [] if accepted else changes(path, previous, settings, hashes)
         if changed and not stage_decides:
             raise refusal(path, changed)
         if previous.get("state") == "complete" and not changed:
@@ -139,6 +140,14 @@ def open_folder(
         write_bytes(path / CONFIG_FILE, yaml.safe_dump(settings.resolved, sort_keys=False).encode())
         write_json(path / RUN_FILE, record)
     return StageFolder(path, False, record)
+
+
+def holds_results(path: Path) -> bool:
+    """Whether a stage got as far as writing something: a start that was refused must not block the corrected one."""
+    return any(
+        file.is_file() and file.name not in (RUN_FILE, CONFIG_FILE) and file.stat().st_size
+        for file in path.rglob("*")
+    )
 
 
 def delete_folder(path: Path) -> None:

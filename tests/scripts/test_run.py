@@ -54,6 +54,7 @@ def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
 @pytest.mark.parametrize("complete", [False, True])
 def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> None:
     folder = open_folder(settings(RunConfig(), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out"))
+    Path("out/result").write_text("something")
     if complete:
         folder.finish()
     other = {"optim": {"lr": 0.2, "betas": [0.9, 0.95]}}
@@ -67,9 +68,17 @@ def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> 
         assert read_config(Path("out"))["optim"]["lr"] == 0.2
 
 
+def test_a_start_that_wrote_nothing_does_not_block_the_corrected_one(in_folder: Path) -> None:
+    open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"))
+    Path("out/log.jsonl").touch()
+    assert not open_folder(settings(RunConfig(), optim={"lr": 0.2}), Path("out")).complete
+    assert read_config(Path("out"))["optim"]["lr"] == 0.2
+
+
 def test_changed_inputs_are_refused(in_folder: Path) -> None:
     Path("a.json").write_text("1")
     open_folder(settings(RunConfig()), Path("out"), [Path("a.json")])
+    Path("out/result").write_text("something")
     Path("a.json").write_text("2")
     with pytest.raises(UserError, match=r"a\.json has changed"):
         open_folder(settings(RunConfig()), Path("out"), [Path("a.json")])
@@ -77,6 +86,7 @@ def test_changed_inputs_are_refused(in_folder: Path) -> None:
 
 def test_a_stage_that_decides_itself_gets_the_changed_folder(in_folder: Path) -> None:
     open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out")).finish()
+    Path("out/result").write_text("something")
     assert open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"), stage_decides=True).complete
     assert not open_folder(settings(RunConfig(), optim={"lr": 0.2}), Path("out"), stage_decides=True).complete
 
