@@ -5,7 +5,8 @@ PY ?= python3
 VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?=
+# One worker per core, a test file at a time: tests are small and use one thread each (tests/conftest.py).
+PYTEST_ARGS ?= -n auto --dist loadfile
 
 ifeq ($(PYTHON),$(VENV)/bin/python)
 NEEDS := $(STAMP)
