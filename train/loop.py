@@ -149,9 +149,9 @@ class _Run:
         with Display(f"training {job.kind}", self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
             engine = make_engine(self.drafter, job.engine, job.optim, world)
+            self.check(engine.weights(), display)
             if snapshot is not None:
                 snapshot.restore(engine, world)
-            self.check(engine.weights(), display)
             reason = self.fit(engine, store, progress, display)
             weights = engine.weights()
             self.check(weights, display)
@@ -214,7 +214,9 @@ class _Run:
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
         """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
-        drafter: TrainableDrafter = type(self.drafter)(self.drafter.config, self.target.info)
+        cuda = [self.target.device] if self.target.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
+            drafter: TrainableDrafter = type(self.drafter)(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
         drafter.load_state_dict(weights)
         refuse_unset(drafter)

@@ -12,13 +12,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def command(processes: int, module: str, *arguments: object) -> list[str]:
     """The command line that runs `module` in so many processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     return [sys.executable, *launcher, "-m", module, *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
     """One thread each, the repository importable, nothing left over from another launch."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "WANDB_MODE": "offline"}
 
 

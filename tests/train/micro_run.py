@@ -7,7 +7,10 @@ python -m tests.train.micro_run FOLDER OUT key=value ...  (keys as in `settings`
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +30,33 @@ from train.features import FeaturesConfig
 from train.loop import TrainConfig, train
 from train.optim import OptimConfig, ScheduleConfig
 from train.tracker import TrackerConfig
+from train.trainer import Trainer
 
 ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 60, 5, 40
 
 
 def prepare(folder: Path) -> Path:
-    """Write target/, answers/ and prompts.jsonl into `folder`: greedy answers of a random target, so there is something to learn."""
+    """Write target/, answers/ and prompts.jsonl into `folder`. The answers are a random target's own, greedy ones."""
     save_micro_target(folder / "target")
     target = TargetModel.load(TargetConfig(str(folder / "target")))
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(10, target.info.vocab_size, (ANSWERS + 6, PROMPT_TOKENS), generator=generator).tolist()
+    drawn = torch.randint(
+        10, target.info.vocab_size, (ANSWERS + 6, PROMPT_TOKENS), generator=generator
+    ).tolist()
     requests = [Request(i, tuple(prompt), i, ANSWER_TOKENS) for i, prompt in enumerate(drawn[:ANSWERS])]
     rows = []
     for done in Engine(target, None, DecodeConfig(shape="none", batch_size=16)).run(requests):
         tokens = [*done.request.tokens, *done.tokens]
         rows.append(
             {
-                "id": str(done.request.index), "index": done.request.index, "domain": "d", "tokens": tokens,
-                "spans": [[PROMPT_TOKENS, len(tokens)]], "finish": done.finish, "seed": done.request.seed,
-            }  # fmt: skip
+                "id": str(done.request.index),
+                "index": done.request.index,
+                "domain": "d",
+                "tokens": tokens,
+                "spans": [[PROMPT_TOKENS, len(tokens)]],
+                "finish": done.finish,
+                "seed": done.request.seed,
+            }
         )
     rows.sort(key=lambda row: row["index"])
     answers = folder / "answers"
@@ -53,13 +64,19 @@ def prepare(folder: Path) -> Path:
     pq.write_table(pa.Table.from_pylist(rows, schema=SHARD_SCHEMA), answers / "shard.parquet")
     shards = [file_entry(answers, "shard.parquet", rows=len(rows))]
     write_manifest(answers, "generate", {"target": target.info.to_dict(), "shards": shards})
-    lines = [json.dumps({"id": f"p{i}", "domain": "d", "tokens": prompt}) for i, prompt in enumerate(drawn[ANSWERS:])]
+    lines = [
+        json.dumps({"id": f"p{i}", "domain": "d", "tokens": prompt})
+        for i, prompt in enumerate(drawn[ANSWERS:])
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return folder
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of `train` for a short run on `folder`. Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, lr."""
+    """Arguments of `train` for a short run on `folder`.
+
+    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr.
+    """
     kind = changes.pop("kind", "medusa")
     head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
     engine = EngineConfig(
@@ -87,11 +104,25 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+def watch_steps(slow: float, leave_at: int) -> None:
+    """Let every step take `slow` seconds longer; send SIGTERM to the last process, and to it alone, in step `leave_at`."""
+    plain = Trainer.step
+
+    def step(self: Trainer, index: int, *rest: Any) -> bool:
+        time.sleep(slow)
+        if index + 1 == leave_at and self.world.rank == self.world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, index, *rest)
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
 def main(arguments: list[str]) -> None:
     """Train once as the command line says; values are JSON."""
     folder, out, *pairs = arguments
     changes = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in pairs)}
     torch.set_num_threads(1)
+    watch_steps(changes.pop("slow", 0.0), changes.pop("leave_at", 0))
     train(out=Path(out), **settings(Path(folder), **changes))
 
 

@@ -25,7 +25,9 @@ BFLOAT16 = ["torch:0:bfloat16", "deepspeed:1:bfloat16", "deepspeed:3:bfloat16"]
 
 
 def alone(**settings: object) -> TorchEngine:
-    engine = make_engine(Toy(), EngineConfig(name="torch", precision="float32"), OptimConfig(**settings), World())  # type: ignore[arg-type]
+    engine = make_engine(
+        Toy(), EngineConfig(name="torch", precision="float32"), OptimConfig(**settings), World()
+    )  # type: ignore[arg-type]
     assert isinstance(engine, TorchEngine)
     return engine
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ def test_the_middle_of_cosine_and_linear_is_halfway() -> None:
 def test_wsd_stays_at_the_peak_until_its_last_part() -> None:
     found = rates(100, kind="wsd", warmup=5, decay=0.2, min_ratio=0.0)
     assert found[5:80] == [2.0] * 75
-    assert all(earlier > later for earlier, later in zip(found[80:], found[81:], strict=False))
+    assert all(earlier > later for earlier, later in pairwise(found[80:]))
 
 
 def test_warm_up_counts_steps_from_one_on_and_shares_below() -> None:

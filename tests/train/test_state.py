@@ -127,9 +127,13 @@ def test_another_number_of_processes_is_refused_where_the_state_is_divided(tmp_p
     folder = store(tmp_path).save(2, engine, {}, RUN)
     content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     (folder / STATE_FILE).write_text(json.dumps({**content, "processes": 4}), encoding="utf-8")
-    read_snapshot(folder).restore(engine, World())  # plain torch holds everything everywhere: any number will do
-    (folder / STATE_FILE).write_text(json.dumps({**content, "processes": 4, "sharded": True}), encoding="utf-8")
-    with pytest.raises(UserError, match="saved by 4 processes.* 1 cannot continue it"):
+    read_snapshot(folder).restore(
+        engine, World()
+    )  # plain torch holds everything everywhere: any number will do
+    (folder / STATE_FILE).write_text(
+        json.dumps({**content, "processes": 4, "sharded": True}), encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"saved by 4 processes.* 1 cannot continue it"):
         read_snapshot(folder).restore(engine, World())
 
 

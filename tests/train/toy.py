@@ -119,9 +119,13 @@ def main(out: str, micro: str, *configs: str) -> None:
             again.load_state_dict(weights)
             engine = make_engine(again, parse(text), OPTIM, world)
             engine.load_optimizer_state(state)
-            assert train_steps(engine, world, int(micro), 3, 6) == norms_on, f"{text}: other norms after resuming"
+            assert train_steps(engine, world, int(micro), 3, 6) == norms_on, (
+                f"{text}: other norms after resuming"
+            )
             resumed = engine.weights()
-            assert all(torch.equal(resumed[name], value) for name, value in final.items()), f"{text}: other weights"
+            assert all(torch.equal(resumed[name], value) for name, value in final.items()), (
+                f"{text}: other weights"
+            )
             engine.close()
         if world.is_main:
             content: dict[str, Tensor] = {**final, "norms": torch.tensor([*norms, *norms_on])}

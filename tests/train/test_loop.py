@@ -1,0 +1,267 @@
+"""`train(...)` on a micro target: what it writes, how it chooses, why it ends, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train.loop as loop
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from heads.medusa import Drafter as Medusa
+from inference.engine import DecodeConfig
+from inference.measure import quick_tau
+from inference.parity import ParityError
+from inference.target import TargetModel
+from tests.train.micro_run import prepare, settings
+from train.loop import TrainConfig, train
+from train.stopping import Stopped
+from train.tracker import LOG_FILE, read_log
+from train.trainer import Evaluation
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str, Tensor]]:
+    """Replace the measurement by given values; the returned list receives the weights that were measured."""
+    left, seen = iter(taus), []
+
+    def evaluate(self: Any, weights: dict[str, Tensor]) -> Evaluation:
+        seen.append(weights)
+        tau = next(left)
+        return Evaluation(tau, (tau - 0.1, tau + 0.1))
+
+    monkeypatch.setattr(loop._Run, "evaluate", evaluate)
+    return seen
+
+
+def poison(
+    monkeypatch: pytest.MonkeyPatch, call: int, effect: Callable[[LossOutput], LossOutput | None]
+) -> None:
+    """Let `effect` see (and change) the drafter's loss at its `call`-th call, counted from 1."""
+    plain, calls = Medusa.loss, iter(range(1, 10_000))
+
+    def loss(self: Medusa, batch: TrainBatch) -> LossOutput:
+        output = plain(self, batch)
+        return (effect(output) or output) if next(calls) == call else output
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return read_log(out / LOG_FILE)
+
+
+def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path: Path) -> None:
+    arguments = settings(micro, kind="distilled", max_steps=24, eval_every=8, save_every=8)
+    manifest = train(out=tmp_path, **arguments)
+    lines = log_of(tmp_path)
+    steps = [line for line in lines if "loss" in line]
+    taus = {line["step"]: line["tau"] for line in lines if "tau" in line}
+    assert [line["step"] for line in steps] == list(range(1, 25))
+    assert sum(line["loss"] for line in steps[-5:]) < 0.9 * sum(line["loss"] for line in steps[:5])
+    assert {"lr", "grad_norm", "tokens", "tokens_per_second", "accuracy/depth1"} <= set(steps[0])
+    assert list(taus) == [8, 16, 24]
+    assert manifest["best"]["tau"] == max(taus.values())
+    assert taus[manifest["best"]["step"]] == manifest["best"]["tau"]
+    assert (manifest["steps"], manifest["ended_by"], manifest["kind"]) == (24, "steps", "distilled")
+    assert json.loads((tmp_path / "manifest.json").read_text())["stage"] == "train"
+    # What lies in best/ is what was measured.
+    target = TargetModel.load(arguments["target"])
+    drafter = load_drafter(tmp_path / "best", target.info, target.weights)
+    run = loop._Run(loop.Job(**arguments, out=tmp_path), loop.join_world("cpu"))
+    decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
+    assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
+
+
+def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0))
+    monkeypatch.setattr(loop, "_Run", None)
+    assert train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0)) == first
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "distilled"])
+def test_every_kind_trains_in_bfloat16(micro: Path, tmp_path: Path, kind: str) -> None:
+    head = {"draft_vocab_size": 64} if kind == "eagle3" else {}
+    manifest = train(
+        out=tmp_path, **settings(micro, kind=kind, head=head, precision="bfloat16", dtype="bfloat16")
+    )
+    assert manifest["best"]["tau"] >= 1.0
+    assert all(line["loss"] > 0 for line in log_of(tmp_path) if "loss" in line)
+
+
+def test_the_best_is_the_best_tau_and_patience_ends_the_run(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = planned(monkeypatch, [1.2, 1.5, 1.5, 1.4, 9.9])
+    arguments = settings(micro, max_steps=20, eval_every=2, patience=2)
+    manifest = train(out=tmp_path, **arguments)
+    assert (manifest["steps"], manifest["ended_by"]) == (8, "patience")  # an equal tau is no rise
+    assert manifest["best"] == {"step": 4, "tau": 1.5, "tau_ci95": [1.4, 1.6]}
+    target = TargetModel.load(arguments["target"])
+    best = load_drafter(tmp_path / "best", target.info, target.weights).state_dict()
+    assert all(torch.equal(value, seen[1][name]) for name, value in best.items())
+
+
+def test_a_stopped_run_stays_stopped_by_patience(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the last save and the manifest must not make it train on."""
+    planned(monkeypatch, [1.5, 1.4])
+    arguments = settings(micro, max_steps=20, eval_every=2, patience=1)
+    first = train(out=tmp_path, **arguments)
+    (tmp_path / "manifest.json").unlink()
+    again = train(out=tmp_path, **arguments)
+    assert (again["steps"], again["ended_by"], again["best"]) == (4, "patience", first["best"])
+
+
+def test_without_evaluation_the_last_weights_are_kept_and_no_tau_is_claimed(
+    micro: Path, tmp_path: Path
+) -> None:
+    manifest = train(out=tmp_path, **settings(micro, max_steps=3, eval_every=0, save_every=0, prompts=()))
+    assert manifest["best"] == {"step": 3, "tau": None, "tau_ci95": None}
+    assert (tmp_path / "best" / "model.safetensors").is_file()
+
+
+def test_a_time_limit_ends_the_run(micro: Path, tmp_path: Path) -> None:
+    manifest = train(out=tmp_path, **settings(micro, max_steps=500, eval_every=0, max_seconds=0.05))
+    assert manifest["ended_by"] == "seconds"
+    assert 1 <= manifest["steps"] < 500
+
+
+def test_epochs_count_steps(micro: Path, tmp_path: Path) -> None:
+    manifest = train(out=tmp_path, **settings(micro, max_steps=0, epochs=0.5, global_batch=8, eval_every=0))
+    assert manifest["steps"] == round(0.5 * -(-58 // 8))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_save_and_leave(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arguments = settings(micro, max_steps=9, save_every=100, eval_every=0)
+    whole = train(out=tmp_path / "whole", **arguments)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    poison(monkeypatch, 5, lambda output: os.kill(os.getpid(), number))  # in the third step
+    with pytest.raises(Stopped) as caught:
+        train(out=tmp_path / "run", **arguments)
+    assert (caught.value.code, caught.value.step) == (status, 3)
+    assert "step 3 saved; the same command continues there" in capsys.readouterr().err
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert not (tmp_path / "run" / "manifest.json").exists()
+    manifest = train(out=tmp_path / "run", **arguments)
+    assert manifest["steps"] == whole["steps"]
+    expected = (tmp_path / "whole" / "best" / "model.safetensors").read_bytes()
+    assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == expected
+
+
+def test_a_loss_that_is_no_number_names_the_step_and_keeps_the_state(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 7, lambda output: LossOutput(output.loss_sum * float("nan"), output.metrics))
+    with pytest.raises(UserError, match=r"the loss is nan at step 4.*The state of step 2 is kept"):
+        train(out=tmp_path, **settings(micro, save_every=2, eval_every=0))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_training_that_would_not_serve_is_refused_before_the_first_step(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Medusa.train_logits
+    monkeypatch.setattr(
+        Medusa, "train_logits", lambda self, batch, depth: [x + 1 for x in plain(self, batch, depth)]
+    )
+    with pytest.raises(ParityError, match="depth 1, position"):
+        train(out=tmp_path, **settings(micro))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_state_of_another_training_is_refused(
+    micro: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(out=tmp_path, **settings(micro, max_steps=2, eval_every=0))
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"the state of another training: head was .*'num_heads': 3"):
+        train(out=tmp_path, **settings(micro, max_steps=2, eval_every=0, head={"num_heads": 4}))
+    train(out=tmp_path, **settings(micro, max_steps=3, eval_every=0, lr=1e-3))
+    assert "continuing although 'optim' has changed" in caplog.text
+
+
+def test_a_best_lost_between_two_renames_is_put_back(micro: Path, tmp_path: Path) -> None:
+    train(out=tmp_path, **settings(micro, max_steps=3))
+    (tmp_path / "best").rename(tmp_path / "best.old")
+    (tmp_path / "manifest.json").unlink()
+    train(out=tmp_path, **settings(micro, max_steps=3))
+    assert (tmp_path / "best" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "ngram"}, "has no weights, so there is nothing to train"),
+        ({"global_batch": 5}, "cannot be dealt to 1 processes"),
+        ({"head": {"num_heads": 2}}, "of 2 heads cannot draft 3 tokens"),
+        ({"prompts": ("nowhere.jsonl",)}, "there is no prompt file or folder 'nowhere.jsonl'"),
+        ({"eval_tokens": 500}, "none of the prompts"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    micro: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        train(out=tmp_path, **settings(micro, **changes))
+    assert message in str(caught.value)
+
+
+def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"decode.shape is 'none'"):
+        train(out=tmp_path, **{**settings(micro), "decode": DecodeConfig(shape="none")})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "train.prompts is empty"),
+        ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
+        ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
+        ({"eval_every": -1}, "train.eval_every must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**values)
+
+
+def test_three_trainings_in_one_process_do_not_disturb_each_other(micro: Path, tmp_path: Path) -> None:
+    """As the loop does it; deepspeed keeps process-wide state, and other stages must find the environment as it was."""
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    arguments = {"max_steps": 2, "eval_every": 2, "name": "deepspeed"}
+    train(out=tmp_path / "a", **settings(micro, **arguments, zero_stage=1))
+    train(out=tmp_path / "b", **settings(micro, **arguments, zero_stage=3))
+    train(out=tmp_path / "c", **settings(micro, **arguments, zero_stage=1))
+    first, last = (tmp_path / name / "best" / "model.safetensors" for name in ("a", "c"))
+    assert first.read_bytes() == last.read_bytes()
+    assert {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} == environment
+    shutil.rmtree(tmp_path)

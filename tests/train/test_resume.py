@@ -1,0 +1,180 @@
+"""N steps equal N/2 steps, a kill, and N/2 more: weights, optimiser, generators, log. Real processes, really killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import train.state as state
+from tests.train import launch
+from tests.train.micro_run import prepare, settings
+from train.distributed import World
+from train.loop import train
+from train.state import StateStore
+from train.tracker import LOG_FILE, Tracker, read_log
+
+WORKER = "tests.train.micro_run"
+CLOCK = ("seconds", "tokens_per_second")
+STEPS = 14
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("micro"))
+
+
+def same_log(one: Path, other: Path) -> None:
+    logs = [
+        [{k: v for k, v in line.items() if k not in CLOCK} for line in read_log(out / LOG_FILE)]
+        for out in (one, other)
+    ]
+    assert logs[0] == logs[1]
+
+
+def same_outcome(one: Path, other: Path) -> None:
+    """Equal to the last bit: the best checkpoint, the newest state with everything in it, the log but for its clock."""
+    same_log(one, other)
+    assert (one / "best" / "model.safetensors").read_bytes() == (
+        other / "best" / "model.safetensors"
+    ).read_bytes()
+    states = [sorted((out / "checkpoints").iterdir())[-1] for out in (one, other)]
+    assert states[0].name == states[1].name == f"step_{STEPS:08d}"
+    for path in sorted(states[0].iterdir()):
+        if path.name != "state.json":
+            assert path.read_bytes() == (states[1] / path.name).read_bytes(), path.name
+    assert load_file(states[0] / "optimizer-0.safetensors"), "the state of AdamW must not be empty"
+
+
+def wait_for(process: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
+    """Return as soon as `seen`; fails the test when the process ends first."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not seen():
+        assert process.poll() is None, f"ended early:\n{process.communicate()[0][-3000:]}"
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.005)
+
+
+def log_lines(out: Path) -> int:
+    path = out / LOG_FILE
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def pairs(**values: Any) -> list[str]:
+    """The worker's arguments."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, 13])
+def test_half_and_half_is_the_whole_in_plain_torch(
+    micro: Path, tmp_path: Path, stop_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = settings(micro, kind="eagle3", max_steps=STEPS, save_every=3, eval_every=5)
+    train(out=tmp_path / "whole", **arguments)
+    cut_short(monkeypatch, stop_at)
+    with pytest.raises(Killed):
+        train(out=tmp_path / "parts", **arguments)
+    monkeypatch.undo()
+    train(out=tmp_path / "parts", **arguments)
+    same_outcome(tmp_path / "whole", tmp_path / "parts")
+
+
+class Killed(BaseException):
+    """Nobody catches it: the run ends where it is."""
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """End the run right after the log line of `step`, before anything of that step is saved."""
+    plain = Tracker.write
+
+    def write(self: Tracker, at: int, figures: Any) -> None:
+        plain(self, at, figures)
+        if at == step:
+            raise Killed
+
+    monkeypatch.setattr(Tracker, "write", write)
+
+
+def test_killed_while_saving(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = settings(micro, max_steps=STEPS, save_every=4, eval_every=5)
+    train(out=tmp_path / "whole", **arguments)
+    plain, calls = state.save_random_state, iter(range(10))
+
+    def save(folder: Path, rank: int) -> None:
+        if next(calls) == 1:  # the second save, after its weights were written
+            raise Killed
+        plain(folder, rank)
+
+    monkeypatch.setattr(state, "save_random_state", save)
+    with pytest.raises(Killed):
+        train(out=tmp_path / "parts", **arguments)
+    monkeypatch.undo()
+    folders = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert folders == ["step_00000004", "step_00000008.partial"]
+    train(out=tmp_path / "parts", **arguments)
+    same_outcome(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_damaged_newest_state_costs_steps_but_no_bit(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = settings(micro, max_steps=STEPS, save_every=3, eval_every=5)
+    train(out=tmp_path / "whole", **arguments)
+    cut_short(monkeypatch, 11)
+    with pytest.raises(Killed):
+        train(out=tmp_path / "parts", **arguments)
+    monkeypatch.undo()
+    (tmp_path / "parts" / "checkpoints" / "step_00000009" / "model.safetensors").write_bytes(b"")
+    train(out=tmp_path / "parts", **arguments)
+    same_outcome(tmp_path / "whole", tmp_path / "parts")
+
+
+DEEPSPEED = {"name": "deepspeed", "zero_stage": 2, "precision": "bfloat16", "save_every": 3, "eval_every": 5}
+
+
+@pytest.fixture(scope="module")
+def whole(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run under DeepSpeed."""
+    out = tmp_path_factory.mktemp("whole")
+    train(out=out, **settings(micro, max_steps=STEPS, **DEEPSPEED))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_deepspeed_run_continues_after_a_signal(
+    micro: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = launch.start(1, WORKER, micro, tmp_path, *pairs(**DEEPSPEED, max_steps=STEPS, slow=0.1))
+    wait_for(process, lambda: log_lines(tmp_path) >= 6)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL), output
+    assert ("the same command continues there" in output) == (number == signal.SIGTERM)
+    assert not (tmp_path / "manifest.json").exists()
+    train(out=tmp_path, **settings(micro, max_steps=STEPS, **DEEPSPEED))
+    same_outcome(whole, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_and_continue(micro: Path, tmp_path: Path) -> None:
+    """SIGTERM reaches one of them only; each has its own part of the optimiser's state."""
+    changes = {"name": "deepspeed", "zero_stage": 3, "save_every": 3, "eval_every": 7, "max_steps": STEPS}
+    launch.run(2, WORKER, micro, tmp_path / "whole", *pairs(**changes))
+    output = launch.run(2, WORKER, micro, tmp_path / "parts", *pairs(**changes, leave_at=5))
+    assert "state of step 5 saved" in output
+    newest = StateStore(tmp_path / "parts" / "checkpoints", 2, World()).newest()
+    assert newest is not None
+    assert (newest.step, newest.processes, newest.sharded) == (5, 2, True)
+    launch.run(2, WORKER, micro, tmp_path / "parts", *pairs(**changes))
+    same_outcome(tmp_path / "whole", tmp_path / "parts")
+    second = load_file(tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "optimizer-1.safetensors")
+    assert any(name.endswith("exp_avg") for name in second)
