@@ -37,7 +37,7 @@ from heads.nn.attention import (
     packed_mask,
     write_cache,
 )
-from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.blocks import FusingLayer, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.drafting import LevelPlan, PlanCache, TreePlan, grow, last_valid
 from heads.nn.rope import Rope, look_up
 
@@ -60,6 +60,10 @@ class Config:
     """Size of a head (even)."""
     intermediate_size: int = 0
     """Width of the MLP."""
+    from_target_layer: int = -1
+    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and of the
+    same sizes. -1: random.
+    """
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole vocabulary."""
     ttt_steps: int = 5
@@ -90,28 +94,6 @@ class State:
     root: Tensor
     root_position: Tensor
     plan: TreePlan
-
-
-class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads the token's embedding beside the feature: input of width 2H."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, input_size=2 * shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
-
-    def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding first."""
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
-
-    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both residual to the feature -> [B, T, H]."""
-        states = feature + self.self_attn.o_proj(attended)
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
 
 
 class Drafter(TrainableDrafter):
@@ -166,8 +148,12 @@ class Drafter(TrainableDrafter):
             self.d2t, self.t2d = vocab.to_maps(ids, self.info.vocab_size)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random layer; final norm and LM head start from the target's."""
+        """Random or copied layer; final norm and LM head start from the target's, and the fused feature as
+        the highest tap with a little of all of them, which is nearest to what that LM head reads.
+        """
         initialise_blocks(self, generator)
+        with torch.no_grad():
+            self.fc.weight.mul_(0.3)[:, -self.info.hidden_size :].diagonal().add_(1.0)
         rows = weights.lm_head
         if self.reduced:
             if not bool(self.t2d.any()):
@@ -180,6 +166,31 @@ class Drafter(TrainableDrafter):
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is not None:
             init.copy(self.norm.weight, final_norm)
+        if self.config.from_target_layer >= 0:
+            self._copy_layer(weights)
+
+    def _copy_layer(self, weights: TargetWeights) -> None:
+        """Attention (its half that reads the feature), MLP and their norms from one layer of the target."""
+        hidden, prefix = self.info.hidden_size, f"model.layers.{self.config.from_target_layer}."
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        wanted = {
+            f"self_attn.{name}_proj": getattr(attention, f"{name}_proj").weight[:, hidden:] for name in "qkv"
+        }
+        wanted |= {"self_attn.o_proj": attention.o_proj.weight, "input_layernorm": layer.hidden_norm.weight}
+        wanted |= {
+            f"mlp.{name}_proj": getattr(layer.mlp, f"{name}_proj").weight for name in ("gate", "up", "down")
+        }
+        wanted["post_attention_layernorm"] = layer.post_attention_layernorm.weight
+        for name, parameter in wanted.items():
+            value = weights.state.get(f"{prefix}{name}.weight")
+            if value is None or value.shape != parameter.shape:
+                raise UserError(
+                    f"head.from_target_layer={self.config.from_target_layer} does not fit target "
+                    f"'{self.info.id}' ({self.info.model_type}, {self.info.num_layers} layers): no "
+                    f"{prefix}{name}.weight of shape {list(parameter.shape)}. "
+                    "Use -1, or leave the head's sizes at 0."
+                )
+            init.copy(parameter, value)
 
     # --- the network ----------------------------------------------------------------------------------------
 
@@ -191,7 +202,8 @@ class Drafter(TrainableDrafter):
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm:
-            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to gather.
+            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to
+            # gather.
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         out: Tensor = self.fc(taps.flatten(2))
@@ -235,7 +247,9 @@ class Drafter(TrainableDrafter):
         config: Config = self.config
         steps = config.ttt_steps
         outputs = torch.cat([output.flatten(0, 1) for output in self._unroll(batch, steps)])  # [K*B*T, H]
-        wanted = _wanted_states(batch, steps)  # [B*T, K]: by the state that the target predicts from
+        wanted = losses.supervised_states(
+            batch, steps
+        )  # [B*T, K]: by the state that the target predicts from
         behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
         first_of_step = (behind - 1) * wanted.shape[0]
 
@@ -380,16 +394,3 @@ class Drafter(TrainableDrafter):
 
     def _table(self, state: State) -> Tensor:
         return self._rope.table(state.keys.shape[1], state.keys.device, state.keys.dtype)
-
-
-def _wanted_states(batch: TrainBatch, steps: int) -> Tensor:
-    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a supervised
-    token).
-    """
-    per_step = []
-    for step in range(1, steps + 1):
-        by_row = batch.supervised(step + 1)
-        shifted = torch.zeros_like(by_row)
-        shifted[:, step:] = by_row[:, : by_row.shape[1] - step]
-        per_step.append(shifted.flatten())
-    return torch.stack(per_step, 1)

@@ -113,6 +113,28 @@ class DecoderLayer(nn.Module):
         return out
 
 
+class FusingLayer(nn.Module):
+    """The decoder layer whose attention reads the token's embedding beside the feature: input of width 2H."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, input_size=2 * shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+    def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding first."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
+
+    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP, both residual to the feature -> [B, T, H]."""
+        states = feature + self.self_attn.o_proj(attended)
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
     """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's parameters."""
     for part in module.modules():

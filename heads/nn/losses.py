@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from heads.api.batch import TrainBatch
+
 CHUNK_ELEMENTS = 1 << 25
 """Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are split
 into chunks.
@@ -50,13 +52,19 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, probabilities, norm = ctx.saved_tensors
-        slope = (logits.to(probabilities.dtype) - norm[..., None]).exp_().sub_(probabilities).mul_(grad[..., None])
+        slope = (
+            (logits.to(probabilities.dtype) - norm[..., None])
+            .exp_()
+            .sub_(probabilities)
+            .mul_(grad[..., None])
+        )
         return slope.to(logits.dtype), None
 
 
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64, summing to one,
-    without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p || q) by the entropy of p."""
+    without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p || q) by the entropy of
+    p."""
     loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities)
     return loss
 
@@ -129,3 +137,16 @@ def depth_metrics(losses: Tensor, correct: Tensor, counts: Tensor) -> dict[str, 
         metrics[f"loss/depth{index + 1}"] = (losses[index].detach(), count)
         metrics[f"accuracy/depth{index + 1}"] = (correct[index].detach(), count)
     return metrics
+
+
+def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
+    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a supervised
+    token).
+    """
+    per_step = []
+    for step in range(1, steps + 1):
+        by_row = batch.supervised(step + 1)
+        shifted = torch.zeros_like(by_row)
+        shifted[:, step:] = by_row[:, : by_row.shape[1] - step]
+        per_step.append(shifted.flatten())
+    return torch.stack(per_step, 1)

@@ -261,6 +261,19 @@ def test_reduced_vocabulary_must_be_chosen_first(target: MicroTarget) -> None:
         new_drafter("eagle3", Config(draft_vocab_size=8), target.info, target.weights, seed=0)
 
 
+def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
+    config = Config(from_target_layer=1)
+    drafter = new_drafter("eagle3", config, target.info, target.weights, seed=0)
+    state, attn = target.weights.state, drafter.midlayer.self_attn
+    assert torch.equal(attn.k_proj.weight[:, 16:], state["model.layers.1.self_attn.k_proj.weight"])
+    assert torch.equal(drafter.midlayer.mlp.down_proj.weight, state["model.layers.1.mlp.down_proj.weight"])
+    with pytest.raises(UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"):
+        new_drafter("eagle3", Config(from_target_layer=7), target.info, target.weights, seed=0)
+    config = Config(from_target_layer=1, intermediate_size=20)
+    with pytest.raises(UserError, match=r"mlp.gate_proj.weight of shape \[20, 16\]"):
+        new_drafter("eagle3", config, target.info, target.weights, seed=0)
+
+
 def test_taps_that_do_not_exist_are_refused(target: MicroTarget) -> None:
     with pytest.raises(UserError, match=r"taps \[9\] do not exist"):
         Drafter(Config(taps=(1, 9)), target.info)
