@@ -112,7 +112,11 @@ def test_the_demo_trains_the_three_kinds_and_finds_its_files() -> None:
 
 def test_training_never_reads_the_prompts_of_the_measurement() -> None:
     settings = load_settings(STAGES["loop"], ["experiment=demo"])
-    training = {line for line in Path(settings.data.path).read_text().splitlines() if line}
+    read = [settings.data.path, *settings.train.prompts]
+    assert len(read) == 2  # the training prompts, and others that choose the checkpoint
+    files = [Path(path).read_text().splitlines() for path in read]
+    assert not set(files[0]) & set(files[1])
+    training = {line for lines in files for line in lines if line}
     for domain in settings.bench.domains:
         measured = (Path(settings.bench.prompts) / f"{domain}.jsonl").read_text().splitlines()
         assert len(measured) >= 64

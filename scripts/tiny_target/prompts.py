@@ -1,4 +1,4 @@
-"""Chooses the prompts: group B for measuring (a file per domain), group A for training drafters (one file, all domains)."""
+"""Chooses the prompts: group B for measuring (a file per domain), group A for training drafters and for watching their training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from scripts.tiny_target.phrasing import DOMAINS, PHRASINGS, Domain, Pair, quest
 from scripts.tiny_target.progress import note
 
 PER_MODULE = 4
+VALIDATION = 96
+"""Prompts of group A kept out of training, for choosing checkpoints: the measurement must not choose what it measures."""
 
 
 def load_pairs(folder: Path, group: str) -> list[Pair]:
@@ -83,7 +85,8 @@ def rows(pairs: list[Pair], prefix: str, seed: int) -> list[dict[str, object]]:
 
 
 def write_prompts(folder: Path, out: Path, measuring: int, training: int, seed: int) -> None:
-    """Write `<domain>.jsonl` with `measuring` prompts each and `train.jsonl` with about `training` prompts, shuffled."""
+    """Write `<domain>.jsonl` with `measuring` prompts each, and below `training/` about `training` more prompts, shuffled: the last
+    ones in validation.jsonl, the others in train.jsonl."""
     group_b, group_a = load_pairs(folder, "B"), load_pairs(folder, "A")
     used_b: collections.Counter[str] = collections.Counter()
     used_a: collections.Counter[str] = collections.Counter()
@@ -93,7 +96,8 @@ def write_prompts(folder: Path, out: Path, measuring: int, training: int, seed: 
         _write(out / f"{domain}.jsonl", found)
         mixed += rows(choose(group_a, domain, -(-training // len(DOMAINS)), seed, used_a), "train", seed)
     random.Random(seed).shuffle(mixed)
-    _write(out / "train.jsonl", mixed)
+    _write(out / "training" / "train.jsonl", mixed[:-VALIDATION])
+    _write(out / "training" / "validation.jsonl", mixed[-VALIDATION:])
 
 
 def _write(path: Path, found: list[dict[str, object]]) -> None:

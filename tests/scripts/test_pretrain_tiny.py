@@ -352,7 +352,7 @@ def shipped_prompts(name: str) -> list[dict]:
 
 def test_shipped_prompts_are_distinct_and_apart() -> None:
     measuring = [row for domain in DOMAINS for row in shipped_prompts(domain)]
-    training = shipped_prompts("train")
+    training = shipped_prompts("training/train") + shipped_prompts("training/validation")
     assert len(measuring) == 3 * 96 and len(training) == 1536
     asked = [{row["messages"][0]["content"] for row in rows} for rows in (measuring, training)]
     assert len(asked[0]) == len(measuring) and len(asked[1]) == len(training)
