@@ -50,7 +50,7 @@ with `<|end|>`, which is the end-of-text token; padding is `{pad}`, on the left.
 | tokens seen | {tokens_seen:,} |
 | tokens per second (tokens seen / training time) | {rate:,.0f} |
 | share of conversations per batch, last quarter | {chat_share:g}, {final_chat_share:g} |
-| AdamW learning rate, schedule | {lr:g}, {schedule} |
+| learning rate (Muon for the matrices of layers, AdamW for the rest), schedule | {lr:g}, {schedule} |
 
 ```
 {commands}
