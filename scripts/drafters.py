@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,4 +94,6 @@ def draft_settings(
                 f"measure.drafts.{found.name}.{key}: a draft has no such key.{suggest(str(key), DRAFT_KEYS)}"
             )
     values |= dict(changes or {})
-    return to_dataclass(type(decode), asdict(replace(decode, choices=())) | values, "decode")
+    merged = asdict(decode) | values
+    merged["choices"] = [list(path) for path in merged["choices"]]  # the converter takes what YAML could hold
+    return to_dataclass(type(decode), merged, "decode")
