@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
-_VECTOR_ELEMENTS = 1 << 19
-"""Single float32 rows times weights below this size are fastest as a plain matrix-vector product."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,7 +61,6 @@ def _packed_forward(linear: nn.Linear) -> Any:
     """A replacement of `linear.forward`: x [..., in] -> [..., out]."""
     weight, bias = linear.weight, linear.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
-    plain_vector = weight.dtype == torch.float32 and weight.numel() < _VECTOR_ELEMENTS
     in_features, dtype = linear.in_features, weight.dtype
 
     def forward(x: Tensor) -> Tensor:
@@ -71,7 +68,6 @@ def _packed_forward(linear: nn.Linear) -> Any:
         if (
             rows > MAX_ROWS
             or rows == 0
-            or (rows == 1 and plain_vector)
             or x.dtype != dtype
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
