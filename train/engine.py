@@ -42,7 +42,9 @@ class EngineConfig:
     """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3 also
     weights."""
     precision: str = "bfloat16"
-    """Of the forward pass: bfloat16 (autocast) or float32. Weights and AdamW's state are float32 in both."""
+    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights and AdamW's state are float32
+    in both.
+    """
     offload: str = "none"
     """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory."""
 

@@ -42,22 +42,27 @@ class FeatureTarget(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every micro-batch. dtype: of the features that the drafter is given (default: the target's)."""
+    """Runs the frozen target on every micro-batch.
+
+    dtype: of the features that the drafter is given (default: the target's). Where that is bfloat16, a float32 target runs under
+    autocast: nearly twice as fast on a CPU, and closer to its float32 self than a copy of it in bfloat16.
+    """
 
     def __init__(self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None) -> None:
         self.target, self.needs, self.dtype = target, needs, dtype or target.dtype
+        self.autocast = self.dtype == torch.bfloat16 and target.dtype == torch.float32
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch) -> TrainBatch:
-        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are
-        needed."""
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed."""
+        device = self.target.device
         moved = {
-            item.name: getattr(packed, item.name).to(self.target.device, non_blocking=True)
-            for item in fields(packed)
+            item.name: getattr(packed, item.name).to(device, non_blocking=True) for item in fields(packed)
         }
-        taps, last_hidden = self.target.features(
-            moved["tokens"], moved["positions"], moved["segments"], self.needs
-        )
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            taps, last_hidden = self.target.features(
+                moved["tokens"], moved["positions"], moved["segments"], self.needs
+            )
         return TrainBatch(
             **moved,
             taps=None if taps is None else taps.to(self.dtype),

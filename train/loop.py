@@ -42,6 +42,7 @@ from train.display import Display
 from train.distributed import World, join_world
 from train.engine import EngineConfig, TrainEngine, make_engine
 from train.features import FeaturesConfig, OnlineFeatures
+from train.memory import keep_freed_memory
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
 from train.state import StateStore
 from train.tracker import LOG_FILE, Tracker
@@ -87,6 +88,8 @@ def train(
             "decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree."
         )
     world = join_world(pick_device(target.device).type)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     if target.device in ("auto", "cuda"):
         job = replace(job, target=replace(target, device=str(world.device)))
     return _Run(job, world).run(provenance)

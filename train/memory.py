@@ -1,0 +1,27 @@
+"""How this process treats memory that it has freed, for training on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what is freed instead of giving it back to the system; returns whether it could be asked to.
+
+    A step frees and takes tensors of [tokens, vocabulary] again and again; by default each one is mapped anew, and the system fills
+    it with zeros page by page. On two cores that was a third of a step (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The process
+    holds on to its peak of memory until it ends. Nothing happens with another C library.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    wishes = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
+    results = [mallopt(option, value) for option, value in wishes]  # a refusal must not keep the others from being asked
+    return all(result == 1 for result in results)
