@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,7 +43,7 @@ class TokenIds:
     """A stand-in tokenizer for targets that are only fed ids."""
 
     eos_token_id = 2
-    special_tokens_map: dict[str, str] = {}
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {str(number): number for number in range(VOCAB)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,9 +81,5 @@ def test_static_trees_are_checked_and_laid_out_level_by_level() -> None:
     assert tree.max_depth == 2 and not tree.is_chain
     assert TokenTree.from_choices([[0], [0, 0]]).is_chain
     for wrong in ([[0], [1, 0]], [[1]], [[0, 0]]):
-        try:
+        with pytest.raises(UserError, match="list every prefix"):
             TokenTree.from_choices(wrong)
-        except UserError as error:
-            assert "list every prefix" in str(error)
-        else:
-            raise AssertionError(f"{wrong} was accepted")

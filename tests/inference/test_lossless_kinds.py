@@ -1,4 +1,4 @@
-"""The first invariant with every real kind: freshly initialised drafters on random targets, chains and trees, ragged refilled batches."""
+"""The first invariant with every real kind: fresh drafters on random targets, chains and trees, ragged refilled batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target: taps, features and tree verification against the model's own plain forward pass; what cannot be a target is refused."""
+"""The target: taps, features and tree verification against the model's own forward pass; what cannot be one is refused."""
 
 from __future__ import annotations
 
