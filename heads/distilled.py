@@ -239,7 +239,7 @@ class Drafter(TrainableDrafter):
             target_logits = self._target_word(batch, rows)
             values = self._objective(logits, target_logits, labels)
             best = labels if target_logits is None else target_logits.argmax(-1)
-            return values.sum(0, keepdim=True), (logits.argmax(-1) == best).sum(0, keepdim=True)
+            return values.sum(0, keepdim=True), (losses.best_column(logits) == best).sum(0, keepdim=True)
 
         rows = batch.supervised(1).flatten().nonzero().squeeze(1)
         total, correct = losses.sum_over_rows(part, rows, self.info.vocab_size)

@@ -267,7 +267,7 @@ class Drafter(TrainableDrafter):
                 values = torch.lerp(
                     values, self._hard_loss(logits, batch, states_at), config.hard_label_weight
                 )
-            hits = (logits.argmax(-1) == best) & known & mask
+            hits = (losses.best_column(logits) == best) & known & mask
             return losses.masked_sum(values.T, (mask & known).T), hits.sum(1), mask.sum(1)
 
         rows = wanted.any(1).nonzero().squeeze(1)

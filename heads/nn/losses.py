@@ -122,6 +122,13 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
     return total
 
 
+def best_column(logits: Tensor) -> Tensor:
+    """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times slower on CPUs than in
+    float32.
+    """
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).argmax(-1)
+
+
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may hold
     anything.
