@@ -157,4 +157,5 @@ def process_facts() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "versions": versions}
+    program = Path(sys.argv[0]).name.replace("cli.py", "headstart")  # `python -m scripts.cli` is the same command
+    return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}
