@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
     ) -> None:
         self.deepspeed = import_deepspeed(world.device.type)
-        join_world(world.device.type, always=True)
+        join_world(world.device, always=True)
         self.drafter, self.world, self.stage, self.clip = drafter, world, config.zero_stage, optim.clip
         self.sharded = config.sharded
         self.names = list(drafter.state_dict())

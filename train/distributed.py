@@ -58,27 +58,32 @@ class World:
             dist.barrier()
 
 
-def join_world(device_type: str, *, always: bool = False) -> World:
-    """This process's `World`, with the process group started when there are several processes or `always`
-    says so.
+def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
+    """This process's `World`, with the process group started when there are several processes or `always` says so.
 
-    device_type: "cpu" or "cuda"; each process of a machine takes the CUDA device of its LOCAL_RANK. The group
-    is left at exit.
+    wanted: cpu, cuda or cuda:N. Among several processes each takes the CUDA device of its LOCAL_RANK. The group is left at exit.
     """
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", _number("LOCAL_RANK", torch.cuda.current_device()))
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        own = device.index if device.index is not None else torch.cuda.current_device()
+        device = torch.device("cuda", _number("LOCAL_RANK", own) if size > 1 else own)
         torch.cuda.set_device(device)
-    if (size > 1 or always) and not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
+    if size > 1 or always:
+        _join_group(rank, size, "nccl" if device.type == "cuda" else "gloo")
+    return World(rank, size, device)
+
+
+def _join_group(rank: int, size: int, backend: str) -> None:
+    """Start the process group unless an earlier stage of this process has; leave it at exit in either case."""
+    if not dist.is_initialized():
         if size > 1:
             dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
         else:
             # A store in memory: no port to choose, nothing for another run on this machine to collide with.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(leave_world)
-    return World(rank, size, device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+    atexit.unregister(leave_world)
+    atexit.register(leave_world)
 
 
 def leave_world() -> None:

@@ -87,11 +87,10 @@ def train(
         raise UserError(
             "decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree."
         )
-    world = join_world(pick_device(target.device).type)
+    world = join_world(pick_device(target.device))
     if world.device.type == "cpu":
         keep_freed_memory()
-    if target.device in ("auto", "cuda"):
-        job = replace(job, target=replace(target, device=str(world.device)))
+    job = replace(job, target=replace(target, device=str(world.device)))
     return _Run(job, world).run(provenance)
 
 
