@@ -43,6 +43,6 @@ def start(processes: int, module: str, *arguments: object) -> subprocess.Popen[s
 def run(processes: int, module: str, *arguments: object, status: int = 0) -> str:
     """Run `module` to its end and return its output; fails the test unless it ends with `status`."""
     process = start(processes, module, *arguments)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == status, f"ended with {process.returncode}, not {status}:\n{output[-4000:]}"
     return output

@@ -24,7 +24,7 @@ from train.tracker import LOG_FILE, Tracker, read_log
 WORKER = "tests.train.micro_run"
 CLOCK = ("seconds", "tokens_per_second")
 STEPS = 14
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 600
 
 
 @pytest.fixture(scope="module")
