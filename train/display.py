@@ -67,4 +67,4 @@ class Display:
     def say(self, text: str) -> None:
         """A line above the progress."""
         if self.active:
-            self.console.print(text, markup=False, highlight=False)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -174,7 +174,7 @@ class _Run:
             display.say(f"continuing after step {progress.step} of {self.steps}")
             return
         sample = list(islice(read_documents(self.job.data, self.target.info), REPORTED_DOCUMENTS))
-        display.console.print(str(mask_report(sample, self.target.tokenizer)))
+        display.console.print(str(mask_report(sample, self.target.tokenizer)), soft_wrap=True)
         display.say(str(self.data.report))
         weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
         display.say(
