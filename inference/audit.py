@@ -25,7 +25,8 @@ from torch import Tensor
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.engine import Request
-from inference.sampling import SamplingSettings, gumbel_noise, shape_logits
+from inference.noise import gumbel_noise
+from inference.sampling import SamplingSettings, shape_logits
 from inference.target import TargetModel
 
 LARGEST_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -18,9 +18,9 @@ from torch import Tensor
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.accept import walk
 from inference.kv_cache import KVCache
-from inference.sampling import SharedNoise
+from inference.noise import SharedNoise
+from inference.rules.base import Rule, Verdict
 from inference.target import Seen, TargetModel
 
 PHASES = ("prefill", "draft", "verify", "commit", "other")
@@ -103,6 +103,7 @@ class Decoder:
     drafter: Any
     tree: TokenTree
     noise: SharedNoise
+    rule: Rule
     needs: FeatureSpec
     clock: StepClock
     eos: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [E] end-of-text token ids
@@ -116,8 +117,9 @@ class Decoder:
         self.clock.mark("draft")
         logits, positions, seen = self.target.verify(cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs)
         self.clock.mark("verify")
-        picks = self.noise.target_pick(logits, positions + 1)
-        result, path = self._accept(proposal, picks, rows)
+        verdict = self.rule.judge(proposal, logits, positions, self.noise)
+        result = self._cut(verdict, rows)
+        path = verdict.path
         if not proposal.tree.is_chain:
             cache.compact(rows.lengths, path)
         self.clock.mark("other")
@@ -139,11 +141,9 @@ class Decoder:
         proposal: Proposal = self.drafter.propose(state, self.noise)
         return proposal
 
-    def _accept(self, proposal: Proposal, picks: Tensor, rows: Rows) -> tuple[StepResult, Tensor]:
-        """Walk the tree, then cut at end of text and at the row's budget."""
-        found = walk(proposal.tokens, picks, proposal.tree)
-        tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)  # accepted drafts ARE the picks before them
-        full = found.accepted + 1
+    def _cut(self, verdict: Verdict, rows: Rows) -> StepResult:
+        """Cut what the rule kept at end of text and at the row's budget."""
+        tokens, full = verdict.tokens, verdict.accepted + 1
         ends = torch.isin(tokens, self.eos)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
@@ -151,14 +151,13 @@ class Decoder:
         committed = torch.where(rows.active, committed, 0)
         cut = committed < full
         ended = (committed == first_end) | (committed == rows.budget)
-        result = StepResult(
+        return StepResult(
             tokens,
             committed,
             torch.where(cut, committed, committed - 1).clamp(min=0),
-            found.has_children & ~cut & rows.active,
+            verdict.refused & ~cut & rows.active,
             ended & rows.active,
         )
-        return result, found.path
 
     def _seen(self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen) -> TargetStates:
         """What the drafter is told: the accepted run with the target's true states. Inactive rows repeat their root."""

@@ -22,7 +22,10 @@ from heads.api.tree import TokenTree
 from inference.decode import Decoder, Rows, StepClock, StepResult
 from inference.kernels.packed_linear import packed_linears
 from inference.kv_cache import KVCache
-from inference.sampling import SamplingSettings, SharedNoise
+from inference.noise import SharedNoise
+from inference.rules.base import Rule
+from inference.rules.match import Match
+from inference.sampling import SamplingSettings
 from inference.target import Seen, TargetModel
 
 SHAPES = ("none", "chain", "tree")
@@ -183,14 +186,20 @@ class _Run:
         self.capacity = self._capacity(requests, engine.capacity)
         self.cache = engine.cache_for(count, self.capacity)
         self.rows = Rows.empty(count, device)
-        self.settings, self.share = engine.decode.sampling(), engine.decode.share_noise
-        noise = SharedNoise(self.settings, self.rows.seeds, self.target.info.vocab_size, self.share)
+        self.settings = engine.decode.sampling()
+        self.rule: Rule = Match(engine.decode.share_noise)
+        noise = self._noise(self.rows.seeds)
         eos = torch.tensor(engine.target.eos_token_ids, dtype=torch.int64, device=device)
-        self.decoder = Decoder(self.target, self.drafter, self.tree, noise, self.needs, engine.clock, eos)
+        self.decoder = Decoder(self.target, self.drafter, self.tree, noise, self.rule, self.needs, engine.clock, eos)
         self.end_ids = set(engine.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * count
         self.waiting = requests[::-1]
         self.state: Any = None
+
+    def _noise(self, seeds: Tensor) -> SharedNoise:
+        return SharedNoise(
+            self.settings, seeds, self.target.info.vocab_size, self.rule.drafts, self.rule.keeps_logits
+        )
 
     def _capacity(self, requests: list[Request], fixed: int | None) -> int:
         """Slots a row needs: prompt, answer and one tree. Refuses requests that the target or a fixed capacity cannot hold."""
@@ -269,7 +278,7 @@ class _Run:
         tokens = tokens.to(device)
         seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device)
         logits, seen = self.target.prefill(self.cache, index, tokens, lengths, self.needs)
-        noise = SharedNoise(self.settings, seeds, self.target.info.vocab_size, self.share)
+        noise = self._noise(seeds)
         first = noise.target_pick(logits[:, None], lengths[:, None])[:, 0]
         self._start_drafter(index, tokens, lengths, first, seen)
         self.rows.lengths[index], self.rows.root[index], self.rows.seeds[index] = lengths, first, seeds

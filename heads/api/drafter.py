@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape, TokenTree
 
 
 @dataclass
@@ -48,14 +48,26 @@ class TargetStates:
 
 @dataclass
 class Proposal:
-    """Drafted tokens [B, N] with the root first, and the tree that says who follows whom."""
+    """Drafted tokens [B, N] with the root first, and the tree that says who follows whom.
+
+    logits [B, N, V'] float: row i is what the children of node i were drawn from (rows of leaves mean nothing), for rules that
+    weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
+    token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
+    """
 
     tokens: Tensor
     tree: TokenTree
+    logits: Tensor | None = None
+    token_ids: Tensor | None = None
 
 
 class Noise(Protocol):
-    """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute position, target token id)."""
+    """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute position, target token id).
+
+    keeps_logits: whether `Proposal.logits` is wanted, by rules that accept by probability.
+    """
+
+    keeps_logits: bool
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Rank drafted candidates as the target will pick: log softmax(logits / T) + g, or log softmax(logits) at T = 0.
@@ -76,8 +88,8 @@ class Drafter(Protocol):
     kind: ClassVar[str]
     needs: FeatureSpec
 
-    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> Any:
-        """State after prefill. `tree` is the static tree to fill, `capacity` the most positions a row can ever reach."""
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
+        """State after prefill. `tree` is the shape to fill, `capacity` the most positions a row can ever reach."""
         ...
 
     def propose(self, state: Any, noise: Noise) -> Proposal:

@@ -36,6 +36,10 @@ class TokenTree:
     def num_nodes(self) -> int:
         return self.parents.shape[1]
 
+    def words(self) -> Tensor:
+        """The ancestors as bits [1|B, N, W] int32: see `ancestor_words`."""
+        return ancestor_words(self.ancestors)
+
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
         """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth` bounds the depth."""
@@ -99,6 +103,55 @@ class TokenTree:
                 seen[parents[node]] = ranks[-1] + 1
             found.append(Level(nodes, [above.index(parents[node]) for node in nodes], ranks))
         return found
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2; best-first trees).
+
+    nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and children considered per node.
+    """
+
+    nodes: int
+    max_depth: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or self.max_depth < 1 or self.width < 1:
+            raise UserError(
+                f"a dynamic tree needs nodes >= 2, depth >= 1 and width >= 1; given {self.nodes}, {self.max_depth}, {self.width}."
+            )
+        most = self.width + (self.max_depth - 1) * self.width**2
+        if self.nodes - 1 > most:
+            raise UserError(
+                f"a dynamic tree of depth {self.max_depth} and width {self.width} has {most} candidates at most; "
+                f"decode.nodes must be {most + 1} or less; given {self.nodes}."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def is_chain(self) -> bool:
+        return False
+
+
+DraftShape = TokenTree | DynamicShape
+"""What a drafter is asked to fill: a static tree, or the sizes of one that it chooses itself."""
+
+
+def ancestor_words(ancestors: Tensor) -> Tensor:
+    """Bits of `ancestors` [R, N, N] bool as [R, N, W] int32, W = ceil(N / 32): bit j % 32 of word j // 32 stands for node j.
+
+    int32 carries the pattern of an unsigned word, because torch has few operations on uint32.
+    """
+    rows, nodes, _ = ancestors.shape
+    words = -(-nodes // 32)
+    padded = torch.nn.functional.pad(ancestors, (0, words * 32 - nodes)).view(rows, nodes, words, 32)
+    weights = torch.ones(32, dtype=torch.int64, device=ancestors.device) << torch.arange(32, device=ancestors.device)
+    packed = (padded * weights).sum(-1)
+    return torch.where(packed > 0x7FFFFFFF, packed - (1 << 32), packed).to(torch.int32)
 
 
 @dataclass(frozen=True)

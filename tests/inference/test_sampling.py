@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heads.api.errors import UserError
-from inference.sampling import SamplingSettings, SharedNoise, gumbel_noise, noise_bits, shape_logits
+from inference.noise import SharedNoise, gumbel_noise, noise_bits
+from inference.sampling import SamplingSettings, shape_logits
 
 TOKENS = torch.arange(24)
 
@@ -99,7 +100,7 @@ def test_shared_noise_lifts_agreement_of_a_drafter_towards_one_minus_tv() -> Non
     draft = target + torch.randn(400, 1, 200, generator=generator) * 0.8
     seeds, positions = torch.arange(400), torch.full((400, 1), 9)
     shaping = SamplingSettings(1.0)
-    shared, alone = SharedNoise(shaping, seeds, 200), SharedNoise(shaping, seeds, 200, share=False)
+    shared, alone = SharedNoise(shaping, seeds, 200), SharedNoise(shaping, seeds, 200, drafts=None)
     wanted = shared.target_pick(target, positions)
     with_noise = float((shared.pick(draft, positions) == wanted).float().mean())
     without = float((alone.pick(draft, positions) == wanted).float().mean())
