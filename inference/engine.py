@@ -15,67 +15,18 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import TargetStates, TrainableDrafter
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.state import write_rows
 from heads.api.tree import TokenTree
 from inference.decode import Decoder, Rows, StepClock, StepResult
+from inference.decode_config import DecodeConfig as DecodeConfig
 from inference.kernels.packed_linear import packed_linears
 from inference.kv_cache import KVCache
 from inference.noise import SharedNoise
 from inference.rules.base import Rule
 from inference.rules.match import Match
-from inference.sampling import SamplingSettings
 from inference.target import Seen, TargetModel
-
-SHAPES = ("none", "chain", "tree")
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """How to decode: the target's sampling, the draft's shape, the batch."""
-
-    temperature: float = 0.0
-    """0 is greedy; above 0 the target's picks are sampled with seeded noise."""
-    top_k: int = 0
-    """Keep the k most likely tokens of the target; 0 keeps all."""
-    top_p: float = 1.0
-    """Nucleus mass of the target's distribution to keep; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this share as likely as the best; 0 keeps all."""
-    shape: str = "chain"
-    """none (plain decoding), chain, or tree (static, from `choices`)."""
-    depth: int = 4
-    """Drafted tokens of a chain."""
-    choices: tuple[tuple[int, ...], ...] = ()
-    """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
-    batch_size: int = 1
-    """Rows decoded together; finished rows are refilled."""
-    max_new_tokens: int = 128
-    """Most new tokens of an answer, the end-of-text token included."""
-    share_noise: bool = True
-    """Above temperature 0: rank drafts with the target's own noise. Off only for comparison."""
-    seed: int = 0
-    """Base of the per-prompt seeds."""
-
-    def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise UserError(f"decode.shape '{self.shape}' is unknown.{suggest(self.shape, SHAPES)}")
-        if self.shape == "tree" and not self.choices:
-            raise UserError("decode.shape is 'tree' but decode.choices is empty: give paths such as [[0],[1],[0,0]].")
-        for name in ("depth", "batch_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"decode.{name} must be at least 1; given: {getattr(self, name)}.")
-        self.sampling()
-
-    def sampling(self) -> SamplingSettings:
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
-
-    def tree(self, device: torch.device | str = "cpu") -> TokenTree:
-        """The static tree that drafters fill."""
-        if self.shape == "tree":
-            return TokenTree.from_choices(self.choices, device)
-        return TokenTree.chain(0 if self.shape == "none" else self.depth, device)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""How to decode: what the user sets about sampling, acceptance, the draft's shape, the batch, and how steps are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from heads.api.errors import UserError, suggest
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from inference.sampling import SamplingSettings
+
+SHAPES = ("none", "chain", "tree", "dynamic")
+RULES = ("match", "rejection", "block", "specinfer", "typical")
+GRAPHS = ("auto", "off")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How to decode: the target's sampling, the draft's shape, the batch."""
+
+    temperature: float = 0.0
+    """0 is greedy; above 0 the target's picks are sampled with seeded noise."""
+    top_k: int = 0
+    """Keep the k most likely tokens of the target; 0 keeps all."""
+    top_p: float = 1.0
+    """Nucleus mass of the target's distribution to keep; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the best; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Make tokens of the text so far less likely (above 1) or more likely (below 1); 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and what is added to its logit: [[17, -5.0]]."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear: [[5], [8, 9]]."""
+    rule: str = "match"
+    """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
+    (chains and trees), or typical, which changes the text's distribution."""
+    shape: str = "chain"
+    """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
+    depth: int = 4
+    """Drafted tokens of a chain; the deepest level of a dynamic tree."""
+    choices: tuple[tuple[int, ...], ...] = ()
+    """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
+    nodes: int = 17
+    """Nodes of a dynamic tree, the root included."""
+    width: int = 4
+    """Dynamic trees: nodes expanded per level, and children considered per node."""
+    batch_size: int = 1
+    """Rows decoded together; finished rows are refilled."""
+    max_new_tokens: int = 128
+    """Most new tokens of an answer, the end-of-text token included."""
+    share_noise: bool = True
+    """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for comparison."""
+    seed: int = 0
+    """Base of the per-prompt seeds."""
+    prefill_chunk: int = 2048
+    """Prompt tokens read in one pass; longer prompts are read in several."""
+    lag: int = -1
+    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere. Never changes the text."""
+    graph: str = "auto"
+    """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
+    compile: bool = False
+    """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster steps after."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("shape", SHAPES), ("rule", RULES), ("graph", GRAPHS)):
+            given = getattr(self, name)
+            if given not in allowed:
+                raise UserError(f"decode.{name} '{given}' is unknown.{suggest(given, allowed)}")
+        if self.shape == "tree" and not self.choices:
+            raise UserError(
+                "decode.shape is 'tree' but decode.choices is empty: give paths such as [[0],[1],[0,0]]."
+            )
+        for name in ("depth", "batch_size", "max_new_tokens", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"decode.{name} must be at least 1; given: {getattr(self, name)}.")
+        if not -1 <= self.lag <= 8:
+            raise UserError(f"decode.lag must be -1 (automatic) or 0 to 8 steps; given: {self.lag}.")
+        if self.rule in ("rejection", "block") and self.shape not in ("none", "chain"):
+            raise UserError(
+                f"decode.rule '{self.rule}' weighs one draft after another and needs decode.shape=chain; "
+                f"given: {self.shape}. Trees can be verified with match, specinfer or typical."
+            )
+        self.sampling()
+        self.tree()
+
+    def sampling(self) -> SamplingSettings:
+        """The target's sampling settings, which carry the same names."""
+        return SamplingSettings(**{item.name: getattr(self, item.name) for item in fields(SamplingSettings)})
+
+    def tree(self, device: torch.device | str = "cpu") -> DraftShape:
+        """The shape that drafters fill."""
+        if self.shape == "dynamic":
+            return DynamicShape(self.nodes, self.depth, self.width)
+        if self.shape == "tree":
+            return TokenTree.from_choices(self.choices, device)
+        return TokenTree.chain(0 if self.shape == "none" else self.depth, device)
+
+    def steps_behind(self, device: torch.device) -> int:
+        """Steps the host may be behind the device."""
+        if self.lag >= 0:
+            return self.lag
+        return 2 if device.type == "cuda" else 0
