@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,7 +30,13 @@ def picks(logits: torch.Tensor, shaping: SamplingSettings, trials: int, stride: 
 
 
 @pytest.mark.parametrize(
-    "shaping", [SamplingSettings(1.0), SamplingSettings(0.6), SamplingSettings(1.3, top_k=7), SamplingSettings(1.0, top_p=0.8)]
+    "shaping",
+    [
+        SamplingSettings(1.0),
+        SamplingSettings(0.6),
+        SamplingSettings(1.3, top_k=7),
+        SamplingSettings(1.0, top_p=0.8),
+    ],
 )
 def test_picks_follow_the_shaped_distribution(shaping: SamplingSettings) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -37,8 +45,12 @@ def test_picks_follow_the_shaped_distribution(shaping: SamplingSettings) -> None
     found = torch.bincount(picks(logits, shaping, trials), minlength=24).double()
     expected = shape_logits(logits, shaping).softmax(-1).double() * trials
     assert found[expected == 0].sum() == 0
-    assert chi_square(found, expected) < 70  # 24 cells: the 1e-6 point of chi-square with 23 degrees of freedom is about 73
-    wrong = (logits / (shaping.temperature * 1.1)).softmax(-1).double() * trials  # negative control: 10% off in temperature
+    assert (
+        chi_square(found, expected) < 70
+    )  # 24 cells: the 1e-6 point of chi-square with 23 degrees of freedom is about 73
+    wrong = (logits / (shaping.temperature * 1.1)).softmax(
+        -1
+    ).double() * trials  # negative control: 10% off in temperature
     assert chi_square(found, wrong) > 150
 
 
@@ -66,14 +78,20 @@ def test_noise_is_standard_gumbel_finite_and_keyed_by_everything() -> None:
 def test_a_tokens_noise_does_not_depend_on_its_company(seed: int, position: int, token: int) -> None:
     alone = noise_bits(torch.tensor([seed]), torch.tensor([[position]]), torch.tensor([token]))
     among = noise_bits(
-        torch.tensor([3, seed]), torch.tensor([[7, position], [1, position]]), torch.tensor([5, token, token + 1])
+        torch.tensor([3, seed]),
+        torch.tensor([[7, position], [1, position]]),
+        torch.tensor([5, token, token + 1]),
     )
     assert int(alone) == int(among[1, 1, 1])
 
 
 def test_noise_bits_are_frozen() -> None:
     """Texts made with a seed must stay the same from release to release, and kernels reproduce these very bits."""
-    bits = noise_bits(torch.tensor([0, 123_456_789_012_345]), torch.tensor([[0, 1], [77, 4096]]), torch.tensor([0, 1, 151_000]))
+    bits = noise_bits(
+        torch.tensor([0, 123_456_789_012_345]),
+        torch.tensor([[0, 1], [77, 4096]]),
+        torch.tensor([0, 1, 151_000]),
+    )
     assert bits.tolist() == FROZEN
 
 
@@ -85,13 +103,25 @@ FROZEN = [
 
 def test_filters_keep_what_they_promise() -> None:
     logits = torch.tensor([0.0, 3.0, 2.0, 1.0, 2.5])
-    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_k=2))).tolist() == [False, True, False, False, True]
+    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_k=2))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     probabilities = logits.softmax(-1)
     kept = torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=float(probabilities[1]) + 0.01)))
     assert kept.tolist() == [False, True, False, False, True]
     assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=1e-9))).sum() == 1
     ratio = float(torch.exp(torch.tensor(-0.6)))
-    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, min_p=ratio))).tolist() == [False, True, False, False, True]
+    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, min_p=ratio))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_shared_noise_lifts_agreement_of_a_drafter_towards_one_minus_tv() -> None:
@@ -109,7 +139,33 @@ def test_shared_noise_lifts_agreement_of_a_drafter_towards_one_minus_tv() -> Non
     assert torch.equal(shared.scores(draft, positions).argmax(-1), shared.pick(draft, positions))
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"min_p": 1.5}])
-def test_settings_out_of_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=next(iter(bad))):
-        SamplingSettings(**bad)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": ((3, 1.0), (3, 2.0))},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((3, float("-inf")),)},
+        {"bad_words": ((),)},
+        {"bad_words": ((4, -7),)},
+    ],
+)
+def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"decode.{next(iter(bad))} must be"):
+        SamplingSettings(**bad)
+
+
+def test_settings_say_what_they_do_to_the_logits() -> None:
+    for shaping, uses_prefix, changes in (
+        (SamplingSettings(1.0, top_k=3), False, False),
+        (SamplingSettings(logit_bias=((3, 1.0),)), False, True),
+        (SamplingSettings(bad_words=((3,),)), False, True),
+        (SamplingSettings(bad_words=((3,), (4, 5))), True, True),
+        (SamplingSettings(repetition_penalty=0.9), True, True),
+    ):
+        assert (shaping.uses_prefix, shaping.changes_logits) == (uses_prefix, changes)
