@@ -24,10 +24,11 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.attention import (
-    DraftFrame,
+    Memory,
+    Place,
     additive,
     cache_attention,
     packed_mask,
@@ -35,7 +36,8 @@ from heads.nn.attention import (
     write_cache,
 )
 from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.drafting import LevelPlan, PlanCache, TreePlan, grow, last_valid
+from heads.nn.drafting import Plan, PlanCache, last_valid
+from heads.nn.growth import grow
 from heads.nn.rope import Rope, Rotation, look_up
 
 OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "ce")
@@ -121,7 +123,7 @@ class State:
     output: Tensor
     root: Tensor
     root_position: Tensor
-    plan: TreePlan
+    plan: Plan
 
 
 class Backbone(nn.Module):
@@ -278,11 +280,11 @@ class Drafter(TrainableDrafter):
 
     # --- drafting -------------------------------------------------------------------------------------------
 
-    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         batch, width = seen.tokens.shape
-        weight, shape = self.model.norm.weight, self.shape
-        slots = max(capacity, width) + tree.num_nodes + 2
+        weight, shape, plan = self.model.norm.weight, self.shape, self._plans.of(tree)
+        slots = max(capacity, width) + plan.room + 2
         cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
         state = State(
             keys=[weight.new_zeros(cache) for _ in self.model.layers],
@@ -290,7 +292,7 @@ class Drafter(TrainableDrafter):
             output=weight.new_zeros(batch, 1, shape.hidden_size),
             root=seen.tokens.new_zeros(batch),
             root_position=seen.tokens.new_zeros(batch),
-            plan=self._plans.of(tree),
+            plan=plan,
         )
         tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], 1)
         return self._absorb(state, seen, tokens, seen.positions[:, :1])
@@ -352,24 +354,20 @@ class Drafter(TrainableDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the tree level by level from the root's output; see the protocol."""
-        plan = state.plan
-        if plan.tree.max_depth == 0:
-            return Proposal(state.root[:, None], plan.tree)
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        frame = DraftFrame.of(plan, state.root_position + 1, self._table(state), state.keys[0].shape[1])
+        memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
 
-        def step(level: LevelPlan, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-            slots, rotation, mask = frame.at(level)
+        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self._embed(tokens)
             for index in range(len(self.model.layers)):
-                states = self._layer(state, index, states, rotation, rows, slots, mask)
+                states = self._layer(state, index, states, place.rotation, rows, place.slots, place.mask)
             states = self.model.norm(states)
             return self._logits(states), states
 
-        tokens = grow(
-            plan, state.root, state.root_position, self._logits(state.output), state.output, step, noise
+        logits = self._logits(state.output)
+        return grow(
+            state.plan, state.root, state.root_position, logits, state.output, step, noise, memory=memory
         )
-        return Proposal(tokens, plan.tree)
 
     def _table(self, state: State) -> Tensor:
         return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)

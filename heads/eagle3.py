@@ -27,10 +27,11 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape
 from heads.nn import init, losses, vocab
 from heads.nn.attention import (
-    DraftFrame,
+    Memory,
+    Place,
     additive,
     cache_attention,
     chained_attention,
@@ -38,7 +39,8 @@ from heads.nn.attention import (
     write_cache,
 )
 from heads.nn.blocks import FusingLayer, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.drafting import LevelPlan, PlanCache, TreePlan, grow, last_valid
+from heads.nn.drafting import Plan, PlanCache, last_valid
+from heads.nn.growth import grow
 from heads.nn.rope import Rope, look_up
 
 
@@ -93,7 +95,7 @@ class State:
     output: Tensor
     root: Tensor
     root_position: Tensor
-    plan: TreePlan
+    plan: Plan
 
 
 class Drafter(TrainableDrafter):
@@ -310,11 +312,11 @@ class Drafter(TrainableDrafter):
 
     # --- drafting -------------------------------------------------------------------------------------------
 
-    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         batch, width = seen.tokens.shape
-        weight, attention = self.fc.weight, self.midlayer.self_attn
-        slots = max(capacity, width) + tree.num_nodes + 1
+        weight, attention, plan = self.fc.weight, self.midlayer.self_attn, self._plans.of(tree)
+        slots = max(capacity, width) + plan.room + 1
         kv_heads = attention.k_proj.out_features // attention.head_dim
         cache = (batch, slots, kv_heads, attention.head_dim)
         self._columns = vocab.to_target_ids(self.d2t) if self.reduced else None
@@ -324,7 +326,7 @@ class Drafter(TrainableDrafter):
             output=weight.new_zeros(batch, 1, self.info.hidden_size),
             root=seen.tokens.new_zeros(batch),
             root_position=seen.tokens.new_zeros(batch),
-            plan=self._plans.of(tree),
+            plan=plan,
         )
         return self.commit(state, seen)
 
@@ -358,36 +360,31 @@ class Drafter(TrainableDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the tree level by level from the last committed row's output; see the protocol."""
-        plan = state.plan
-        if plan.tree.max_depth == 0:
-            return Proposal(state.root[:, None], plan.tree)
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         # A node at depth d stands one position before its own token, at root_position + d - 1.
-        capacity = state.keys.shape[1]
-        frame = DraftFrame.of(plan, state.root_position, self._table(state), capacity)
+        memory = Memory(state.root_position, self._table(state), state.keys.shape[1])
 
-        def step(level: LevelPlan, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-            return self._advance(state, frame, level, rows, tokens, feature)
+        def step(place: Place, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+            return self._advance(state, place, rows, tokens, feature)
 
         normed = self.norm(state.output)
-        first = self._recur(state.output, normed)
-        tokens = grow(
-            plan, state.root, state.root_position, self.lm_head(normed), first, step, noise, self._columns
+        logits, first = self.lm_head(normed), self._recur(state.output, normed)
+        return grow(
+            state.plan, state.root, state.root_position, logits, first, step, noise, self._columns, memory
         )
-        return Proposal(tokens, plan.tree)
 
     def _advance(
-        self, state: State, frame: DraftFrame, level: LevelPlan, rows: Tensor, tokens: Tensor, feature: Tensor
+        self, state: State, place: Place, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's logits and
         features."""
         layer = self.midlayer
-        slots, rotation, mask = frame.at(level)
         states = layer.read(self._embed(tokens), feature)
-        key, value = layer.self_attn.key_value(states, rotation)
-        write_cache(state.keys, rows, slots, key)
-        write_cache(state.values, rows, slots, value)
-        attended = cache_attention(layer.self_attn.query(states, rotation), state.keys, state.values, mask)
+        key, value = layer.self_attn.key_value(states, place.rotation)
+        write_cache(state.keys, rows, place.slots, key)
+        write_cache(state.values, rows, place.slots, value)
+        query = layer.self_attn.query(states, place.rotation)
+        attended = cache_attention(query, state.keys, state.values, place.mask)
         output = layer.finish(feature, attended)
         normed = self.norm(output)
         return self.lm_head(normed), self._recur(output, normed)

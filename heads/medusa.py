@@ -5,8 +5,7 @@ head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), ze
 training begins at the target's own prediction, followed by the target's frozen LM head or an own one
 (methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
 
-Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, N nodes, D depth of the
-tree.
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, D depth of the tree.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape
 from heads.nn import init, losses
-from heads.nn.drafting import PlanCache, TreePlan, choose, last_valid
+from heads.nn.drafting import Plan, PlanCache, last_valid
+from heads.nn.growth import fill
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class State:
     hidden: Tensor
     root: Tensor
     root_position: Tensor
-    plan: TreePlan
+    plan: Plan
 
 
 class Drafter(TrainableDrafter):
@@ -159,7 +159,7 @@ class Drafter(TrainableDrafter):
 
     # --- drafting -------------------------------------------------------------------------------------------
 
-    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
         if tree.max_depth > self.config.num_heads:
             raise UserError(
@@ -173,15 +173,8 @@ class Drafter(TrainableDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """One pass of all heads; a node's token depends on its depth and rank alone."""
-        plan, depth = state.plan, state.plan.tree.max_depth
-        if depth == 0:
-            return Proposal(state.root[:, None], plan.tree)
-        logits = self._head_logits(state.hidden, depth).transpose(0, 1)  # [B, D, V]
-        positions = state.root_position[:, None] + plan.depths
-        columns = choose(logits, positions, plan.max_rank, noise).flatten(1)  # [B, D * (max_rank + 1)]
-        if not plan.tree.is_chain:
-            columns = columns[:, plan.by_depth_and_rank]
-        return Proposal(torch.cat([state.root[:, None], columns], dim=1), plan.tree)
+        logits = self._head_logits(state.hidden, state.plan.max_depth).transpose(0, 1)  # [B, D, V]
+        return fill(state.plan, state.root, state.root_position, logits, noise)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move to the last accepted token's true state; see the protocol."""

@@ -19,8 +19,8 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
-from heads.api.tree import TokenTree
-from heads.nn.drafting import PlanCache, TreePlan
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.nn.drafting import TreePlan
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Drafter:
         self.config = config
         self.info = info
         self.needs = FeatureSpec()
-        self._plans = PlanCache()
+        self._plan: tuple[DraftShape, TreePlan] | None = None  # of the last shape asked for
 
-    def start(self, seen: TargetStates, tree: TokenTree, capacity: int) -> State:
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         batch, width = seen.tokens.shape
         # Padded entries of a commit are written behind the length, hence the extra room.
@@ -68,10 +68,19 @@ class Drafter:
         state = State(
             history=seen.tokens.new_zeros(batch, slots),
             length=seen.lengths,
-            plan=self._plans.of(tree),
+            plan=self._plan_of(tree, seen.tokens.device),
         )
         state.history[:, :width] = seen.tokens
         return self._append(state, seen)
+
+    def _plan_of(self, shape: DraftShape, device: torch.device) -> TreePlan:
+        """A lookup has one continuation: of a dynamic shape it fills a chain as long as fits."""
+        if self._plan is None or self._plan[0] is not shape:
+            tree = shape
+            if isinstance(tree, DynamicShape):
+                tree = TokenTree.chain(min(tree.max_depth, tree.nodes - 1), device)
+            self._plan = shape, TreePlan.of(tree)
+        return self._plan[1]
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root."""

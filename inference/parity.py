@@ -130,6 +130,8 @@ class _ForcedNoise:
     another token and is not kept.
     """
 
+    keeps_logits = False
+
     def __init__(self, tokens: list[list[int]]) -> None:
         self.tokens = tokens
         self.last_seen: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -43,12 +44,11 @@ class TokenTree:
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
         """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth` bounds the depth."""
-        nodes = parents.shape[1]
-        eye = torch.eye(nodes, dtype=torch.bool, device=parents.device)
-        ancestors = eye.expand(parents.shape[0], nodes, nodes).clone()
+        numbers = torch.arange(parents.shape[1], device=parents.device)
+        ancestors = (numbers[:, None] == numbers).expand(parents.shape[0], -1, -1).clone()
         jump = parents
         for _ in range(max_depth):
-            ancestors |= torch.nn.functional.one_hot(jump, nodes).bool()
+            ancestors |= jump[..., None] == numbers
             jump = torch.gather(parents, 1, jump)
         depth = ancestors.sum(-1) - 1
         return cls(parents, depth, ancestors, max_depth, is_chain=False)
@@ -84,7 +84,11 @@ class TokenTree:
 
     def to(self, device: torch.device | str) -> TokenTree:
         return TokenTree(
-            self.parents.to(device), self.depth.to(device), self.ancestors.to(device), self.max_depth, self.is_chain
+            self.parents.to(device),
+            self.depth.to(device),
+            self.ancestors.to(device),
+            self.max_depth,
+            self.is_chain,
         )
 
     def levels(self) -> list[Level]:
@@ -105,16 +109,30 @@ class TokenTree:
         return found
 
 
+class Ranking(StrEnum):
+    """By what the nodes of a dynamic tree are compared: the score that is added up along a path.
+
+    With q the draft distribution at a node, g the noise it shares with the target (0 at temperature 0) and s = log q + g:
+    PROBABILITY log q; PERTURBED log softmax(s) over the vocabulary; GAP s minus the best sibling's s.
+    """
+
+    PROBABILITY = "probability"
+    PERTURBED = "perturbed"
+    GAP = "gap"
+
+
 @dataclass(frozen=True)
 class DynamicShape:
     """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2; best-first trees).
 
     nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and children considered per node.
+    ranking: how nodes are compared.
     """
 
     nodes: int
     max_depth: int
     width: int
+    ranking: Ranking = Ranking.PERTURBED
 
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.max_depth < 1 or self.width < 1:
@@ -149,7 +167,9 @@ def ancestor_words(ancestors: Tensor) -> Tensor:
     rows, nodes, _ = ancestors.shape
     words = -(-nodes // 32)
     padded = torch.nn.functional.pad(ancestors, (0, words * 32 - nodes)).view(rows, nodes, words, 32)
-    weights = torch.ones(32, dtype=torch.int64, device=ancestors.device) << torch.arange(32, device=ancestors.device)
+    weights = torch.ones(32, dtype=torch.int64, device=ancestors.device) << torch.arange(
+        32, device=ancestors.device
+    )
     packed = (padded * weights).sum(-1)
     return torch.where(packed > 0x7FFFFFFF, packed - (1 << 32), packed).to(torch.int32)
 

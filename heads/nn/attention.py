@@ -83,11 +83,23 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-@dataclass
-class DraftFrame:
-    """Where all run rows of one proposal stand, worked out once for all its levels and layers.
+@dataclass(frozen=True)
+class Memory:
+    """A drafter's key/value cache, as far as growing a tree must know it.
 
-    slots [B, R] int64 in the cache; rotation of their positions; mask [B, R, S], additive: what they see.
+    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in the drafter's own counting;
+    slots before it are seen by all. table [.., 2, D]: rotations of every position. capacity: slots S.
+    """
+
+    base: Tensor
+    table: Tensor
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the rotation of their positions, and mask
+    [B, P, S], additive: what they see. All empty for drafters without a cache.
     """
 
     slots: Tensor
@@ -95,26 +107,67 @@ class DraftFrame:
     mask: Tensor
 
     @classmethod
-    def of(cls, plan: TreePlan, base: Tensor, table: Tensor, capacity: int) -> DraftFrame:
-        """Frame for nodes i at depth d in slot base + i - 1 and at position base + d - 1, base [B]: slots
-        before `base` are committed and seen by all. table: rotations [S, 2, D] of every position; capacity:
-        S.
-        """
+    def nowhere(cls, device: torch.device) -> Place:
+        """The place of rows that keep nothing."""
+        none = torch.empty(0, device=device)
+        return cls(none, (none, none), none)
+
+
+@dataclass(frozen=True)
+class DraftFrame:
+    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `Place` of R rows."""
+
+    place: Place
+
+    @classmethod
+    def of(cls, plan: TreePlan, memory: Memory) -> DraftFrame:
+        """Frame for nodes i at depth d in slot base + i - 1 and at position base + d - 1."""
+        base = memory.base
         slots = base[:, None] + (plan.run_nodes - 1)
-        place = torch.arange(capacity, device=base.device) - base[:, None]  # [B, S]
+        place = torch.arange(memory.capacity, device=base.device) - base[:, None]  # [B, S]
         if plan.tree.is_chain:
             allowed = place[:, None] < plan.run_nodes[:, None]
         else:
             drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(0, 1)
             allowed = (place < 0)[:, None] | drafted  # [B, R, S]
-        rotation = look_up(table, base[:, None] + (plan.run_depth - 1))
-        return cls(slots, rotation, additive(allowed, table.dtype))
+        rotation = look_up(memory.table, base[:, None] + (plan.run_depth - 1))
+        return cls(Place(slots, rotation, additive(allowed, memory.table.dtype)))
 
-    def at(self, level: LevelPlan) -> tuple[Tensor, Rotation, Tensor]:
-        """Slots [B, P], rotation and mask [B, P, S] of the rows run at `level`."""
-        cosine, sine = self.rotation
+    def at(self, level: LevelPlan) -> Place:
+        """The place of the rows run at `level`."""
+        cosine, sine = self.place.rotation
         span = level.span
-        return self.slots[:, span], (cosine[:, span], sine[:, span]), self.mask[:, span]
+        return Place(self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span])
+
+
+class GrowingFrame:
+    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's; row j of the level at depth d + 1
+    is a node at depth d in slot base + (d - 1) * P + j and at position base + d - 1, and sees its own ancestors.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._level = memory, 0
+        self._place = (
+            torch.arange(memory.capacity, device=memory.base.device) - memory.base[:, None]
+        )  # [B, S]
+        self._visible = self._place.new_zeros(
+            self._place.shape[0], 1, 0, dtype=torch.bool
+        )  # [B, P, rows so far]
+
+    def next(self, above: Tensor) -> Place:
+        """The next level's place; above [B, P] int64: which of the last level's rows each row descends from."""
+        memory, rows = self._memory, above.shape[1]
+        inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
+        numbers = torch.arange(rows, device=above.device)
+        own = (numbers[:, None] == numbers).expand(above.shape[0], -1, -1)
+        self._visible = torch.cat([inherited, own], 2)
+        filled = self._visible.shape[2]
+        drafted = self._visible.gather(2, self._place.clamp(0, filled - 1)[:, None].expand(-1, rows, -1))
+        allowed = (self._place < 0)[:, None] | (drafted & (self._place < filled)[:, None])
+        first = memory.base[:, None]
+        rotation = look_up(memory.table, (first + self._level).expand(-1, rows))
+        self._level += 1
+        return Place(first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype))
 
 
 def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None) -> Tensor:

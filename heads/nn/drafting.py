@@ -1,23 +1,21 @@
-"""Filling a static token tree: the host-side plan of a tree, and the level-by-level growth that
-autoregressive drafters share.
+"""The plan of a draft's shape: what drafting steps look up, worked out once on the host.
 
-A plan is made once per tree; everything a drafting step needs from it is a small constant tensor, so that no
-step asks the device.
+A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain number, so that no step asks
+the device. `heads.nn.growth` fills plans with tokens.
 
 Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from heads.api.drafter import Noise, TargetStates
-from heads.api.tree import Level, TokenTree
+from heads.api.drafter import TargetStates
+from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +45,6 @@ class TreePlan:
     tree: TokenTree
     levels: tuple[LevelPlan, ...]
     node_depth: Tensor  # [N] int64
-    depths: Tensor  # [max_depth] int64: 1, 2, ...
     max_rank: int
     by_depth_and_rank: (
         Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
@@ -58,7 +55,17 @@ class TreePlan:
     run_visible: (
         Tensor  # [R, N] bool: column i says that they attend to node i+1; the last one is always False
     )
+    drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.tree.max_depth
+
+    @property
+    def room(self) -> int:
+        """Cache slots that drafted nodes take behind what is committed."""
+        return self.tree.num_nodes
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreePlan:
@@ -75,11 +82,12 @@ class TreePlan:
         plans, run_nodes = _plan_levels(levels, device)
         run = torch.tensor(run_nodes, dtype=torch.int64, device=device)
         never = torch.zeros(len(run_nodes), 1, dtype=torch.bool, device=device)
+        drawn_from = torch.zeros(nodes, dtype=torch.int64, device=device)
+        drawn_from[run] = torch.arange(1, len(run_nodes) + 1, device=device)
         return cls(
             tree=tree,
             levels=tuple(plans),
             node_depth=tree.depth[0],
-            depths=torch.arange(1, tree.max_depth + 1, device=device),
             max_rank=max(ranks),
             by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1)
             + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
@@ -87,7 +95,33 @@ class TreePlan:
             run_nodes=run,
             run_depth=tree.depth[0][run],
             run_visible=torch.cat([tree.ancestors[0][run, 1:], never], 1),
+            drawn_from=drawn_from,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicPlan:
+    """The sizes of a tree that is chosen while drafting. Shared between the rows of a batch."""
+
+    shape: DynamicShape
+    shared_between_rows: ClassVar[bool] = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    @property
+    def room(self) -> int:
+        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits as well."""
+        return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
+
+
+Plan = TreePlan | DynamicPlan
+
+
+def make_plan(shape: DraftShape) -> Plan:
+    """The plan of a static tree or of a dynamic shape."""
+    return DynamicPlan(shape) if isinstance(shape, DynamicShape) else TreePlan.of(shape)
 
 
 def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelPlan], list[int]]:
@@ -121,61 +155,16 @@ def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelP
 
 
 class PlanCache:
-    """Remembers the plan of the last tree, since every refilled row starts with the same one."""
+    """Remembers the plan of the last shape, since every refilled row starts with the same one."""
 
     def __init__(self) -> None:
-        self._plan: TreePlan | None = None
+        self._shape: DraftShape | None = None
+        self._plan: Plan | None = None
 
-    def of(self, tree: TokenTree) -> TreePlan:
-        if self._plan is None or self._plan.tree is not tree:
-            self._plan = TreePlan.of(tree)
+    def of(self, shape: DraftShape) -> Plan:
+        if self._plan is None or self._shape is not shape:
+            self._shape, self._plan = shape, make_plan(shape)
         return self._plan
-
-
-def choose(
-    logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
-) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at
-    `positions` [B, M].
-    """
-    if max_rank == 0:
-        return noise.pick(logits, positions, token_ids)[..., None]
-    return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
-
-
-Step = Callable[[LevelPlan, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def grow(
-    plan: TreePlan,
-    root: Tensor,
-    root_position: Tensor,
-    logits: Tensor,
-    carry: Tensor,
-    step: Step,
-    noise: Noise,
-    token_ids: Tensor | None = None,
-) -> Tensor:
-    """Draft the tree behind `root` [B] (at `root_position` [B]) and return its tokens [B, N] int64, the root
-    first.
-
-    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; step(level, tokens
-    [B, P], carry [B, P, H]) runs the nodes that have children at `level` and returns the same two for their
-    children. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
-    """
-    batch = root.shape[0]
-    tokens, drafted = [root[:, None]], root[:, None]
-    for level in plan.levels:
-        if level.depth > 1:
-            drafted = drafted if level.rows is None else drafted[:, level.rows]
-            carry = carry if level.carry is None else carry[:, level.carry]
-            logits, carry = step(level, drafted, carry)
-        positions = (root_position + level.depth)[:, None].expand(batch, logits.shape[1])
-        columns = choose(logits, positions, level.max_rank, noise, token_ids).reshape(batch, -1)
-        columns = columns if level.pick is None else columns[:, level.pick]
-        drafted = columns if token_ids is None else token_ids[columns]
-        tokens.append(drafted)
-    return torch.cat(tokens, dim=1)
 
 
 def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:

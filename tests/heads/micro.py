@@ -141,6 +141,8 @@ def seen_states(
 class ForcedNoise:
     """Makes chosen tokens win and remembers the logits it was shown: logits[(row, position)] -> [V']."""
 
+    keeps_logits = False
+
     def __init__(self, documents: list[list[int]]) -> None:
         self.documents = documents
         self.logits: dict[tuple[int, int], Tensor] = {}
@@ -161,6 +163,8 @@ class ForcedNoise:
 
 class PlainNoise:
     """Temperature 0 without any noise."""
+
+    keeps_logits = False
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return logits.float().log_softmax(-1)

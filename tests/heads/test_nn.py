@@ -103,7 +103,7 @@ CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 1
 
 def frame_of(tree: TokenTree, base: Tensor) -> attention.DraftFrame:
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
-    return attention.DraftFrame.of(TreePlan.of(tree), base, table, 16)
+    return attention.DraftFrame.of(TreePlan.of(tree), attention.Memory(base, table, 16))
 
 
 def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
@@ -111,7 +111,8 @@ def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
     plan, frame = TreePlan.of(tree), frame_of(tree, base)
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
     for level in plan.levels[1:]:
-        slots, rotation, mask = frame.at(level)
+        at = frame.at(level)
+        slots, rotation, mask = at.slots, at.rotation, at.mask
         for place, node in enumerate(plan.run_nodes[level.span].tolist()):
             lineage = tree.ancestors[0, node].nonzero().squeeze(1).tolist()
             for row, first in enumerate(base.tolist()):
@@ -125,7 +126,7 @@ def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
 def test_chain_frames_are_tree_frames() -> None:
     chain, base = TokenTree.chain(4), torch.tensor([3, 0])
     as_tree = replace(chain, is_chain=False)
-    assert torch.equal(frame_of(chain, base).mask, frame_of(as_tree, base).mask)
+    assert torch.equal(frame_of(chain, base).place.mask, frame_of(as_tree, base).place.mask)
 
 
 def test_plan_runs_only_nodes_with_children() -> None:
