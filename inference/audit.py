@@ -10,6 +10,7 @@ further apart than two such gaps can bridge, at every position where the answer 
 it is a mismatch.
 
 A gap too large for the number format excuses nothing: then a route itself is wrong, and the verdict says so.
+Scores are what the decoder maximises: the logits after the processors, which here see the answer's own text.
 
 Legend: V vocabulary.
 """
@@ -26,6 +27,7 @@ from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.engine import Request
 from inference.noise import gumbel_noise
+from inference.processors import Prefix, process
 from inference.sampling import SamplingSettings, shape_logits
 from inference.target import TargetModel
 
@@ -68,10 +70,16 @@ class AuditReport:
     flips: int = 0
     """Tokens in differing answers that plain decoding would not have picked after the same text."""
     divergences: list[Divergence] = field(default_factory=list)
+    found: list[Divergence] = field(default_factory=list)
+    """Every flip, also those that did not decide: what histograms are made of."""
 
     def counts(self) -> dict[str, int]:
         """The `lossless` block of report.json."""
         return {name: getattr(self, name) for name in ("sequences", "identical", "near_ties", "mismatches")}
+
+
+Known = dict[tuple[Request, tuple[int, ...], int], list[Divergence]]
+"""What examining (request, answer, width) found; valid for one target, baseline and sampling."""
 
 
 def audit(
@@ -81,25 +89,28 @@ def audit(
     answers: Sequence[Sequence[int]],
     sampling: SamplingSettings,
     width: int = 8,
+    known: Known | None = None,
 ) -> AuditReport:
     """Compare `answers` with `baseline`, both one list of new tokens per request, and examine what differs.
 
     width: tokens per pass of the second route; the number of nodes that the drafter had verified is a good
-    choice.
+    choice. known: answers that were examined before, for callers that audit several drafters against the
+    same baseline; extended in place.
     """
     report = AuditReport()
-    known: dict[tuple[int, tuple[int, ...]], list[Divergence]] = {}
+    known = {} if known is None else known
     for request, plain, answer in zip(requests, baseline, answers, strict=True):
         report.sequences += 1
         report.tokens += len(answer)
         if list(plain) == list(answer):
             report.identical += 1
             continue
-        key = (request.index, tuple(answer))  # repeats of a prompt differ in the same way: examine once
+        key = (request, tuple(answer), width)  # repeats of a prompt differ in the same way: examine once
         if key not in known:
             known[key] = examine(target, request, plain, answer, sampling, width)
         found = known[key]
         report.flips += len(found)
+        report.found += found
         decisive = next((item for item in found if not item.near_tie), found[0])
         report.divergences.append(decisive)
         if decisive.near_tie:
@@ -187,9 +198,10 @@ class _Replay:
         return self.target.weights.logits(hidden[:, -1])[0]
 
     def scores(self, logits: Tensor, place: int) -> Tensor:
-        """What the target maximises [V], in units of logits: the logits, plus the noise times the
-        temperature.
+        """What the target maximises [V], in units of logits: the logits after the processors, plus the noise
+        times the temperature.
         """
+        logits = process(logits[None, None], self.sampling, self._prefix(place))[0, 0]
         if self.sampling.greedy:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
         device = logits.device
@@ -197,6 +209,13 @@ class _Replay:
         position = torch.tensor([[self.prompt + place]], device=device)
         noise = gumbel_noise(seeds, position, torch.arange(logits.shape[-1], device=device))[0, 0]
         return (shape_logits(logits, self.sampling) + noise) * self.sampling.temperature
+
+    def _prefix(self, place: int) -> Prefix:
+        """The text before answer token `place`, as a step that decodes one token at a time presents it."""
+        end = self.prompt + place
+        lengths = torch.tensor([end - 1], device=self.text.device)
+        root = TokenTree.chain(0, self.text.device)
+        return Prefix(self.text[:, :end], lengths, self.text[:, end - 1 : end], root)
 
     def pick(self, logits: Tensor, place: int) -> int:
         return int(self.scores(logits, place).argmax())
@@ -215,15 +234,20 @@ class _Replay:
         gap = max(float((route.double() - logits.double()).abs().max()) for route in routes)
         scale = max(1.0, float(logits.abs().max()))
         # two scores may each move by the gap; where the routes happen to agree, one unit in the last place
-        # stands in
-        tolerance = 2 * max(gap, torch.finfo(logits.dtype).eps * scale)
+        # stands in. A penalty multiplies logits, and with them what they are off by
+        penalty = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
+        tolerance = 2 * penalty * max(gap, torch.finfo(logits.dtype).eps * scale)
         if gap > LARGEST_GAP[logits.dtype] * scale:
             reason = f"passes over one and over several tokens differ by {gap:.3g} logits: more than rounding"
             return Divergence(
                 self.request.index, place, expected, found, margin, gap, tolerance, False, reason
             )
-        near = margin <= tolerance
-        if margin == float("inf"):  # top-k, top-p or min-p removed the token: a tie at the filter's edge?
-            near = any(self.pick(route, place) == found for route in routes)
-        reason = "within the numerical gap" if near else "not what the target picks after the same text"
+        near = abs(margin) <= tolerance
+        if abs(margin) == float(
+            "inf"
+        ):  # a filter or a bad word removed one token: a tie at the filter's edge?
+            removed = found if margin > 0 else expected
+            near = any(self.pick(route, place) == removed for route in routes)
+        wrong = "not what" if margin > 0 else "what, unlike the baseline's token,"
+        reason = "within the numerical gap" if near else f"{wrong} the target picks after the same text"
         return Divergence(self.request.index, place, expected, found, margin, gap, tolerance, near, reason)

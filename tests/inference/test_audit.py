@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from inference.audit import AuditReport, audit
+from heads.api.features import FeatureSpec
+from inference.audit import AuditReport, Known, audit
 from inference.engine import DecodeConfig, Engine, Request
 from inference.loading import TargetConfig, describe, switch_attention
 from inference.sampling import SamplingSettings
@@ -150,6 +153,66 @@ def test_a_broken_verification_is_not_excused_by_the_gap_that_it_causes(
     report = check(target, plain, drafted)
     assert report.mismatches == 1
     assert "more than rounding" in report.divergences[0].reason
+
+
+def test_a_wrong_baseline_is_not_excused_by_a_right_answer(target: TargetModel) -> None:
+    right = plain_answer(target, request())
+    report = check(target, [*right[:5], (right[5] + 1) % VOCAB, *right[6:]], right)
+    assert (report.mismatches, report.near_ties) == (1, 0)
+    assert report.divergences[0].margin < 0
+
+
+PENALTY = SamplingSettings(repetition_penalty=1.6)
+
+
+def step_by_step(target: TargetModel, sampling: SamplingSettings, forget: bool = False) -> list[int]:
+    """Greedy decoding by hand: one pass over the whole text per token, transformers' own processor on it.
+
+    forget: what a decoder would do that penalises the prompt's tokens only.
+    """
+    processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+    text = torch.tensor([PROMPT])
+    for _ in range(NEW):
+        _, hidden = target.features(
+            text, torch.arange(text.shape[1])[None], torch.ones_like(text), FeatureSpec(last_hidden=True)
+        )
+        assert hidden is not None
+        logits = target.weights.logits(hidden[:, -1])
+        logits = processor(text[:, : len(PROMPT)] if forget else text, logits)
+        text = torch.cat([text, logits.argmax(-1)[:, None]], 1)
+    return text[0, len(PROMPT) :].tolist()
+
+
+def test_scores_are_those_after_the_processors(target: TargetModel) -> None:
+    """The replay of a right answer must agree with it at every place, and one planted error must stand alone."""
+    right = step_by_step(target, PENALTY)
+    assert right != plain_answer(target, request()) and right != step_by_step(target, PENALTY, forget=True)
+    place = 9
+    wrong = [*right[:place], (right[place] + 1) % VOCAB, *right[place + 1 :]]
+    report = check(target, wrong, right, PENALTY)  # every later token is replayed behind the right text
+    assert (report.flips, report.mismatches) == (1, 1)
+    without = check(
+        target, wrong, right
+    )  # negative control: a replay without the penalty disagrees elsewhere
+    assert without.flips > 1
+
+
+def test_a_penalty_that_forgets_the_answer_is_a_mismatch(target: TargetModel) -> None:
+    right, wrong = step_by_step(target, PENALTY), step_by_step(target, PENALTY, forget=True)
+    report = check(target, right, wrong, PENALTY)
+    assert report.mismatches == 1
+    assert report.flips == len(report.found) > 1
+
+
+def test_what_was_examined_is_not_examined_again(target: TargetModel) -> None:
+    plain = plain_answer(target, request())
+    wrong = [*plain[:-1], (plain[-1] + 1) % VOCAB]
+    known: Known = {}
+    first = audit(target, [request()], [plain], [wrong], SamplingSettings(), known=known)
+    assert len(known) == 1
+    known[next(iter(known))][0] = replace(first.divergences[0], reason="seen before")
+    again = audit(target, [request()], [plain], [wrong], SamplingSettings(), known=known)
+    assert again.divergences[0].reason == "seen before"
 
 
 def test_repeats_of_a_prompt_count_each(target: TargetModel) -> None:
