@@ -1,14 +1,14 @@
 """One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no kind of drafter.
 
-Plain decoding is the same step with a tree of one node. All tensors have fixed shapes and nothing here asks the device for a
-value, so that a step can be captured as a graph; what the host must know (how far the longest row has come) it is told.
+Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives from step to step is updated in
+place, and nothing here asks the device for a value: so a step can be captured as a graph and replayed. What the host may know (how
+far the longest row has come) it can be told; then less of the cache is read.
 
-Legend: B rows, N nodes, D the tree's deepest level.
+Legend: B rows, N nodes, D the tree's deepest level, S slots.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,53 +17,22 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.features import FeatureSpec
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape, TokenTree
+from inference.clock import StepClock
 from inference.kv_cache import KVCache
 from inference.noise import SharedNoise
+from inference.processors import Prefix, Processors
 from inference.rules.base import Rule, Verdict
 from inference.target import Seen, TargetModel
-
-PHASES = ("prefill", "draft", "verify", "commit", "other")
-
-
-class StepClock:
-    """Seconds spent per phase. On CUDA each phase boundary synchronises, so that the split is true; switch it off for speed."""
-
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._synchronise = device.type == "cuda" and enabled
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.passes = 0
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        """Forget the time since the last mark (it belonged to nobody)."""
-        if self._synchronise:
-            torch.cuda.synchronize()
-        self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        """Book the time since the last mark to `phase`."""
-        if self._synchronise:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
-
-    @property
-    def decode_seconds(self) -> float:
-        """All seconds but prefill."""
-        return sum(value for phase, value in self.seconds.items() if phase != "prefill")
 
 
 @dataclass
 class Rows:
-    """The decoding rows on the device.
+    """The decoding rows on the device, updated in place.
 
     lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache), root [B] the last committed
     token, budget [B] new tokens that may still be committed, active [B] bool, seeds [B]; all int64 but `active`.
+    history [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at the text; else None.
     """
 
     lengths: Tensor
@@ -71,13 +40,34 @@ class Rows:
     budget: Tensor
     active: Tensor
     seeds: Tensor
+    history: Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> Rows:
-        def zeros() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
+    def empty(cls, rows: int, device: torch.device, history_slots: int = 0) -> Rows:
+        """Inactive rows. history_slots: S, or 0 for rows without a history."""
 
-        return cls(zeros(), zeros(), zeros(), torch.zeros(rows, dtype=torch.bool, device=device), zeros())
+        def zeros(*more: int) -> Tensor:
+            return torch.zeros(rows, *more, dtype=torch.int64, device=device)
+
+        active = torch.zeros(rows, dtype=torch.bool, device=device)
+        return cls(
+            zeros(), zeros(), zeros(), active, zeros(), zeros(history_slots) if history_slots else None
+        )
+
+    def advance(self, result: StepResult) -> None:
+        """Take over what a step committed."""
+        advance = result.committed
+        if self.history is not None:
+            place = torch.arange(1, result.tokens.shape[1] + 1, device=advance.device)
+            slots = (self.lengths[:, None] + place).clamp(max=self.history.shape[1] - 1)
+            self.history.scatter_(
+                1, slots, result.tokens
+            )  # what was not committed is overwritten before it is read
+        last = (advance - 1).clamp(min=0)[:, None]
+        self.root.copy_(torch.where(self.active, result.tokens.gather(1, last)[:, 0], self.root))
+        self.lengths.add_(advance)
+        self.budget.sub_(advance)
+        self.active.logical_and_(~result.ended)
 
 
 @dataclass
@@ -94,58 +84,72 @@ class StepResult:
     rejected: Tensor
     ended: Tensor
 
+    def packed(self) -> Tensor:
+        """Everything in one int64 tensor [B, D+5], so that one copy brings it to the host."""
+        counts = [self.committed, self.accepted, self.rejected.to(torch.int64), self.ended.to(torch.int64)]
+        return torch.cat([torch.stack(counts, 1), self.tokens], 1)
+
 
 @dataclass
 class Decoder:
-    """The parts that a step works with; built by `inference.engine.Engine`."""
+    """The parts that a step works with; built by `inference.lanes.Lanes`."""
 
     target: TargetModel
     drafter: Any
-    tree: TokenTree
+    tree: DraftShape
     noise: SharedNoise
     rule: Rule
+    processors: Processors
     needs: FeatureSpec
     clock: StepClock
-    eos: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [E] end-of-text token ids
+    eos: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )  # [E] end-of-text token ids
 
-    def step(self, cache: KVCache, rows: Rows, state: Any, longest: int) -> tuple[StepResult, Any]:
-        """Advance every row by one verification; returns what was committed and the drafter's new state.
+    def step(
+        self, cache: KVCache, rows: Rows, state: Any, longest: int | None, exact: bool = True
+    ) -> tuple[StepResult, Any]:
+        """Advance every row by one verification; returns what was committed and the drafter's state.
 
-        longest: the largest of `rows.lengths`, or any upper bound of it when B > 1.
+        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only the device knows.
         """
         proposal = self._propose(rows, state)
         self.clock.mark("draft")
-        logits, positions, seen = self.target.verify(cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs)
+        logits, positions, seen = self.target.verify(
+            cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
+        )
         self.clock.mark("verify")
+        if self.processors.active:
+            logits = self.processors(logits, self._prefix(rows, proposal))
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows)
-        path = verdict.path
         if not proposal.tree.is_chain:
-            cache.compact(rows.lengths, path)
+            cache.compact(rows.lengths, verdict.path)
         self.clock.mark("other")
         if self.drafter is not None:
-            state = self.drafter.commit(state, self._seen(proposal, result, path, rows, seen))
-        advance = result.committed
-        last = (advance - 1).clamp(min=0)[:, None]
-        rows.root = torch.where(rows.active, result.tokens.gather(1, last)[:, 0], rows.root)
-        rows.lengths = rows.lengths + advance
-        rows.budget = rows.budget - advance
-        rows.active = rows.active & ~result.ended
+            state = self.drafter.commit(state, self._seen(proposal, result, verdict.path, rows, seen))
+        rows.advance(result)
         self.clock.mark("commit")
         self.clock.passes += 1
         return result, state
 
     def _propose(self, rows: Rows, state: Any) -> Proposal:
         if self.drafter is None:
+            assert isinstance(self.tree, TokenTree)
             return Proposal(rows.root[:, None], self.tree)
         proposal: Proposal = self.drafter.propose(state, self.noise)
         return proposal
 
+    def _prefix(self, rows: Rows, proposal: Proposal) -> Prefix | None:
+        if rows.history is None:
+            return None
+        return Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+
     def _cut(self, verdict: Verdict, rows: Rows) -> StepResult:
         """Cut what the rule kept at end of text and at the row's budget."""
         tokens, full = verdict.tokens, verdict.accepted + 1
-        ends = torch.isin(tokens, self.eos)
         place = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (tokens[..., None] == self.eos).any(-1)
         first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
         committed = torch.minimum(torch.minimum(full, first_end), rows.budget)
         committed = torch.where(rows.active, committed, 0)
@@ -159,7 +163,9 @@ class Decoder:
             ended & rows.active,
         )
 
-    def _seen(self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen) -> TargetStates:
+    def _seen(
+        self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
+    ) -> TargetStates:
         """What the drafter is told: the accepted run with the target's true states. Inactive rows repeat their root."""
         place = torch.arange(path.shape[1], device=path.device)
         valid = place < result.committed.clamp(min=1)[:, None]
@@ -169,5 +175,10 @@ class Decoder:
         row = torch.arange(path.shape[0], device=path.device)[:, None]
         taps = None if seen.taps is None else seen.taps[row, path]
         return TargetStates(
-            proposal.tokens.gather(1, path), result.tokens, positions, valid, taps, seen.last_hidden[row, path]
+            proposal.tokens.gather(1, path),
+            result.tokens,
+            positions,
+            valid,
+            taps,
+            seen.last_hidden[row, path],
         )

@@ -1,165 +1,261 @@
-"""The decoder for users: requests in, completions out, with any drafter or none, in batches whose rows are refilled.
+"""The decoder for users: prompts in, answers out, with any drafter or none, in batches whose rows are refilled.
 
-    engine = Engine(target, drafter, DecodeConfig(depth=4))
-    for completion in engine.run([Request(0, tuple(prompt_ids), seed=7, max_new_tokens=64)]):
-        print(target.tokenizer.decode(completion.tokens))
+    engine = Engine.load("meta-llama/Llama-3.1-8B-Instruct", "outputs/demo/train/eagle3/best")
+    for answer in engine.generate(["Why is the sky blue?", "Write a haiku."], max_new_tokens=64):
+        print(answer.text, answer.tau)
+
+`run` is the layer below: token ids with seeds and limits of their own in, completions out as they finish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from heads.api.drafter import TargetStates, TrainableDrafter
+from heads.api.checkpoint import load_drafter, new_drafter
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from heads.api.state import write_rows
-from heads.api.tree import TokenTree
-from inference.decode import Decoder, Rows, StepClock, StepResult
+from heads.api.registry import get_kind, kind_names
+from heads.api.tree import DraftShape, TokenTree
+from inference.batch_run import BatchRun, OnTokens
+from inference.chat import render_prompt
+from inference.clock import StepClock
 from inference.decode_config import DecodeConfig as DecodeConfig
 from inference.kernels.packed_linear import packed_linears
-from inference.kv_cache import KVCache
-from inference.noise import SharedNoise
-from inference.rules.base import Rule
-from inference.rules.match import Match
-from inference.target import Seen, TargetModel
+from inference.lanes import Lanes
+from inference.loading import TargetConfig
+from inference.memory import drafter_state_bytes, free_bytes, plan_memory
+from inference.requests import Completion as Completion
+from inference.requests import PassRecord as PassRecord
+from inference.requests import Request as Request
+from inference.target import TargetModel
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A user's message, token ids, or a conversation of {"role", "content"} messages."""
+SLOT_STEP = 64
+"""Capacities are rounded up to this many slots, so that runs of similar length share their buffers."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise (64-bit, non-negative)."""
+class Answer:
+    """One answer as text, with what it took. completion: tokens, passes and the reason it ended."""
 
-    index: int
-    tokens: tuple[int, ...]
-    seed: int
-    max_new_tokens: int
+    text: str
+    completion: Completion
 
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused."""
-
-    accepted: int
-    committed: int
-    rejected: bool
-
-
-@dataclass
-class Completion:
-    """A finished answer: its new tokens (the end-of-text token included), why it ended ("stop" or "length"), its passes.
-
-    The first token comes from prefill, so len(tokens) == 1 + sum of committed tokens over the passes.
-    """
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    finish: str = "length"
-    passes: list[PassRecord] = field(default_factory=list)
+    @property
+    def tau(self) -> float:
+        """Committed tokens per verify pass; 1.0 where nothing was verified."""
+        passes = self.completion.passes
+        return sum(item.committed for item in passes) / len(passes) if passes else 1.0
 
 
 class Engine:
     """Decodes requests with one target and at most one drafter; reusable, one `run` at a time.
 
-    `clock` accumulates the time split over runs; `clock.reset()` before a measurement.
+    `clock` accumulates the time split over runs; `clock.reset()` before a measurement. capacity: slots of every row, the draft's
+    nodes included; None sizes them by the requests.
     """
 
     def __init__(
-        self, target: TargetModel, drafter: Any = None, decode: DecodeConfig | None = None, *, capacity: int | None = None
+        self,
+        target: TargetModel,
+        drafter: Any = None,
+        decode: DecodeConfig | None = None,
+        *,
+        capacity: int | None = None,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.decode = decode or DecodeConfig()
         plain = drafter is None
-        self.tree = TokenTree.chain(0, target.device) if plain else self.decode.tree(target.device)
+        self.tree: DraftShape = (
+            TokenTree.chain(0, target.device) if plain else self.decode.tree(target.device)
+        )
         self.needs = FeatureSpec() if plain else drafter.needs
         self.capacity = capacity
         self.clock = StepClock(target.device)
-        self._cache: KVCache | None = None
+        self._lanes: Lanes | None = None
+        self._run: BatchRun | None = None
         self._last_bytes = 0
         if isinstance(drafter, TrainableDrafter):
             drafter.eval()
 
-    # ---- the public loop -----------------------------------------------------------------------------------------------
+    @classmethod
+    def load(
+        cls,
+        target: str | Path | TargetConfig | TargetModel,
+        head: str | Path | None = None,
+        decode: DecodeConfig | None = None,
+        *,
+        capacity: int | None = None,
+    ) -> Engine:
+        """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for it.
+
+        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding. Raises `UserError` when either
+        cannot be loaded or they do not belong together.
+        """
+        if isinstance(target, (str, Path)):
+            target = TargetConfig(path=str(target))
+        model = target if isinstance(target, TargetModel) else TargetModel.load(target)
+        return cls(model, None if head is None else _load_head(head, model), decode, capacity=capacity)
+
+    # ---- text in, text out -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
+    ) -> list[Answer]:
+        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the prompt's place).
+
+        changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
+        """
+        engine = self.with_settings(**changes)
+        requests = engine._requests(prompts, seeds)
+        done = {completion.request.index: completion for completion in engine.run(requests)}
+        return [engine._answer(done[request.index]) for request in requests]
+
+    def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
+        """Answer one prompt piece by piece; leaving the loop early stops decoding. changes: see `generate`."""
+        engine = self.with_settings(**changes)
+        requests = engine._requests([prompt], None if seed is None else [seed])
+        new: list[int] = []
+        text = TextPieces(self.target)
+        completions = engine.run(
+            requests, lambda _request, tokens, _record: new.extend(tokens), yield_steps=True
+        )
+        with closing(completions):
+            for _ in completions:
+                piece = text.add(new)
+                new.clear()
+                if piece:
+                    yield piece
+        rest = text.add(new) + text.rest()
+        if rest:
+            yield rest
+
+    def with_settings(self, **changes: Any) -> Engine:
+        """This engine under other decode settings: itself if nothing changes, else one with the same weights and new buffers."""
+        decode = replace(self.decode, **changes) if changes else self.decode
+        if decode == self.decode:
+            return self
+        if replace(decode, max_new_tokens=self.decode.max_new_tokens, seed=self.decode.seed) == self.decode:
+            other = object.__new__(Engine)  # limits and seeds belong to requests: the buffers stay
+            other.__dict__.update(self.__dict__)
+            other.decode = decode
+            return other
+        return Engine(self.target, self.drafter, decode, capacity=self.capacity)
+
+    def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
+        if seeds is not None and len(seeds) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
+        requests = []
+        for index, prompt in enumerate(prompts):
+            seed = self.decode.seed + index if seeds is None else seeds[index]
+            requests.append(Request(index, self._tokens(prompt), seed, self.decode.max_new_tokens))
+        return requests
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(render_prompt(self.target.tokenizer, [{"role": "user", "content": prompt}]))
+        if prompt and isinstance(prompt[0], Mapping):
+            return tuple(render_prompt(self.target.tokenizer, prompt))  # type: ignore[arg-type]
+        return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
+
+    def _answer(self, completion: Completion) -> Answer:
+        ends = self.target.eos_token_ids
+        tokens = [token for token in completion.tokens if token not in ends]
+        return Answer(self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion)
+
+    # ---- token ids in, completions out -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def run(
-        self, requests: Iterable[Request], on_tokens: Callable[[Request, list[int]], None] | None = None
-    ) -> Iterator[Completion]:
+        self, requests: Iterable[Request], on_tokens: OnTokens | None = None, *, yield_steps: bool = False
+    ) -> Generator[Completion, None, None]:
         """Decode all requests, yielding completions as they finish. Raises `UserError` for a request that cannot fit.
 
-        on_tokens: called with every batch of newly committed tokens of a request, for streaming.
+        on_tokens(request, tokens, record): called with every batch of newly committed tokens and the record of their pass (None
+        for the first token, which prefill gives). yield_steps: yield unfinished completions as well, after every step.
         """
         waiting = list(requests)
         if not waiting:
             return
-        run = _Run(self, waiting, on_tokens)
-        with packed_linears(self.drafter):
-            while run.unfinished:
-                self.clock.start()
-                if run.can_refill:
-                    finished = run.refill()
-                    self.clock.mark("prefill")
-                else:
-                    finished = run.step()
-                    self.clock.mark("other")
-                yield from finished
-        self._last_bytes = run.bytes()
-
-    def cache_for(self, rows: int, capacity: int) -> KVCache:
-        """The target's cache, kept between runs while it is large enough."""
-        cache = self._cache
-        if cache is None or cache.rows != rows or cache.capacity < capacity:
-            self._cache = cache = self.target.new_cache(rows, capacity)
-        return cache
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's caches of the last run."""
-        drafter = 0
-        if isinstance(self.drafter, TrainableDrafter):
-            drafter = sum(value.numel() * value.element_size() for value in self.drafter.state_dict().values())
-        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
-
-
-class _Run:
-    """One call of `Engine.run`: the rows, who sits in them, and who waits."""
-
-    def __init__(
-        self, engine: Engine, requests: list[Request], on_tokens: Callable[[Request, list[int]], None] | None
-    ) -> None:
-        self.target, self.drafter, self.tree, self.needs = engine.target, engine.drafter, engine.tree, engine.needs
-        self.on_tokens = on_tokens
-        device = engine.target.device
-        count = min(engine.decode.batch_size, len(requests))
-        self.capacity = self._capacity(requests, engine.capacity)
-        self.cache = engine.cache_for(count, self.capacity)
-        self.rows = Rows.empty(count, device)
-        self.settings = engine.decode.sampling()
-        self.rule: Rule = Match(engine.decode.share_noise)
-        noise = self._noise(self.rows.seeds)
-        eos = torch.tensor(engine.target.eos_token_ids, dtype=torch.int64, device=device)
-        self.decoder = Decoder(self.target, self.drafter, self.tree, noise, self.rule, self.needs, engine.clock, eos)
-        self.end_ids = set(engine.target.eos_token_ids)
-        self.running: list[Completion | None] = [None] * count
-        self.waiting = requests[::-1]
-        self.state: Any = None
-
-    def _noise(self, seeds: Tensor) -> SharedNoise:
-        return SharedNoise(
-            self.settings, seeds, self.target.info.vocab_size, self.rule.drafts, self.rule.keeps_logits
+        run = BatchRun(
+            self._lanes_for(waiting), waiting, on_tokens, self.decode.steps_behind(self.target.device)
         )
+        self._run = run
+        try:
+            with packed_linears(self.drafter):
+                while run.unfinished:
+                    yield from self._advance(run)
+                    if yield_steps:
+                        yield from [item for item in run.running if item is not None]
+        finally:
+            run.lanes.stop()
+            self._run = None
+            self._last_bytes = run.lanes.bytes()
 
-    def _capacity(self, requests: list[Request], fixed: int | None) -> int:
-        """Slots a row needs: prompt, answer and one tree. Refuses requests that the target or a fixed capacity cannot hold."""
-        most = 0
+    def _advance(self, run: BatchRun) -> list[Completion]:
+        """Drop what was cancelled, or refill free rows, or launch a step; and book the time."""
+        dropped = run.drop_cancelled()
+        if dropped:
+            return dropped
+        self.clock.start()
+        if run.can_refill:
+            finished = run.refill()
+            self.clock.mark("prefill")
+        else:
+            finished = run.step()
+            if not self.clock.running_free:
+                self.clock.mark("other")
+        return finished
+
+    def cancel(self, index: int) -> None:
+        """Stop the request with that index in the present `run` (from `on_tokens` or between completions): it is handed out with
+        finish "cancelled". Unknown indices are ignored, as the request may just have finished."""
+        if self._run is not None:
+            self._run.cancel(index)
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------------
+
+    def _lanes_for(self, requests: list[Request]) -> Lanes:
+        """Buffers for these requests: those of the last run if they are large enough."""
+        rows = min(self.decode.batch_size, len(requests))
+        capacity = self._capacity(requests)
+        lanes = self._lanes
+        if lanes is None or lanes.count != rows or lanes.capacity < capacity:
+            self._lanes = None  # the old buffers go before the new ones come
+            widest = min(self.decode.prefill_chunk, max(len(request.tokens) for request in requests))
+            self._require_memory(rows, capacity, widest)
+            self._lanes = lanes = Lanes(
+                self.target, self.drafter, self.decode, self.tree, rows, capacity, self.clock
+            )
+        return lanes
+
+    def _require_memory(self, rows: int, capacity: int, widest: int) -> None:
+        """Refuse a batch that will not fit, before anything is allocated."""
+        free = free_bytes(self.target.device)
+        if free is None:
+            return
+        like, info = self.target.weights.embedding, self.target.info
+        state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
+        plan = plan_memory(info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest)
+        plan.require(free, self.target.device)
+
+    def _capacity(self, requests: list[Request]) -> int:
+        """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a fixed capacity cannot hold."""
+        most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
             if not request.tokens or request.max_new_tokens < 1:
-                raise UserError(f"request {request.index} is empty: a prompt needs at least one token, an answer too.")
+                raise UserError(
+                    f"request {request.index} is empty: a prompt needs at least one token, an answer too."
+                )
             length = len(request.tokens) + request.max_new_tokens
-            limit = self.target.info.max_position_embeddings
             if length > limit:
                 raise UserError(
                     f"request {request.index} needs {length} positions ({len(request.tokens)} of prompt), but target "
@@ -167,110 +263,57 @@ class _Run:
                 )
             most = max(most, length)
         needed = most + self.tree.num_nodes + 1
-        if fixed is not None and needed > fixed:
-            raise UserError(f"a request needs {needed} cache slots, but the engine was built with capacity {fixed}.")
-        return fixed or -(-needed // 64) * 64
+        if self.capacity is not None and needed > self.capacity:
+            raise UserError(
+                f"a request needs {needed} cache slots, but the engine was built with capacity {self.capacity}."
+            )
+        return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.waiting) or any(item is not None for item in self.running)
-
-    @property
-    def can_refill(self) -> bool:
-        return bool(self.waiting) and any(item is None for item in self.running)
-
-    def bytes(self) -> int:
-        return self.cache.bytes() + _tensor_bytes(self.state)
-
-    # ---- one verification of all rows ------------------------------------------------------------------------------------
-
-    def step(self) -> list[Completion]:
-        """Advance every row; returns the completions that ended."""
-        lengths = [len(c.request.tokens) + len(c.tokens) - 1 for c in self.running if c is not None]
-        result, self.state = self.decoder.step(self.cache, self.rows, self.state, max(lengths))
-        return self._read(result)
-
-    def _read(self, result: StepResult) -> list[Completion]:
-        """Bring a step's outcome to the host and book it."""
-        tokens, committed = result.tokens.tolist(), result.committed.tolist()
-        accepted, rejected, ended = result.accepted.tolist(), result.rejected.tolist(), result.ended.tolist()
-        finished = []
-        for row, completion in enumerate(self.running):
-            if completion is None:
-                continue
-            completion.passes.append(PassRecord(accepted[row], committed[row], rejected[row]))
-            self._add(completion, tokens[row][: committed[row]])
-            if ended[row]:
-                finished.append(self._finish(row, completion))
-        return finished
-
-    def _add(self, completion: Completion, tokens: list[int]) -> None:
-        completion.tokens += tokens
-        if self.on_tokens is not None:
-            self.on_tokens(completion.request, tokens)
-
-    def _finish(self, row: int, completion: Completion) -> Completion:
-        completion.finish = "stop" if completion.tokens[-1] in self.end_ids else "length"
-        self.running[row] = None
-        return completion
-
-    # ---- prefill of free rows --------------------------------------------------------------------------------------------
-
-    def refill(self) -> list[Completion]:
-        """Prefill waiting prompts into the free rows; returns those that already ended with their first token."""
-        free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
-        requests = [self.waiting.pop() for _ in free]
-        device = self.target.device
-        index = torch.tensor(free, device=device)
-        lengths = torch.tensor([len(request.tokens) for request in requests], device=device)
-        tokens = torch.zeros(len(free), int(max(len(r.tokens) for r in requests)), dtype=torch.int64)
-        for place, request in enumerate(requests):
-            tokens[place, : len(request.tokens)] = torch.tensor(request.tokens)
-        tokens = tokens.to(device)
-        seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device)
-        logits, seen = self.target.prefill(self.cache, index, tokens, lengths, self.needs)
-        noise = self._noise(seeds)
-        first = noise.target_pick(logits[:, None], lengths[:, None])[:, 0]
-        self._start_drafter(index, tokens, lengths, first, seen)
-        self.rows.lengths[index], self.rows.root[index], self.rows.seeds[index] = lengths, first, seeds
-        budgets = torch.tensor([request.max_new_tokens - 1 for request in requests], device=device)
-        self.rows.budget[index] = budgets
-        finished = []
-        alive = []
-        for row, request, token in zip(free, requests, first.tolist(), strict=True):
-            completion = Completion(request)
-            self.running[row] = completion
-            self._add(completion, [token])
-            ends = token in self.end_ids or request.max_new_tokens == 1
-            alive.append(not ends)
-            if ends:
-                finished.append(self._finish(row, completion))
-        self.rows.active[index] = torch.tensor(alive, device=device)
-        return finished
-
-    def _start_drafter(self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen) -> None:
-        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that were refilled."""
-        if self.drafter is None:
-            return
-        place = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-        following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
-        states = TargetStates(
-            tokens, following, place.expand_as(tokens), place < lengths[:, None], seen.taps, seen.last_hidden
-        )
-        fresh = self.drafter.start(states, self.tree, self.capacity)
-        if self.state is None:
-            self.state = fresh
-        else:
-            write_rows(self.state, index, fresh)
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's caches of the last run."""
+        drafter = 0
+        if isinstance(self.drafter, TrainableDrafter):
+            drafter = sum(
+                value.numel() * value.element_size() for value in self.drafter.state_dict().values()
+            )
+        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
+        return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
 
 
-def _tensor_bytes(state: Any) -> int:
-    """Bytes of all tensors in a drafter's state, nested dataclasses and lists included."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    if is_dataclass(state):
-        return sum(_tensor_bytes(getattr(state, item.name)) for item in fields(state))
-    if isinstance(state, (list, tuple)):
-        return sum(_tensor_bytes(item) for item in state)
-    return 0
+class TextPieces:
+    """Turns tokens into text as they arrive; a character whose bytes are not all there yet waits."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.tokenizer, self.ends = target.tokenizer, target.eos_token_ids
+        self.tokens: list[int] = []
+        self.shown = 0
+
+    def add(self, new: Sequence[int]) -> str:
+        """The text that `new` tokens complete."""
+        self.tokens += [token for token in new if token not in self.ends]
+        text = self._text()
+        return "" if text.endswith("\ufffd") else self._from_shown(text)
+
+    def rest(self) -> str:
+        """What was held back."""
+        return self._from_shown(self._text())
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    def _from_shown(self, text: str) -> str:
+        piece, self.shown = text[self.shown :], len(text)
+        return piece
+
+
+def _load_head(head: str | Path, target: TargetModel) -> Any:
+    """A drafter from a checkpoint folder, or a kind without weights by name."""
+    if Path(head).is_dir():
+        return load_drafter(Path(head), target.info, target.weights)
+    if str(head) in kind_names() and not get_kind(str(head)).trainable:
+        kind = get_kind(str(head))
+        return new_drafter(kind.name, kind.config_class(), target.info, target.weights, seed=0)
+    raise UserError(
+        f"there is no checkpoint folder '{head}', and it is not the name of a kind without weights (such as ngram). "
+        "Give the folder that holds the drafter's weights."
+    )

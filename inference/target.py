@@ -74,12 +74,21 @@ class TargetModel:
 
     @torch.no_grad()
     def _forward(
-        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache | None, taps: tuple[int, ...]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        cache: KVCache | None,
+        taps: tuple[int, ...],
     ) -> Seen:
         self.taps.want(taps)
         with attention_plan(plan):
             out = self.decoder(
-                input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=cache is not None, return_dict=True
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                return_dict=True,
             )
         return Seen(self.taps.read(), out.last_hidden_state)
 
@@ -95,7 +104,9 @@ class TargetModel:
         else:
             length = tokens.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-            plan = AttentionPlan((segments[:, :, None] == segments[:, None, :]) & causal, False, positions, positions)
+            plan = AttentionPlan(
+                (segments[:, :, None] == segments[:, None, :]) & causal, False, positions, positions
+            )
         seen = self._forward(tokens, positions, plan, None, needs.taps)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
 
@@ -104,30 +115,58 @@ class TargetModel:
         return KVCache(self.info.num_layers, rows, capacity)
 
     def prefill(
-        self, cache: KVCache, rows: Tensor, tokens: Tensor, lengths: Tensor, needs: FeatureSpec
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        needs: FeatureSpec,
+        chunk: int = 0,
     ) -> tuple[Tensor, Seen]:
         """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns the logits [R, V] after each
-        prompt's last token, and the features at every prompt position."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(tokens.shape[0], -1)
+        prompt's last token, and the features at every prompt position.
+
+        chunk: most tokens read in one pass, which bounds the memory of attention; 0 reads all at once.
+        """
+        total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
-        seen = self._forward(tokens, positions, AttentionPlan(None, True, positions, positions), cache, needs.taps)
+        parts = []
+        for offset in range(0, total, chunk or total):
+            part = tokens[:, offset : offset + (chunk or total)]
+            keys = torch.arange(offset + part.shape[1], device=tokens.device)[None].expand(
+                tokens.shape[0], -1
+            )
+            positions = keys[:, offset:]
+            cache.writer.offset = offset
+            parts.append(
+                self._forward(part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps)
+            )
+        cache.writer.offset = 0
+        seen = parts[0] if len(parts) == 1 else _join(parts)
         last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
         return self.weights.logits(last), seen
 
     def verify(
-        self, cache: KVCache, tokens: Tensor, tree: TokenTree, lengths: Tensor, longest: int, needs: FeatureSpec
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        tree: TokenTree,
+        lengths: Tensor,
+        longest: int | None,
+        needs: FeatureSpec,
+        exact: bool = True,
     ) -> tuple[Tensor, Tensor, Seen]:
         """One pass over the drafted nodes of every row.
 
-        tokens [B, N], lengths [B] committed tokens in the cache, longest: their maximum (or any upper bound when B > 1), known to
-        the host. Node i goes to slot lengths+i and has position lengths+depth[i]. Returns logits [B, N, V], the nodes' positions
-        [B, N] and the features.
+        tokens [B, N], lengths [B] committed tokens in the cache, longest: their maximum if the host knows it (or an upper bound of
+        it, then not `exact`), None if only the device knows. Node i goes to slot lengths+i and has position lengths+depth[i].
+        Returns logits [B, N, V], the nodes' positions [B, N] and the features.
         """
         nodes = tokens.shape[1]
         positions = lengths[:, None] + tree.depth
         writer = cache.writer
-        writer.mode, writer.bound = "verify", longest + nodes
-        if tokens.shape[0] == 1:
+        writer.mode, writer.bound = "verify", cache.capacity if longest is None else longest + nodes
+        if tokens.shape[0] == 1 and longest is not None and exact:
             writer.start = longest
             plan = _single_row_plan(tree, positions, longest)
         else:
@@ -148,7 +187,9 @@ class TargetModel:
         needs = FeatureSpec()
         lengths = torch.tensor([half], device=tokens.device)
         try:
-            first, _ = self.prefill(cache, torch.tensor([0], device=tokens.device), tokens[:, :half], lengths, needs)
+            first, _ = self.prefill(
+                cache, torch.tensor([0], device=tokens.device), tokens[:, :half], lengths, needs
+            )
             chain = TokenTree.chain(size - half - 1, tokens.device)
             rest, _, _ = self.verify(cache, tokens[:, half:], chain, lengths, half, needs)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
@@ -159,12 +200,20 @@ class TargetModel:
         found = torch.cat([first[:, None], rest], 1).float()
         wanted = expected[:, half - 1 :].float()
         gap = float((found - wanted).abs().max())
-        tolerance = (0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3) * max(float(wanted.abs().max()), 1.0)
+        tolerance = (0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3) * max(
+            float(wanted.abs().max()), 1.0
+        )
         if not gap <= tolerance:
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits differ from its own by {gap:.3g} "
                 "(recurrent states, ALiBi or other non-standard attention). Use a model with standard softmax attention."
             )
+
+
+def _join(parts: list[Seen]) -> Seen:
+    """What several chunks of one prompt left, in order."""
+    taps = [part.taps for part in parts if part.taps is not None]
+    return Seen(torch.cat(taps, 1) if taps else None, torch.cat([part.last_hidden for part in parts], 1))
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:

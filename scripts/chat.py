@@ -102,7 +102,7 @@ class Chat:
         request = Request(0, tokens, seed, self.engine.decode.max_new_tokens)
         stream = TextStream(tokenizer, self.engine.target.eos_token_ids)
         start = time.perf_counter()
-        (completion,) = self.engine.run([request], on_tokens=lambda _, new: stream.add(new))
+        (completion,) = self.engine.run([request], on_tokens=lambda _request, new, _record: stream.add(new))
         seconds = time.perf_counter() - start
         stream.close()
         if stream.text.strip():

@@ -1,0 +1,132 @@
+"""How steps are run: launched operation by operation, or captured once as a CUDA graph and replayed.
+
+The host never waits for the step it has just launched. Each step ends with one copy of its result into a pinned buffer of a ring;
+the host reads it one or two steps later, when the copy is long done. Rows that ended meanwhile commit nothing, so steps that turn
+out to be one too many change nothing.
+
+Capturing. The first steps of a batch run eagerly on the capture stream (they are real steps: nothing is thrown away); then one step
+is captured and replayed from there on. Everything a step reads or writes lives in `Lanes` and is updated in place. No GPU has run
+this file yet (docs/decoder.md); `tests/inference/test_captured.py` replays a traced step on the CPU in its place.
+
+Legend: B rows, D the tree's deepest level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.clock import PHASES
+from inference.decode import Decoder, Rows
+from inference.decode_config import DecodeConfig
+from inference.kv_cache import KVCache
+
+WARM_UP_STEPS = 3
+SPLIT_STEPS = 8
+"""Steps that are timed phase by phase before capturing; later steps are split in the same shares."""
+
+
+@dataclass
+class Pending:
+    """The result of a launched step on its way to the host: `packed` [B, D+5] int64 (`StepResult.packed`) and the copy's event."""
+
+    packed: Tensor
+    event: Any = None
+
+    def read(self) -> list[list[int]]:
+        """Wait for the copy (normally long done) and give the rows as plain numbers."""
+        if self.event is not None:
+            self.event.synchronize()
+        rows: list[list[int]] = self.packed.tolist()
+        return rows
+
+
+class StepRunner:
+    """Runs the steps of one `Lanes`."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, decode: DecodeConfig) -> None:
+        self.decoder, self.cache, self.rows = decoder, cache, rows
+        device = rows.lengths.device
+        self.on_cuda = device.type == "cuda"
+        self.captures = self.on_cuda and decode.graph == "auto"
+        self.ring = _PinnedRing(decode.steps_behind(device) + 2) if self.on_cuda else None
+        self.stream = torch.cuda.Stream(device) if self.on_cuda else None
+        self.graph: Any = None
+        self.packed: Tensor | None = None
+        self.steps = 0
+
+    def step(self, state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
+        """Launch one step; returns its pending result and the drafter's state. longest, exact: see `Decoder.step`."""
+        if not self.on_cuda:
+            result, state = self.decoder.step(self.cache, self.rows, state, longest, exact)
+            return Pending(result.packed()), state
+        if self.graph is not None:
+            self.graph.replay()
+            self.decoder.clock.passes += 1
+            self.decoder.clock.share_out()
+            assert self.packed is not None
+            return self._send(self.packed), state
+        if self.captures and self.steps == WARM_UP_STEPS + SPLIT_STEPS:
+            self._capture(state)
+            return self.step(state, longest, exact)
+        return self._eager(state)
+
+    def _eager(self, state: Any) -> tuple[Pending, Any]:
+        """One launched step on the capture stream."""
+        if self.steps == WARM_UP_STEPS:
+            self.before_split = dict(self.decoder.clock.seconds)
+        self.steps += 1
+        assert self.stream is not None
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result, after = self.decoder.step(self.cache, self.rows, state, None)
+            packed = result.packed()
+        current.wait_stream(self.stream)
+        return self._send(packed), after
+
+    def _capture(self, state: Any) -> None:
+        """Capture one step. Nothing is executed meanwhile; the first replay is the next real step."""
+        clock = self.decoder.clock
+        spent = {
+            phase: clock.seconds[phase] - self.before_split[phase] for phase in PHASES if phase != "prefill"
+        }
+        total = sum(spent.values())
+        clock.split = {phase: value / total for phase, value in spent.items()} if total > 0 else None
+        clock.running_free = True
+        passes = clock.passes
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            result, after = self.decoder.step(self.cache, self.rows, state, None)
+            self.packed = result.packed()
+        assert after is state, "a drafter must update its state in place to be captured"
+        clock.passes = passes
+        self.graph = graph
+        clock.start()
+
+    def _send(self, packed: Tensor) -> Pending:
+        assert self.ring is not None
+        return self.ring.send(packed)
+
+
+class _PinnedRing:
+    """Pinned host buffers that results are copied to in turn, each with an event."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots: list[Pending | None] = [None] * slots
+        self.next = 0
+
+    def send(self, packed: Tensor) -> Pending:
+        """Start the copy of `packed`; the slot is free again once every earlier result has been read."""
+        place, self.next = self.next, (self.next + 1) % len(self.slots)
+        slot = self.slots[place]
+        if slot is None:
+            slot = Pending(torch.empty_like(packed, device="cpu").pin_memory(), torch.cuda.Event())
+            self.slots[place] = slot
+        slot.packed.copy_(packed, non_blocking=True)
+        slot.event.record()
+        return slot

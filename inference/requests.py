@@ -1,0 +1,42 @@
+"""What goes into the decoder and what comes out: requests, completions, and one record per verify pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise (64-bit, non-negative)."""
+
+    index: int
+    tokens: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused."""
+
+    accepted: int
+    committed: int
+    rejected: bool
+
+
+@dataclass
+class Completion:
+    """A finished answer: its new tokens (the end-of-text token included), why it ended, its passes.
+
+    finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes from prefill, so
+    len(tokens) == 1 + sum of committed tokens over the passes, unless it was cancelled before its prefill.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    passes: list[PassRecord] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.finish != ""
