@@ -1,0 +1,156 @@
+"""Which implementation of a kernel runs, and why: the Triton one on a GPU, the plain-torch reference everywhere else.
+
+An operation is declared once, beside its meaning, in a module of this package whose name begins with `reference`:
+
+    TREE_ATTENTION = Op("tree_attention", tree_attention, "inference.kernels.tree_attention:tree_attention", FLOATS)
+
+and is called like a function; the device and the dtype of its first argument (a tensor) decide. Modules with Triton kernels import
+triton at their top and are imported only when their kernel is called, so that nothing here needs triton to be installed.
+HEADSTART_KERNELS=auto|reference|triton overrides the choice. TRITON_INTERPRET=1, set before triton is first imported, lets
+HEADSTART_KERNELS=triton run the kernels on a CPU, slowly: that is for tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+
+from heads.api.errors import UserError, suggest
+
+VARIABLE = "HEADSTART_KERNELS"
+INTERPRET = "TRITON_INTERPRET"
+MODES = ("auto", "reference", "triton")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""What kernels that accumulate in float32 take; float64 is for references."""
+OLDEST_GPU = (8, 0)
+"""Compute capability that Triton asks of NVIDIA GPUs; without bfloat16 matrix products there is nothing to gain below."""
+
+OPS: dict[str, Op] = {}
+"""Every operation by its name, as far as its module was imported; `all_ops` imports them all."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that runs, and why in a few words."""
+
+    implementation: Literal["triton", "reference"]
+    why: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation with two implementations of one signature. Creating it registers it under `name`.
+
+    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
+    dtypes: those of the first argument that the kernel takes; empty: any.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    kernel: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    _loaded: list[Callable[..., Any]] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.name not in OPS, f"two kernels are called {self.name}"
+        OPS[self.name] = self
+
+    def triton(self) -> Callable[..., Any]:
+        """The kernel's function; imports triton."""
+        if not self._loaded:
+            module, function = self.kernel.split(":")
+            self._loaded.append(getattr(importlib.import_module(module), function))
+        return self._loaded[0]
+
+    def __call__(self, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the implementation that `choose` names for the device and dtype of `first`."""
+        if choose(self, first.device, first.dtype).implementation == "triton":
+            return self.triton()(first, *args, **kwargs)
+        return self.reference(first, *args, **kwargs)
+
+
+def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
+    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that the kernel takes).
+
+    Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot run.
+    """
+    mode = os.environ.get(VARIABLE, "auto")
+    if mode not in MODES:
+        raise UserError(f"{VARIABLE} is '{mode}'.{suggest(mode, MODES)}")
+    if mode == "reference":
+        return Choice("reference", f"{VARIABLE}=reference")
+    if dtype is not None and op.dtypes and dtype not in op.dtypes:
+        # also when triton is demanded: a float64 audit of a model is right to be computed in float64
+        return Choice("reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it")
+    device = torch.device(device)
+    obstacle = _obstacle(device.type, device.index, mode == "triton" and interpreted())
+    if obstacle is None:
+        place = "CUDA device" if device.type == "cuda" else f"{device.type.upper()} under {INTERPRET}=1"
+        return Choice("triton", f"{place} with triton {triton_version()}")
+    if mode == "triton":
+        raise UserError(
+            f"{VARIABLE}=triton, but the kernel {op.name} cannot run on {device}: {obstacle}. "
+            f"Use {VARIABLE}=auto, a CUDA device with triton installed, or {INTERPRET}=1 for tests."
+        )
+    return Choice("reference", obstacle)
+
+
+def report(device: torch.device | str) -> list[dict[str, str]]:
+    """A row per operation, in order of their names: op, implementation and why, for tensors on `device`."""
+    rows = []
+    for op in all_ops():
+        choice = choose(op, device)
+        rows.append({"op": op.name, "implementation": choice.implementation, "why": choice.why})
+    return rows
+
+
+def all_ops() -> Iterator[Op]:
+    """Every operation of this package, in order of their names; imports the modules that declare them."""
+    package = importlib.import_module("inference.kernels")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.startswith("reference"):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    yield from (OPS[name] for name in sorted(OPS))
+
+
+def interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, on CPU tensors."""
+    return os.environ.get(INTERPRET, "").lower() in ("1", "true", "on", "yes", "y")
+
+
+@cache
+def triton_version() -> str | None:
+    """The installed triton's version, without importing it; None where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    for name in ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+@cache
+def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
+    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once per layer and step."""
+    if triton_version() is None:
+        return "no triton installed"
+    if kind == "cuda":
+        if torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(index)
+            if capability < OLDEST_GPU:
+                return f"compute capability {capability[0]}.{capability[1]}; Triton needs {OLDEST_GPU[0]}.{OLDEST_GPU[1]}"
+        return None
+    if kind == "cpu":
+        return None if interpret else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
+    return f"Triton has no {kind} devices"
