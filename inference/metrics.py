@@ -37,6 +37,9 @@ from heads.api.errors import UserError
 RESAMPLES = 2000
 PHASES = ("draft", "verify", "commit", "other")
 """The parts of decode time, as the engine's clock names them; prefill is reported apart."""
+GAP = "gap"
+"""The part between steps, where a clock can tell it (CUDA); decode time as well."""
+CLOCK = (*PHASES, GAP, "prefill")
 TIMING_NOISE = 0.03
 """How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock does."""
 
@@ -94,7 +97,7 @@ class Totals:
         """Sum `outcomes` per prompt. depth: the deepest level that was drafted (0 without a drafter)."""
         rows: dict[str, tuple[str, Floats, Floats, dict[str, float]]] = {}
         for outcome in outcomes:
-            empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys((*PHASES, "prefill"), 0.0))
+            empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
             _, counts, depths, seconds = rows.setdefault(outcome.prompt, empty)
             for record in outcome.passes:
                 assert record.accepted <= depth, (
@@ -109,7 +112,7 @@ class Totals:
         committed, passes, accepted, refused = np.stack([row[1] for row in rows.values()]).T
         reached = np.stack([row[2] for row in rows.values()])
         clock: dict[str, Floats] = {
-            phase: np.array([row[3][phase] for row in rows.values()]) for phase in (*PHASES, "prefill")
+            phase: np.array([row[3][phase] for row in rows.values()]) for phase in CLOCK
         }
         domains = [row[0] for row in rows.values()]
         return cls(list(rows), domains, committed, passes, accepted, refused, reached, clock)
@@ -117,7 +120,7 @@ class Totals:
     @property
     def decode_seconds(self) -> Floats:
         """Decode time per prompt [P], prefill excluded."""
-        return sum((self.seconds[phase] for phase in PHASES), start=np.zeros(len(self.prompts)))
+        return sum((self.seconds[phase] for phase in (*PHASES, GAP)), start=np.zeros(len(self.prompts)))
 
     def take(self, rows: Sequence[int]) -> Totals:
         """The totals of some prompts, in the order of `rows`."""
@@ -211,6 +214,14 @@ def tokens_per_second(totals: Totals) -> float:
     return divide(totals.committed.sum(), totals.decode_seconds.sum())
 
 
+def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval of `tokens_per_second` over prompts."""
+    weights = resample_weights(len(totals.prompts), seed)
+    if not totals.decode_seconds.any():
+        return 0.0, 0.0
+    return interval95(weights @ totals.committed, weights @ totals.decode_seconds)
+
+
 def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[float, float]]:
     """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval (one draw of prompts for
     both).
@@ -242,8 +253,9 @@ def baseline_step_ms(report: Mapping[str, Any]) -> float:
 
 
 def step_ms(totals: Totals) -> dict[str, float]:
-    """Milliseconds per verify pass, by phase."""
-    return {phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in PHASES}
+    """Milliseconds per verify pass, by phase; the gap between steps only where it was measured."""
+    phases = (*PHASES, GAP) if totals.seconds[GAP].any() else PHASES
+    return {phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in phases}
 
 
 def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: int = 0) -> None:
