@@ -6,8 +6,11 @@ enters `g`, the pick does not depend on how many nodes were verified, in which b
 same text. A drafter that ranks its candidates by `log q + g` with the same noise agrees far more often at temperature above 0
 (Daliri et al., 2408.07978). One seed belongs to one sequence.
 
-Rules that accept by probability need several independent draws per position: each has a stream of its own, a seed derived from the
-sequence's (`Stream`).
+Rules that accept by probability need several independent draws per position: each has a stream of its own, a
+seed derived from the sequence's (`Stream`). A position that was drafted but not committed is drafted again in
+the next pass, and a rule may have stopped where it did because of the very draft that it then dropped: drawing
+the new one with the old noise would bias it. So these streams are keyed by the pass as well, that is by the
+position of its root: it differs from pass to pass and does not depend on the batch.
 
 Legend: B rows, M positions per row, V vocabulary (V' its drafted part), C columns of coins.
 """
@@ -24,6 +27,7 @@ from inference.sampling import SamplingSettings, shape_logits
 _MASK32 = 0xFFFFFFFF
 _MASK63 = (1 << 63) - 1
 _STREAM_STEP = 0x5851F42D4C957F2D  # odd: different streams get different seeds
+_ROOT_STEP = 0x1E3779B97F4A7C15  # odd: different passes get different seeds
 
 
 class Stream(IntEnum):
@@ -74,18 +78,26 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v))
 
 
-def stream_seeds(seeds: Tensor, stream: Stream) -> Tensor:
-    """The seeds [B] int64 of a stream: the sequence's own for TARGET, derived ones for the others."""
+def stream_seeds(seeds: Tensor, stream: Stream, roots: Tensor | None = None) -> Tensor:
+    """The seeds [B] int64 of a stream: the sequence's own for TARGET, derived ones for the others.
+
+    roots [B] int64: the position of each row's root, which the others are keyed with as well.
+    """
     if stream is Stream.TARGET:
         return seeds
-    return (seeds ^ ((int(stream) * _STREAM_STEP) & _MASK63)) & _MASK63
+    keys = seeds ^ ((int(stream) * _STREAM_STEP) & _MASK63)
+    if roots is not None:
+        keys = keys ^ ((roots + 1) * _ROOT_STEP)  # wraps
+    return keys & _MASK63
 
 
 class SharedNoise:
     """The `Noise` that drafters see, and the target's own draws, for the rows of one batch.
 
     seeds [B] int64 on the decoding device. drafts: the stream that candidates are ranked with; None ranks them by log q alone.
-    keeps_logits: see `heads.api.drafter.Noise`.
+    keeps_logits: see `heads.api.drafter.Noise`; at temperature 0 no rule weighs drafts. roots [B] int64: the
+    position of each row's root, the very tensor that the loop moves on after a pass (`Rows.lengths`): every
+    stream but TARGET is keyed with it. Only rules that draw from TARGET alone go without.
     """
 
     def __init__(
@@ -95,21 +107,27 @@ class SharedNoise:
         vocab_size: int,
         drafts: Stream | None = Stream.TARGET,
         keeps_logits: bool = False,
+        roots: Tensor | None = None,
     ) -> None:
         self.settings = settings
         self.seeds = seeds
+        self.roots = roots
         self.drafts = None if settings.greedy else drafts
-        self.keeps_logits = keeps_logits
+        self.keeps_logits = keeps_logits and not settings.greedy
         self._all_tokens = torch.arange(vocab_size, device=seeds.device)
+
+    def stream(self, stream: Stream) -> Tensor:
+        """The seeds [B] int64 that a stream's draws of this pass are keyed with."""
+        return stream_seeds(self.seeds, stream, self.roots)
 
     def gumbel(self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET) -> Tensor:
         """Gumbel noise float32 [B, M, V'] of a stream at `positions` [B, M]; token_ids [V'], default all tokens."""
         ids = self._all_tokens if token_ids is None else token_ids
-        return gumbel_noise(stream_seeds(self.seeds, stream), positions, ids)
+        return gumbel_noise(self.stream(stream), positions, ids)
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
         """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
-        bits = noise_bits(stream_seeds(self.seeds, stream), positions, self._all_tokens.new_ones(columns).cumsum(0))
+        bits = noise_bits(self.stream(stream), positions, self._all_tokens.new_ones(columns).cumsum(0))
         return ((bits.to(torch.int64) & _MASK32).double() + 0.5) * 2.0**-32
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
