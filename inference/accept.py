@@ -40,7 +40,7 @@ def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     rows = tokens.shape[0]
     parents = tree.parents.expand(rows, -1)
     matched = tokens == picks.gather(1, parents)
-    matched[:, 0] = True
+    matched[:, 0].fill_(True)
     reached = (matched[:, None, :] | ~tree.ancestors).all(-1)  # [B, N]: every node on the way from the root matched
     depth = torch.where(reached, tree.depth, -1)
     last = depth.argmax(1)  # duplicates among siblings: the first one wins, its subtree is the one that is walked

@@ -24,7 +24,7 @@ from inference.graphs import Pending, StepRunner
 from inference.memory import tensor_bytes
 from inference.noise import SharedNoise
 from inference.processors import Prefix, Processors
-from inference.rules.match import Match
+from inference.rules.registry import get_rule
 from inference.target import Seen, TargetModel
 
 
@@ -45,14 +45,14 @@ class Lanes:
         self.capacity = capacity
         self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
-        self.rule = Match(decode.share_noise)
+        self.rule = get_rule(decode.rule, tree, share_noise=decode.share_noise)
         self.settings = decode.sampling()
         self.processors = Processors(self.settings, target.info.vocab_size, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
         self.rows = Rows.empty(rows, target.device, history)
         self.state: Any = None
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
-        noise = self.noise(self.rows.seeds)
+        noise = self.noise(self.rows.seeds, self.rows.lengths)
         decoder = Decoder(target, drafter, tree, noise, self.rule, self.processors, self.needs, clock, eos)
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
 
@@ -60,11 +60,10 @@ class Lanes:
     def count(self) -> int:
         return self.rows.lengths.shape[0]
 
-    def noise(self, seeds: Tensor) -> SharedNoise:
-        """The noise of sequences with `seeds` [B]."""
-        return SharedNoise(
-            self.settings, seeds, self.target.info.vocab_size, self.rule.drafts, self.rule.keeps_logits
-        )
+    def noise(self, seeds: Tensor, roots: Tensor) -> SharedNoise:
+        """The noise of sequences with `seeds` [B] whose roots stand at `roots` [B]."""
+        vocab = self.target.info.vocab_size
+        return SharedNoise(self.settings, seeds, vocab, self.rule.drafts, self.rule.keeps_logits, roots)
 
     def step(self, longest: int, exact: bool) -> Pending:
         """Launch one verification of all rows; the host reads what came out when it wants to.
@@ -95,7 +94,7 @@ class Lanes:
             last = tokens[place, lengths - 1][:, None]
             root = TokenTree.chain(0, tokens.device)
             logits = self.processors(logits, Prefix(tokens, lengths - 1, last, root))
-        first = self.noise(seeds).target_pick(logits, lengths[:, None])[:, 0]
+        first = self.noise(seeds, lengths).target_pick(logits, lengths[:, None])[:, 0]
         self._start_drafter(index, tokens, lengths, first, seen)
         rows = self.rows
         rows.lengths[index], rows.root[index], rows.seeds[index], rows.budget[index] = (

@@ -111,25 +111,35 @@ def gib(count: int) -> str:
 def drafter_state_bytes(
     drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
 ) -> int:
-    """Bytes of the state of B rows of S slots: what the drafter allocates for one row of few slots, twice, and a line through both.
+    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few slots.
 
     like: any tensor of the target's dtype on its device.
     """
     if drafter is None:
         return 0
-    tap_count, device = len(drafter.needs.taps), like.device
-    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    states = TargetStates(
-        one,
-        one,
-        one,
-        torch.ones(1, 1, dtype=torch.bool, device=device),
-        like.new_zeros(1, 1, tap_count, target.hidden_size) if tap_count else None,
-        like.new_zeros(1, 1, target.hidden_size),
+
+    def probe(count: int, capacity: int) -> int:
+        return tensor_bytes(drafter.start(_blank_states(drafter, count, target, like), tree, capacity))
+
+    few, many = PROBED_SLOTS
+    small = probe(1, few)
+    per_row = probe(2, few) - small  # what all rows share is counted once
+    per_slot = (probe(1, many) - small) / (many - few)
+    return int(small - per_row + rows * (per_row + per_slot * max(0, slots - few)))
+
+
+def _blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
+    """One token per row and empty states."""
+    token = torch.zeros(rows, 1, dtype=torch.int64, device=like.device)
+    taps = len(drafter.needs.taps)
+    return TargetStates(
+        token,
+        token,
+        token,
+        torch.ones(rows, 1, dtype=torch.bool, device=like.device),
+        like.new_zeros(rows, 1, taps, target.hidden_size) if taps else None,
+        like.new_zeros(rows, 1, target.hidden_size),
     )
-    small, large = (tensor_bytes(drafter.start(states, tree, count)) for count in PROBED_SLOTS)
-    per_slot = (large - small) / (PROBED_SLOTS[1] - PROBED_SLOTS[0])
-    return int(rows * (small + per_slot * max(0, slots - PROBED_SLOTS[0])))
 
 
 def tensor_bytes(state: Any) -> int:

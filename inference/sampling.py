@@ -94,6 +94,6 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
         removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, index, before >= settings.top_p)
         scaled = scaled.masked_fill(removed, float("-inf"))
     if settings.min_p > 0:
-        floor = scaled.amax(-1, keepdim=True) + torch.log(scaled.new_tensor(settings.min_p))
+        floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     return scaled

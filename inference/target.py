@@ -57,6 +57,8 @@ class TargetModel:
             state={name: value.data for name, value in model.named_parameters()},
         )
         self.eos_token_ids = _end_tokens(model, tokenizer)
+        # a warning about padding, for which some models (GPT-2) read the tokens on the host in every pass
+        self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
         pack_linears(model)
 
     @classmethod
