@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ import torch
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
+from inference.baselines import BaselinesConfig
+from inference.batch_profile import ProfileConfig
+from inference.bench_data import DatasetConfig
+from inference.cost import CostConfig
 from inference.engine import DecodeConfig
 from inference.manifest import file_sha256
 from inference.prompts import Prompt, select_prompts
@@ -33,7 +37,8 @@ class BenchConfig:
     """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
 
     prompts: str = "assets/prompts"
-    """A .jsonl file, or a folder with one <domain>.jsonl per domain."""
+    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template also a Hub dataset
+    or any .parquet, .csv, .json or .jsonl file."""
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all."""
     prompts_per_domain: int = 16
@@ -46,6 +51,16 @@ class BenchConfig:
     """Above temperature 0: measure every trained drafter also with its own noise instead of the target's."""
     seed: int = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """How the rows of a dataset become prompts; without a template, prompts are prompt files."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Speed by batch size, draft length, context and temperature; nothing unless asked for."""
+    costs: CostConfig = field(default_factory=CostConfig)
+    """Cost curves of verification and drafting; nothing unless asked for."""
+    roofline: bool = False
+    """Compare with the memory bandwidth of this device, which is probed."""
+    baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
+    """Other people's decoding loops on the same prompts; nothing unless asked for."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_domain", "warmup_prompts", "repeats"):
@@ -157,5 +172,7 @@ def process_facts() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    program = Path(sys.argv[0]).name.replace("cli.py", "headstart")  # `python -m scripts.cli` is the same command
+    program = Path(sys.argv[0]).name.replace(
+        "cli.py", "headstart"
+    )  # `python -m scripts.cli` is the same command
     return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

@@ -36,8 +36,11 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference import metrics
 from inference.audit import AuditReport, audit
+from inference.baselines import Peer, make_peers
 from inference.bench import BASELINE, Arm, BenchConfig, check_arms, device_facts, process_facts, split_prompts
+from inference.bench_data import Loaded, prompt_facts
 from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Request
+from inference.extras import Loop, baseline_block, device_blocks, mean_length, served_loops
 from inference.kernels.packed_linear import packed_linears
 from inference.metrics import Outcome, TauEstimate, Totals
 from inference.prompts import Prompt, to_requests
@@ -74,11 +77,13 @@ def measure(
     *,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
+    revision: str = "",
 ) -> dict[str, Any]:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its content.
 
-    provenance: `command`, `versions`, `git` for the report (default: this process's). Raises `UserError` for
-    arms that do not compare or prompts that do not suffice, `WeakBaselineError` when a speedup exceeds tau.
+    provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of the
+    dataset that the prompts are from. Raises `UserError` for arms that do not compare or prompts that do not
+    suffice, `WeakBaselineError` when a speedup exceeds tau.
     """
     session = _Session.prepare(config, target, arms, prompts)
     records = Records.open(out, session.fingerprint(), session.names)
@@ -89,12 +94,16 @@ def measure(
             stack.enter_context(packed_linears(arm.drafter))
         session.warm_up()
         session.run(records, console)
+    results = session.results(records)
+    conditions = session.conditions(records)
+    conditions["prompts"] = prompt_facts(Loaded([*prompts], config.prompts, revision), session.prompts)
     report = {
         "format": FORMAT,
         **session.facts(),
-        **session.results(records),
+        **results,
+        **session.extras(records, results),
         **(provenance if provenance is not None else process_facts()),
-        "run": session.conditions(records),
+        "run": conditions,
     }
     write_report(report, out / REPORT_FILE)
     records.finish()
@@ -119,6 +128,7 @@ class _Session:
     requests: list[Request]
     warmup: list[Request]
     engines: dict[str, Engine] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     audits: dict[str, AuditReport] = field(default_factory=dict)
 
@@ -141,6 +151,7 @@ class _Session:
         requests = [replace(request, index=place) for place, request in enumerate(requests)]
         session = cls(config, target, checked, kept, requests, warmup or requests[:1])
         session.build_engines()
+        session.peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
         return session
 
     def build_engines(self) -> None:
@@ -154,7 +165,7 @@ class _Session:
 
     @property
     def names(self) -> list[str]:
-        return list(self.engines)
+        return [*self.engines, *self.peers]
 
     def fingerprint(self) -> str:
         """A hash of everything that the records depend on: an interrupted measurement continues only if it is
@@ -189,6 +200,9 @@ class _Session:
             for request in self.warmup:
                 _answer(engine, request)
             self.memory[name] = engine.memory_bytes()
+        for peer in self.peers.values():
+            for request in self.warmup:
+                peer.answer(request)
 
     def run(self, records: Records, console: Console | None) -> None:
         """Decode what is not on record yet: all arms in turn for every prompt, the order rotating."""
@@ -199,7 +213,7 @@ class _Session:
             _RateColumn(),
             TimeRemainingColumn(),
         )
-        total = self.config.repeats * len(self.requests) * len(self.engines)
+        total = self.config.repeats * len(self.requests) * len(self.names)
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=total, completed=len(records))
             for repeat in range(self.config.repeats):
@@ -208,10 +222,18 @@ class _Session:
                         continue
                     turn = (request.index + repeat) % len(self.names)
                     for name in (*self.names[turn:], *self.names[:turn]):
-                        completion, seconds = _answer(self.engines[name], request)
-                        passes = [(p.accepted, p.committed, p.rejected) for p in completion.passes]
-                        records.add(Record(name, prompt.id, repeat, completion.tokens, passes, seconds))
+                        records.add(self.record(name, request, prompt.id, repeat))
                         progress.advance(task)
+
+    def record(self, name: str, request: Request, prompt: str, repeat: int) -> Record:
+        """One answer of one arm or peer."""
+        if name in self.peers:
+            answer = self.peers[name].answer(request)
+            steps = [(count - 1, count, False) for count in answer.steps]
+            return Record(name, prompt, repeat, answer.tokens, steps, answer.seconds)
+        completion, seconds = _answer(self.engines[name], request)
+        passes = [(p.accepted, p.committed, p.rejected) for p in completion.passes]
+        return Record(name, prompt, repeat, completion.tokens, passes, seconds)
 
     # ---- the report
     # --------------------------------------------------------------------------------------------
@@ -245,7 +267,9 @@ class _Session:
             )
             for record in records.of(name)
         ]
-        return Totals.collect(outcomes, self.engines[name].tree.max_depth)
+        deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
+        engine = self.engines.get(name)
+        return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
     def results(self, records: Records) -> dict[str, Any]:
         """The `baseline` and `drafters` blocks. Raises `WeakBaselineError` instead of reporting the
@@ -266,6 +290,17 @@ class _Session:
                 }
             )
         return {"baseline": metrics.baseline_numbers(baseline), "drafters": drafters}
+
+    def extras(self, records: Records, results: Mapping[str, Any]) -> dict[str, Any]:
+        """The optional blocks that `bench` asks for, measured now that the arms are done."""
+        requests = {prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)}
+        lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
+        blocks = device_blocks(self.config, self.target, self.arms, requests, lengths, results)
+        served = served_loops(self.config, self.target, self.arms, requests, self.warmup)
+        if self.peers or served:
+            ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}
+            blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, self.config.seed)
+        return blocks
 
     def describe(self, arm: Arm) -> dict[str, Any]:
         """What an entry of `drafters` says about the drafter itself."""

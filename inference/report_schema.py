@@ -3,7 +3,7 @@
 Numbers leave the project only through this file's format: the table, the plots, model cards and Hub pushes
 all read a report that passed `validate_report`. Beyond the agreed keys, a drafter's `draft` block says which
 arm it was (`name`, `noise`, a tree's `choices`) and which weights were measured (`weights_sha256`), and the
-top level carries the provenance (`command`, `versions`, `git`, `run`).
+top level carries the provenance (`command`, `versions`, `git`, `run`) and the blocks that were asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from heads.api.errors import UserError
 
 FORMAT = 1
 
-STEP_MS = {"draft": float, "verify": float, "commit": float, "other": float}
+STEP_MS = {"draft": float, "verify": float, "commit": float, "other": float, "gap": float}
 MEMORY = {"target": int, "drafter": int, "kv": int}
 LOSSLESS = {"sequences": int, "identical": int, "near_ties": int, "mismatches": int}
 DOMAIN = {"tau": float, "tau_ci95": "interval", "tar": float, "speedup": float}
@@ -66,6 +66,74 @@ REPORT: dict[str, Any] = {
     "baseline": {"tokens": int, "seconds": float, "tokens_per_second": float},
     "drafters": [DRAFTER],
 }
+SETTING = {"arm": str, "sweep": str, "batch": int, "context": int, "temperature": float}
+PROFILE = {
+    "blocks": int,
+    "refills": int,
+    "points": [
+        {
+            **SETTING,
+            "shape": str,
+            "depth": int,
+            "nodes": int,
+            "answers": int,
+            "tau": float,
+            "tokens_per_second": float,
+            "baseline_tokens_per_second": float,
+            "speedup": float,
+            "speedup_ci95": "interval",
+        }
+    ],
+    "best": [{**SETTING, "shape": str, "depth": int, "tokens_per_second": float, "speedup": float}],
+}
+POINT = {"nodes": int, "rows": int, "length": int, "seconds": float, "low": float, "high": float}
+COSTS = {
+    "target": str,
+    "device": str,
+    "dtype": str,
+    "launch": str,
+    "repeats": int,
+    "verify": [POINT],
+    "draft": {"*": [POINT]},
+    "commit": {"*": [POINT]},
+}
+ROOFLINE = {
+    "bandwidth": {
+        "device": str,
+        "copy_bytes_per_second": float,
+        "gemv_bytes_per_second": float,
+        "used_bytes_per_second": float,
+    },
+    "target_bytes": int,
+    "expert_bytes": int,
+    "kv_bytes_per_token": int,
+    "baseline": {"bytes_per_step": int, "step_ms": float, "share": float},
+    "arms": {
+        "*": {
+            "bytes_per_step": int,
+            "drafter_bytes": int,
+            "step_ms": float,
+            "share": float,
+            "efficiency": float,
+            "split": STEP_MS,
+        }
+    },
+}
+LOOP = {
+    "tokens_per_second": float,
+    "tokens_per_second_ci95": "interval",
+    "ratio": float,
+    "ratio_ci95": "interval",
+    "end_to_end_tokens_per_second": float,
+    "end_to_end_ratio": float,
+    "tau": float,
+    "sequences": int,
+    "identical": int,
+    "interleaved": bool,
+    "version": str,
+}
+BLOCKS = {"profile": PROFILE, "costs": COSTS, "roofline": ROOFLINE, "baselines": {"*": LOOP}}
+"""Blocks that a report has only when they were asked for."""
 PROVENANCE = ("command", "versions", "git", "run")
 """Top-level keys that say how a report came about; free in form."""
 
@@ -74,7 +142,7 @@ def validate_report(report: Any, source: str = "report") -> dict[str, Any]:
     """Return `report` if it is complete; otherwise raise `UserError` naming `source` and the dotted key at
     fault.
     """
-    _check(report, {**REPORT, **dict.fromkeys(PROVENANCE, "anything")}, "", source)
+    _check(report, {**REPORT, **BLOCKS, **dict.fromkeys(PROVENANCE, "anything")}, "", source)
     if report["format"] != FORMAT:
         raise UserError(
             f"{source}: format is {report['format']}; this version reads format {FORMAT}. Measure again."
@@ -95,7 +163,7 @@ def validate_report(report: Any, source: str = "report") -> dict[str, Any]:
     return dict(report)
 
 
-OPTIONAL = {"name", "noise", "choices", "weights_sha256", *PROVENANCE}
+OPTIONAL = {"name", "noise", "choices", "weights_sha256", "gap", "version", *BLOCKS, *PROVENANCE}
 
 
 def _check(value: Any, form: Any, key: str, source: str) -> None:
@@ -156,6 +224,7 @@ LEAVES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     float: (_is_number, "a finite number"),
     int: (_is_count, "a whole number, 0 or more"),
     str: (lambda value: isinstance(value, str), "text"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
     "numbers": (_is_numbers, "a list of numbers"),
     "interval": (_is_interval, "[low, high] with low <= high"),
     "anything": (lambda value: True, "anything"),
