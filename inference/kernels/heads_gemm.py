@@ -1,0 +1,103 @@
+"""Triton kernel of the draft heads' residual blocks: product, bias, SiLU and sum for all heads in one launch.
+
+Meaning: `reference_heads.py`. Whether it beats cuBLAS is UNMEASURED: no GPU was at hand when it was written. What can be said
+beforehand speaks against large gains. Both paths read the weights once, K * H * H numbers; the reference moves about 6 * K * M * H
+more (the product is written, read, activated, written, read and added to the states), which at H = 4096 is 0.15 % more for one row
+and 2.3 % for sixteen. What is left to win are two launches per block and whatever cuBLAS leaves of the bandwidth at so few rows
+(70-85 % of it is typical for skinny products). So nobody should expect it to be faster before a GPU has shown it, and the reference
+is the default; HEADSTART_KERNELS=triton chooses the kernel.
+
+Sums are float32 whatever the dtype, and the result is rounded once, where the reference rounds three times.
+
+Legend: K heads, M rows, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inference.kernels import reference_heads
+from inference.kernels.dispatch import interpreted
+
+MAX_ROWS = 16
+"""Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is at its best."""
+OUTPUTS, INPUTS = 32, 128
+"""Tile of the weights: 8 KiB in bfloat16; at K = 4 and H = 4096 that makes 512 programs of 32 steps."""
+
+
+def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See `reference_heads.residual_blocks`, which also takes over for more than `MAX_ROWS` rows."""
+    heads, rows, hidden = states.shape
+    if rows > MAX_ROWS:
+        return reference_heads.residual_blocks(states, weight, bias)
+    if states.stride(-1) != 1:
+        states = states.contiguous()
+    weight, bias = weight.contiguous(), bias.contiguous()
+    out = torch.empty(heads, rows, hidden, dtype=states.dtype, device=states.device)
+    _residual_kernel[(heads, triton.cdiv(hidden, OUTPUTS))](
+        states,
+        weight,
+        bias,
+        out,
+        rows,
+        hidden,
+        states.stride(0),
+        states.stride(1),
+        ROWS=MAX_ROWS,
+        OUTPUTS=OUTPUTS,
+        INPUTS=INPUTS,
+        # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
+        UPCAST=interpreted() and states.dtype == torch.bfloat16,
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
+
+
+@triton.jit
+def _residual_kernel(  # type: ignore[no-untyped-def]
+    states,
+    weight,
+    bias,
+    out,
+    rows,
+    hidden,
+    head_stride,
+    row_stride,
+    ROWS: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr,  # noqa: N803
+    UPCAST: tl.constexpr,  # noqa: N803
+):
+    """One program per head and tile of outputs; every weight is read by one program, once."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    wanted = output < hidden
+    states += head * head_stride
+    weight += head * hidden * hidden
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for first in range(0, hidden, INPUTS):
+        given = first + tl.arange(0, INPUTS)
+        real = given < hidden
+        x = tl.load(
+            states + row[:, None] * row_stride + given[None, :],
+            mask=(row < rows)[:, None] & real[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + output[None, :].to(tl.int64) * hidden + given[:, None],
+            mask=wanted[None, :] & real[:, None],
+            other=0.0,
+        )
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    total += tl.load(bias + head * hidden + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    there = (row < rows)[:, None] & wanted[None, :]
+    x = tl.load(states + row[:, None] * row_stride + output[None, :], mask=there, other=0.0).to(tl.float32)
+    result = x + total / (1.0 + tl.exp(-total))
+    tl.store(out + (head * rows + row[:, None]) * hidden + output[None, :], result, mask=there)
