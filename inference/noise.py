@@ -22,6 +22,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from inference.kernels.reference_noise import gumbel_noise, noise_bits
 from inference.sampling import SamplingSettings, shape_logits
 
 _MASK32 = 0xFFFFFFFF
@@ -37,45 +38,6 @@ class Stream(IntEnum):
     DRAFT = 1
     COIN = 2
     RESIDUAL = 3
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit mixer on int32 tensors (two multiply-xorshift rounds); wraps like unsigned arithmetic."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x21F0AAAD
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * 0x735A2D97
-    return x ^ ((x >> 15) & 0x1FFFF)
-
-
-def _low32(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 values as int32 with the same bit pattern."""
-    x = x & _MASK32
-    return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
-
-
-def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """32 random bits per (row, position, token) as int32 [B, M, V'].
-
-    seeds [B] int64 (non-negative), positions [B, M] int64, token_ids [V'] int64. The 64-bit seed and the position make two
-    32-bit keys; each token id passes two keyed mixing rounds. Kernels must reproduce these bits exactly.
-    """
-    low, high = _low32(seeds)[:, None], _low32(seeds >> 32)[:, None]
-    where = _low32(positions)
-    key_a = _mix(where ^ _mix(low ^ 0x3C6EF372))
-    key_b = _mix(key_a ^ _mix(high + 0x1B873593) ^ (where * 0x2545F491))
-    tokens = _low32(token_ids * 0x9E3779B1)
-    return _mix(_mix(tokens ^ key_a[..., None]) + key_b[..., None])
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [B, M, V'] from `noise_bits`: g = -log(-log(1 - v)) with v uniform in (0, 1).
-
-    Winners are large g, that is small v, where float32 keeps full relative precision; v is capped below 1 so that g is finite.
-    """
-    unsigned = noise_bits(seeds, positions, token_ids).to(torch.int64) & _MASK32
-    v = ((unsigned.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-v))
 
 
 def stream_seeds(seeds: Tensor, stream: Stream, roots: Tensor | None = None) -> Tensor:
