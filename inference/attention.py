@@ -1,7 +1,8 @@
 """The target's attention: one function for training features, prefill and tree verification.
 
 It is registered with transformers' `AttentionInterface`, without a mask function, so that models build no dense mask of their own;
-what may be attended to comes from the `AttentionPlan` of the running forward pass. Sliding windows are tested by position, not by
+what may be attended to comes from the `AttentionPlan` of the running forward pass. Where the tree attention kernel runs, the plan
+hands it the tree's bits; elsewhere it spells a mask out. Sliding windows are tested by position, not by
 slot, because tree nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the plain path.
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
@@ -19,7 +20,18 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from inference.kernels.reference_attention import TREE_ATTENTION
+
 NAME = "headstart"
+
+
+@dataclass
+class TreeNodes:
+    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32, depth [1|B, N] int64."""
+
+    lengths: Tensor
+    words: Tensor
+    depth: Tensor
 
 
 @dataclass
@@ -28,12 +40,14 @@ class AttentionPlan:
 
     allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is visible.
     query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
+    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of everything else.
     """
 
     allowed: Tensor | None
     causal: bool
     query_positions: Tensor
     key_positions: Tensor
+    nodes: TreeNodes | None = None
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
@@ -89,6 +103,12 @@ def planned_attention(
     """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B, N, h*G, D], None)."""
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
+    if plan.nodes is not None:
+        tree, scale = plan.nodes, size**-0.5 if scaling is None else scaling
+        shaping = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return TREE_ATTENTION(
+            query, key, value, tree.lengths, tree.words, tree.depth, scaling=scale, **shaping
+        ), None
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:

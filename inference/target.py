@@ -19,9 +19,11 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import TokenTree
-from inference.attention import AttentionPlan, attention_plan
+from inference.attention import AttentionPlan, TreeNodes, attention_plan
+from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import pack_linears
-from inference.kv_cache import KVCache
+from inference.kernels.reference_attention import TREE_ATTENTION
+from inference.kv_cache import KVCache, LayerShape
 from inference.loading import (
     TargetConfig,
     describe,
@@ -59,6 +61,9 @@ class TargetModel:
         self.eos_token_ids = _end_tokens(model, tokenizer)
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
+        self._cache_shapes: tuple[LayerShape | None, ...] | None = (
+            None  # of the layers, once a cache has seen their keys
+        )
         pack_linears(model)
 
     @classmethod
@@ -114,7 +119,7 @@ class TargetModel:
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` slots."""
-        return KVCache(self.info.num_layers, rows, capacity)
+        return KVCache(self.info.num_layers, rows, capacity, self._cache_shapes)
 
     def prefill(
         self,
@@ -144,6 +149,7 @@ class TargetModel:
                 self._forward(part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps)
             )
         cache.writer.offset = 0
+        self._cache_shapes = cache.shapes()
         seen = parts[0] if len(parts) == 1 else _join(parts)
         last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
         return self.weights.logits(last), seen
@@ -175,9 +181,16 @@ class TargetModel:
             writer.start = None
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
             writer.row_index = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-            plan = _ragged_plan(tree, positions, lengths, writer.bound)
+            plan = self._device_plan(tree, positions, lengths, writer.bound)
         seen = self._forward(tokens, positions, plan, cache, needs.taps)
         return self.weights.logits(seen.last_hidden), positions, seen
+
+    def _device_plan(self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int) -> AttentionPlan:
+        """What the nodes may see, from lengths that only the device knows: as bits for the kernel, or spelt out as a mask."""
+        if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
+            nodes = TreeNodes(lengths, tree.words(), tree.depth)
+            return AttentionPlan(None, False, positions, positions, nodes)
+        return _ragged_plan(tree, positions, lengths, bound)
 
     # ---- self-check ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.accept import walk
+from inference.kernels.reference_commit import ACCEPT_WALK
 from inference.noise import SharedNoise, Stream
 from inference.rules.base import Verdict
 
@@ -29,7 +29,7 @@ class Match:
     def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
         """See `Rule.judge`."""
         picks = noise.target_pick(logits, positions + 1)
-        found = walk(proposal.tokens, picks, proposal.tree)
+        found = ACCEPT_WALK(proposal.tokens, picks, proposal.tree)
         # accepted drafts ARE the picks before them
         tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
         return Verdict(found.path, found.accepted, found.has_children, tokens)

@@ -1,0 +1,89 @@
+"""The meaning of tree attention in plain torch: slow, obvious, and what runs where Triton does not.
+
+Every node of a row's token tree sees the row's committed tokens and its own ancestors, itself included. Keys and values come as
+the whole preallocated buffers of a layer: row b's committed tokens fill slots 0 .. lengths[b]-1, its node i is in slot
+lengths[b]+i, and whatever lies beyond is never looked at.
+
+Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size, Dv value size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inference.kernels.dispatch import FLOATS, Op
+
+
+def tree_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    words: Tensor,
+    depth: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    split_size: int = 256,
+) -> Tensor:
+    """Attention of tree nodes over a slot-addressed cache; returns [B, N, h*G, Dv] in the dtype of `query`.
+
+    query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes' own entries already
+    written. lengths [B] int64 committed tokens; words [1|B, N, W] int32 ancestor bits (`heads.api.tree.ancestor_words`);
+    depth [1|B, N] int64. A key counts `scaling` * its product with the query, bent by softcap * tanh(score / softcap) if
+    `softcap` (Gemma 2). window: only keys less than `window` positions back are seen; committed tokens stand at their slot,
+    node j at lengths + depth[j]. sinks [h*G]: a learned extra score per query head that takes weight and gives nothing
+    (GPT-OSS). A node that sees nothing gets zeros. split_size: in how large pieces the kernel reads the cache; it changes
+    rounding only, and nothing here.
+
+    Computed in float32, in float64 for float64 inputs.
+    """
+    rows, heads, nodes, size = query.shape
+    key_heads, slots = keys.shape[1], keys.shape[2]
+    groups = heads // key_heads
+    precise = torch.promote_types(query.dtype, torch.float32)
+    seen = visible(lengths, words, depth, slots, window)
+    written = (torch.arange(slots, device=keys.device) < lengths[:, None] + nodes)[:, None, :, None]
+    # a weight of 0 does not silence what nobody wrote: 0 * NaN is NaN
+    keys, values = (torch.where(written, x, x.new_zeros(())).to(precise) for x in (keys, values))
+    packed = query.to(precise).reshape(rows, key_heads, groups, nodes, size)
+    scores = torch.einsum("bhgnd,bhsd->bhgns", packed, keys) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(precise).reshape(1, key_heads, groups, 1, 1)
+        peak = torch.maximum(peak, sink)
+    peak = torch.where(peak.isinf(), torch.zeros_like(peak), peak)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - peak)
+    out = torch.einsum("bhgns,bhsd->bhgnd", weights, values) / torch.where(total > 0, total, 1)
+    return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous().to(query.dtype)
+
+
+def visible(lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None) -> Tensor:
+    """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots` the number of slots."""
+    nodes = depth.shape[1]
+    slot = torch.arange(slots, device=lengths.device)
+    node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
+    known = node.clamp(0, nodes - 1)
+    bits = words.expand(node.shape[0], -1, -1).gather(2, (known // 32)[:, None].expand(-1, nodes, -1))
+    ancestor = (bits >> (known % 32)[:, None].to(torch.int32)) & 1 == 1
+    committed = (node < 0)[:, None]
+    seen = committed | (ancestor & (node < nodes)[:, None])
+    if window is not None:
+        positions = lengths[:, None] + depth
+        key_positions = torch.where(node < 0, slot, positions.gather(1, known))
+        seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
+    return seen
+
+
+TREE_ATTENTION = Op(
+    "tree_attention", tree_attention, "inference.kernels.tree_attention:tree_attention", FLOATS
+)

@@ -1,0 +1,333 @@
+"""Tree attention for decoding, in Triton: few queries, a long cache, read once.
+
+Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a program takes one split of one
+key/value head for a block of query rows, where the N nodes times the G query heads that share the head are all rows of one
+matrix, so that every key and value tile that is loaded serves them all. Committed tokens are visible to every node, so the loop over
+them has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits beyond a row's length, or
+wholly before its window, end at once: the grid comes from the capacity, lengths are read on the device, and one captured CUDA graph
+serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins depends neither on the batch nor on
+the length, so a row's sums are taken in the same order alone and in a batch (flash decoding, Dao et al. 2023, with fixed splits).
+
+Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size, Dv value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inference.kernels.dispatch import interpreted
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Exponentials are taken to the base 2, which is the instruction that GPUs have."""
+COMBINE_SPLITS = 16
+"""Splits that the combining kernel loads at once: one load for 4096 tokens at the default split size."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernels are launched.
+
+    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on. num_warps, num_stages: of the
+    split kernel. block_r: query rows of a program of the combining kernel, a power of two.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_r: int
+
+
+def launch_config(rows: int, head_dim: int, dtype: torch.dtype) -> Launch:
+    """The launch for `rows` = N * G query rows per key/value head.
+
+    Chosen for H100 and H200 (228 KiB of shared memory per SM, matrix instructions of 64 rows per four warps) by what fits; the
+    compiled kernels for sm_90 spill no registers. It depends on nothing that changes between steps or batches.
+    """
+    wide = triton.next_power_of_2(head_dim) > 128
+    # one chunk of the combining kernel is block_r x 16 x 128 floats; few rows are better spread over many programs
+    block_r = 1 if rows <= 64 else 4
+    if dtype == torch.float32:
+        # exact float32 products run on the ordinary cores and hold their operands in registers: small tiles
+        return Launch(16, 16 if wide else 32, 4, 2, block_r)
+    # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than two of 32
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if wide:
+        return Launch(block_m, 32, 4, 2, block_r)
+    # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three in flight leave room for two programs per SM,
+    # which then have 130 KiB on their way, several times what 4.8 TB/s over 132 SMs and a microsecond ask for
+    return Launch(block_m, 64, 4, 3, block_r)
+
+
+def workspace_bytes(
+    rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
+) -> int:
+    """Bytes of scratch of one call for `rows` sequences; all layers of a captured step share them, one after another."""
+    return rows * heads * nodes * triton.cdiv(capacity, split_size) * (value_dim + 1) * 4
+
+
+# fmt: off
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    query, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc, scale,
+    softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_d: tl.constexpr, block_v: tl.constexpr, block_n: tl.constexpr, masked: tl.constexpr,
+    windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
+):
+    # fmt: on
+    """Take block_n slots from `start` into the running softmax: peak [M], total [M] and acc [M, Dv], scores to the base 2."""
+    slot = start + tl.arange(0, block_n)
+    d = tl.arange(0, block_d)
+    v = tl.arange(0, block_v)
+    key_at = keys + slot[None, :] * key_s + d[:, None]
+    value_at = values + slot[:, None] * value_s + v[None, :]
+    written = slot < stop
+    if masked:
+        key = tl.load(key_at, mask=written[None, :] & (d < head_dim)[:, None], other=0.0)
+        value = tl.load(value_at, mask=written[:, None] & (v < value_dim)[None, :], other=0.0)
+    else:
+        key = tl.load(key_at) if block_d == head_dim else tl.load(key_at, mask=(d < head_dim)[:, None], other=0.0)
+        value = tl.load(value_at) if block_v == value_dim else tl.load(value_at, mask=(v < value_dim)[None, :], other=0.0)
+    narrow = value.dtype
+    if upcast:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    if capped:
+        bent = tl.exp(-2.0 * tl.abs(scores))  # tanh of |x| through an exponential that cannot overflow
+        bent = (1.0 - bent) / (1.0 + bent)
+        scores = tl.where(scores < 0, -bent, bent) * softcap
+    if masked:
+        child = slot - length  # which node a slot holds; negative for committed tokens
+        inside = (child >= 0) & written
+        # the bits of a tile lie in few words, since its slots follow one another
+        base = tl.maximum(start - length, 0) // 32
+        seen = (child < 0)[None, :] & valid[:, None]
+        for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
+            word = tl.load(words + node * word_count + base + i, mask=valid & (base + i < word_count), other=0)
+            here = (child // 32 == base + i) & inside
+            seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
+        if windowed:
+            below = length + tl.load(depth + child, mask=inside, other=0).to(tl.int32)
+            key_position = tl.where(child < 0, slot, below)
+            seen = seen & (key_position[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    floor = higher
+    if masked:
+        floor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    weight = tl.exp2(scores - floor[:, None])
+    shrink = tl.exp2(peak - floor)
+    total = total * shrink + tl.sum(weight, 1)
+    weight = weight.to(narrow)
+    if upcast:
+        weight = weight.to(tl.float32)
+    acc = tl.dot(weight, value, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+# fmt: off
+@triton.jit
+def _split_kernel(  # type: ignore[no-untyped-def]
+    query, keys, values, lengths, words, depth, partial, log_sums, scale, softcap, window, query_b, query_h,
+    query_n, key_b, key_h, key_s, value_b, value_h, value_s, words_b, depth_b, word_count, nodes, capacity,
+    key_heads, groups: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
+    block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr,
+    windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
+) -> None:
+    # fmt: on
+    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split, and their log-sum-exp [M]."""
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
+    h = head % key_heads
+    length = tl.load(lengths + b).to(tl.int32)
+    first = split * split_size
+    stop = tl.minimum(tl.minimum(first + split_size, length + nodes), capacity)
+    if first >= stop:
+        return
+    row = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    node = row // groups
+    valid = node < nodes
+    words += b * words_b
+    depth += b * depth_b
+    position = length + tl.load(depth + node, mask=valid, other=0).to(tl.int32)
+    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree, [plain, stop) need ancestor bits
+    plain = tl.minimum(first + split_size, tl.minimum(length, capacity) // block_n * block_n)
+    edge = first
+    if windowed:
+        oldest = tl.maximum(tl.min(tl.where(valid, position, 1 << 30)) - window + 1, 0)
+        newest = tl.maximum(tl.max(tl.where(valid, position, 0)) - window + 1, 0)
+        first = tl.maximum(first, oldest // block_n * block_n)
+        if first >= stop:
+            return
+        edge = tl.maximum(first, (newest + block_n - 1) // block_n * block_n)
+
+    d = tl.arange(0, block_d)
+    v = tl.arange(0, block_v)
+    query_at = query + b * query_b + (h * groups + row % groups)[:, None] * query_h + node[:, None] * query_n + d[None, :]
+    rows = tl.load(query_at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
+    if upcast:
+        rows = rows.to(tl.float32)
+    keys += b * key_b + h * key_h
+    values += b * value_b + h * value_h
+    peak = tl.full([block_m], float("-inf"), tl.float32)
+    total = tl.zeros([block_m], tl.float32)
+    acc = tl.zeros([block_m, block_v], tl.float32)
+    # fmt: off
+    if windowed:
+        for start in tl.range(first, tl.minimum(edge, plain), block_n, num_stages=1):
+            peak, total, acc = _tile(
+                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total,
+                acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d,
+                block_v, block_n, True, True, capped, upcast)
+    for start in tl.range(edge, plain, block_n):
+        peak, total, acc = _tile(
+            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
+            scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
+            block_n, False, False, capped, upcast)
+    for start in tl.range(tl.maximum(first, plain), stop, block_n, num_stages=1):
+        peak, total, acc = _tile(
+            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
+            scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
+            block_n, True, windowed, capped, upcast)
+    # fmt: on
+    divisor = tl.where(total > 0, total, 1.0)  # a row that saw nothing here: zeros, and no weight in the sum of splits
+    place = (head.to(tl.int64) * tl.num_programs(2) + split) * nodes * groups + row
+    at = partial + place[:, None] * value_dim + v[None, :]
+    tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
+    tl.store(log_sums + place, tl.where(total > 0, peak + tl.log2(divisor), float("-inf")), mask=valid)
+
+
+# fmt: off
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial, log_sums, sinks, out, lengths, depth, window, depth_b, nodes, capacity, key_heads, splits,
+    groups: tl.constexpr, value_dim: tl.constexpr, block_v: tl.constexpr, block_r: tl.constexpr,
+    block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk: tl.constexpr,
+) -> None:
+    # fmt: on
+    """Program (block of R query rows, row and key/value head): the splits' results, weighted by their log-sum-exp."""
+    b = tl.program_id(1) // key_heads
+    h = tl.program_id(1) % key_heads
+    length = tl.load(lengths + b).to(tl.int32)
+    row = tl.program_id(0) * block_r + tl.arange(0, block_r)
+    node = row // groups
+    valid = node < nodes
+    head = h * groups + row % groups
+    stop = (tl.minimum(length + nodes, capacity) + split_size - 1) // split_size
+    start = 0
+    reached = tl.zeros([block_r], tl.int32)  # the first split that a row sees into; those before it were never written
+    if windowed:
+        position = length + tl.load(depth + b * depth_b + node, mask=valid, other=1 << 30).to(tl.int32)
+        reached = tl.maximum(position - window + 1, 0) // split_size
+        start = tl.min(reached)
+    first = tl.program_id(1).to(tl.int64) * splits * nodes * groups
+    v = tl.arange(0, block_v)
+    peak = tl.full([block_r], float("-inf"), tl.float32)
+    total = tl.zeros([block_r], tl.float32)
+    acc = tl.zeros([block_r, block_v], tl.float32)
+    for chunk in range(start, stop, block_s):
+        split = chunk + tl.arange(0, block_s)
+        there = valid[:, None] & (split < stop)[None, :] & (split[None, :] >= reached[:, None])
+        place = first + split[None, :] * nodes * groups + row[:, None]
+        log_sum = tl.load(log_sums + place, mask=there, other=float("-inf"))
+        at = partial + place[:, :, None] * value_dim + v[None, None, :]
+        part = tl.load(at, mask=there[:, :, None] & (v < value_dim)[None, None, :], other=0.0)
+        higher = tl.maximum(peak, tl.max(log_sum, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(log_sum - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, 1)
+        peak = higher
+    if sunk:  # takes weight and gives nothing
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(peak, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = out + ((b.to(tl.int64) * nodes + node) * key_heads * groups + head)[:, None] * value_dim + v[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=valid[:, None] & (v < value_dim)[None, :])
+
+
+def tree_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    words: Tensor,
+    depth: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    split_size: int = 256,
+    launch: Launch | None = None,
+) -> Tensor:
+    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels; returns [B, N, h*G, Dv].
+
+    keys and values may be strided in any way as long as their last dimension is contiguous. split_size: a multiple of the launch's
+    block_n. launch: for measurements; `launch_config` otherwise. Scratch memory comes from torch's allocator, hence from the
+    graph's own pool under capture; compile before capturing by calling once.
+    """
+    rows, heads, nodes, head_dim = query.shape
+    key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    groups = heads // key_heads
+    launch = launch or launch_config(nodes * groups, head_dim, query.dtype)
+    assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
+    assert keys.stride(3) == 1 and values.stride(3) == 1, "the last dimension of keys and values must be contiguous"
+    assert split_size % launch.block_n == 0, f"splits of {split_size} slots cannot be cut into tiles of {launch.block_n}"
+    assert depth.shape[1] == nodes and words.shape[1:] == (nodes, -(-nodes // 32)), (words.shape, depth.shape)
+    query = query if query.stride(3) == 1 else query.contiguous()
+    words, depth, lengths = words.contiguous(), depth.contiguous(), lengths.contiguous()
+    splits = triton.cdiv(capacity, split_size)
+    partial = query.new_empty(rows, key_heads, splits, nodes * groups, value_dim, dtype=torch.float32)
+    log_sums = query.new_empty(rows, key_heads, splits, nodes * groups, dtype=torch.float32)
+    out = query.new_empty(rows, nodes, heads, value_dim)
+    # both factors take the scores to the base 2, in which the kernels take their exponentials
+    bend = 0.0 if softcap is None else softcap * LOG2E.value
+    scale = scaling * LOG2E.value if softcap is None else scaling / softcap
+    words_b, depth_b = (x.stride(0) if x.shape[0] > 1 else 0 for x in (words, depth))
+    block_v = max(16, triton.next_power_of_2(value_dim))
+    _split_kernel[(triton.cdiv(nodes * groups, launch.block_m), rows * key_heads, splits)](
+        *(query, keys, values, lengths, words, depth, partial, log_sums, scale, bend, window or 0),
+        *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], words_b, depth_b, words.shape[2]),
+        *(nodes, capacity, key_heads),
+        groups=groups,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_d=max(16, triton.next_power_of_2(head_dim)),
+        block_v=block_v,
+        block_m=launch.block_m,
+        block_n=launch.block_n,
+        split_size=split_size,
+        windowed=window is not None,
+        capped=softcap is not None,
+        # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
+        upcast=interpreted() and query.dtype == torch.bfloat16,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    _combine_kernel[(triton.cdiv(nodes * groups, launch.block_r), rows * key_heads)](
+        *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths, depth, window or 0, depth_b),
+        *(nodes, capacity, key_heads, splits),
+        groups=groups,
+        value_dim=value_dim,
+        block_v=block_v,
+        block_r=launch.block_r,
+        block_s=COMBINE_SPLITS,
+        split_size=split_size,
+        windowed=window is not None,
+        sunk=sinks is not None,
+        num_warps=4,
+    )
+    return out
