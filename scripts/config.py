@@ -27,6 +27,7 @@ from scripts.convert import to_dataclass
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 if TYPE_CHECKING:
+    from inference.audit_config import AuditConfig
     from inference.engine import DecodeConfig
     from inference.export.hub import PushConfig
     from inference.loading import TargetConfig
@@ -62,6 +63,7 @@ CONSUMERS = {
     "push": "inference.export.hub:PushConfig",
     "run": "scripts.run:RunConfig",
     "measure": "scripts.measure:MeasureConfig",
+    "audit": "inference.audit_config:AuditConfig",
     "report": "scripts.report:ReportConfig",
     "chat": "scripts.chat:ChatConfig",
     "loop": "scripts.loop:LoopConfig",
@@ -98,6 +100,7 @@ class Settings:
     bench: BenchConfig
     push: PushConfig
     measure: MeasureConfig
+    audit: AuditConfig
     report: ReportConfig
     chat: ChatConfig
     loop: LoopConfig

@@ -15,11 +15,12 @@ from scripts.stages import OPTION_GROUPS, Stage
 
 
 def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False, show: bool = False) -> int:
-    """Compose and run `stage`; with `show` only print what was composed. Returns the exit status."""
+    """Compose and run `stage`; with `show` only print what was composed. Returns the exit status: the worst of its runs."""
     combinations = expand(overrides) if multirun else [list(overrides)]
     jobs = [
         load_settings(stage, combination) for combination in combinations
     ]  # all are checked before the first one starts
+    status = 0
     for number, settings in enumerate(jobs, 1):
         if len(jobs) > 1:
             print(
@@ -29,13 +30,13 @@ def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False,
         if show:
             yaml.safe_dump(settings.resolved, sys.stdout, sort_keys=False)
         else:
-            run_one(settings)
-    return 0
+            status = max(status, run_one(settings))
+    return status
 
 
-def run_one(settings: Settings) -> None:
-    """Run one stage with its settings in this process."""
-    importlib.import_module(settings.stage.module).run(settings)
+def run_one(settings: Settings) -> int:
+    """Run one stage with its settings in this process; returns its exit status (most stages have none but 0)."""
+    return int(importlib.import_module(settings.stage.module).run(settings) or 0)
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:

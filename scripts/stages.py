@@ -18,13 +18,14 @@ class Stage:
 
     @property
     def module(self) -> str:
-        """The module that runs it. It offers `run(settings: Settings) -> None`."""
+        """The module that runs it. It offers `run(settings: Settings) -> int | None`: the exit status, None for 0."""
         return f"scripts.{self.name}"
 
 
 GENERATE = ("run", "target", "data", "sampling", "generate")
 TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode")
 MEASURE = ("run", "target", "decode", "bench", "measure")
+AUDIT = ("run", "target", "head", "decode", "bench", "audit")
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -37,6 +38,11 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "measure", "decode held-out prompts with every drafter and without; writes report.json", MEASURE
+        ),
+        Stage(
+            "audit",
+            "prove that drafters do not change the target's text; ends with status 1 if one does",
+            AUDIT,
         ),
         Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
         Stage(

@@ -1,0 +1,230 @@
+"""What an audit found, for people: tables in the terminal and audit.md, one page each.
+
+Rows are gathered: the page has a line per number format and drafter, audit.json has every comparison.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from inference.report import TABLE_WIDTH, lossless_text
+
+PAGE_FILE = "audit.md"
+MOST_FAILURES = 12
+DEFINITIONS = (
+    "**identical**: answers that are, token by token, those of plain decoding with the same seed. **near tie**: the "
+    "first difference, and every later one, lies within the numerical gap measured at that place. **flip**: a token "
+    "that plain decoding would not have picked after the same text. **tokens/pass**: tokens committed per "
+    "verification, from the worst to the best comparison; above 1 drafts were accepted. **changed**: answers that the "
+    "setting changes, of all that were compared."
+)
+
+Content = Mapping[str, Any]
+Lines = list[list[str]]
+DRAFTER_HEADER = ("precision", "drafter", "comparisons", "identical", "flips / 1,000", "tokens/pass")
+SETTING_HEADER = ("setting", "comparisons", "identical", "changed", "tokens/pass")
+DISTRIBUTION_HEADER = ("rule", "drafter", "shape", "seeds", "classes", "chi-square", "p", "tokens/pass", "")
+
+
+def verdict_text(content: Content) -> str:
+    """One sentence: what the audit says."""
+    verdict = content["verdict"]
+    tests = len(content["distributions"])
+    done = f"{verdict['compared']} comparisons and {tests} distribution tests"
+    if verdict["lossless"]:
+        return f"LOSSLESS: {done} show no difference that rounding does not explain."
+    return f"NOT LOSSLESS: {verdict['failed']} of {done} show a mismatch."
+
+
+def drafter_rows(content: Content) -> Lines:
+    """A line per precision and drafter of the invariance check."""
+    rows = [row for row in content["comparisons"] if row["check"] == "invariance"]
+    return [
+        [
+            precision,
+            drafter,
+            str(len(part)),
+            lossless_text(_sums(part)),
+            f"{_rate(part):.2f}",
+            _per_pass(part),
+        ]
+        for (precision, drafter), part in _grouped(rows, lambda row: (row["precision"], row["drafter"]))
+    ]
+
+
+def setting_rows(content: Content) -> Lines:
+    """A line per setting of the processors check."""
+    rows = [row for row in content["comparisons"] if row["check"] == "processors"]
+    return [
+        [case, str(len(part)), lossless_text(_sums(part)), _changed(part), _per_pass(part)]
+        for (case,), part in _grouped(rows, lambda row: (row["case"],))
+    ]
+
+
+def distribution_rows(content: Content) -> Lines:
+    """A line per chi-square test."""
+    return [
+        [
+            row["rule"],
+            row["drafter"],
+            row["shape"],
+            str(row["seeds"]),
+            str(row["cells"]),
+            f"{row['statistic']:.1f} / {row['degrees']}",
+            f"{row['p_value']:.2g}",
+            f"{row['tokens_per_pass']:.2f}",
+            "" if row["passed"] else "MISMATCH",
+        ]
+        for row in content["distributions"]
+    ]
+
+
+def histogram_rows(content: Content) -> tuple[list[str], Lines]:
+    """Header and a line per precision: flips by |margin| / tolerance."""
+    flips = content["flips"]
+    edges = flips[0]["bins"] if flips else [0.0, None]
+    bins = [f"to {edge:g}" if edge is not None else "more" for edge in edges[1:]]
+    header = ["precision", "tokens", "flips / 1,000", *bins, "at a filter", "largest gap"]
+    rows = [
+        [
+            item["precision"],
+            f"{item['tokens']:,}",
+            f"{item['per_thousand']:.2f}",
+            *(str(count) for count in item["histogram"]),
+            str(item["filtered"]),
+            f"{item['largest_gap']:.2g}",
+        ]
+        for item in flips
+    ]
+    return header, rows
+
+
+def failures(content: Content) -> list[str]:
+    """A line for each of the first comparisons that failed, with the place where it did."""
+    lines = []
+    for row in content["comparisons"]:
+        if row["passed"]:
+            continue
+        what = f"{row['check']} {row['case']}".strip()
+        line = (
+            f"{row['precision']}, {what}, {row['drafter']}, {row['shape']}, {row['batch_size']} rows, "
+            f"temperature {row['temperature']:g}: {lossless_text(row)}"
+        )
+        if row["divergences"]:
+            first = row["divergences"][0]
+            line += (
+                f"; prompt {first['prompt']}, token {first['place']}: {first['found']} instead of "
+                f"{first['expected']}, {first['reason']}"
+            )
+        lines.append(line)
+    for row in content["distributions"]:
+        if not row["passed"]:
+            lines.append(
+                f"distribution, rule {row['rule']}, {row['drafter']}, {row['shape']}: p = {row['p_value']:.2g}, "
+                f"{row['impossible']} samples of probability 0"
+            )
+    more = len(lines) - MOST_FAILURES
+    return [*lines[:MOST_FAILURES], *([f"and {more} more, in audit.json"] if more > 0 else [])]
+
+
+def sections(content: Content) -> Iterable[tuple[str, Sequence[str], Lines]]:
+    """(title, header, rows) of the tables that have rows."""
+    header, flips = histogram_rows(content)
+    for title, names, rows in (
+        ("Drafters, shapes and batches against plain decoding", DRAFTER_HEADER, drafter_rows(content)),
+        ("Flips by |margin| / tolerance: up to 1 is a near tie", header, flips),
+        ("Processors and filters against plain decoding", SETTING_HEADER, setting_rows(content)),
+        ("Sampled answers against the exact distribution", DISTRIBUTION_HEADER, distribution_rows(content)),
+    ):
+        if rows:
+            yield title, names, rows
+
+
+def print_summary(content: Content, console: Console | None = None) -> None:
+    """Print the page to the terminal."""
+    console = console or Console(width=TABLE_WIDTH)
+    for title, header, rows in sections(content):
+        table = Table(title=title, title_justify="left", pad_edge=False, box=None)
+        for place, name in enumerate(header):
+            table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table, "")
+    for item in content["skipped"]:
+        console.print(f"not offered: {item['drafter']}, {item['shape']}: {item['reason']}", markup=False)
+    for line in failures(content):
+        console.print(line, style="red", markup=False)
+    good = content["verdict"]["lossless"]
+    console.print(verdict_text(content), style="bold green" if good else "bold red", markup=False)
+
+
+def write_markdown(content: Content, folder: Path) -> Path:
+    """Write audit.md into `folder` atomically; returns its path."""
+    target, device = content["target"], content["device"]
+    lines = [
+        "# Audit",
+        "",
+        f"**{verdict_text(content)}**",
+        "",
+        f"- target: `{target['id']}` (revision `{target['revision']}`, {target['parameters']:,} parameters)",
+        f"- device: {device['name']} ({device['kind']}, {device['threads']} threads)",
+        f"- command: `{content['command']}`",
+        "",
+        DEFINITIONS,
+        "",
+    ]
+    for title, header, rows in sections(content):
+        line = "|".join(["---", "---", *["---:"] * (len(header) - 2)])
+        lines += [f"## {title}", "", f"| {' | '.join(header)} |", f"|{line}|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+    if content["skipped"]:
+        lines += ["## Not offered", ""]
+        lines += [
+            *(f"- {item['drafter']}, {item['shape']}: {item['reason']}" for item in content["skipped"]),
+            "",
+        ]
+    if not content["verdict"]["lossless"]:
+        lines += ["## Mismatches", "", *(f"- {line}" for line in failures(content)), ""]
+    path = folder / PAGE_FILE
+    partial = path.with_name(PAGE_FILE + ".partial")
+    partial.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+Rows = list[Mapping[str, Any]]
+
+
+def _grouped(
+    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], tuple[str, ...]]
+) -> list[tuple[tuple[str, ...], Rows]]:
+    found: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.items())
+
+
+def _sums(rows: Rows) -> dict[str, int]:
+    names = ("sequences", "identical", "near_ties", "mismatches")
+    return {name: sum(row[name] for row in rows) for name in names}
+
+
+def _rate(rows: Rows) -> float:
+    tokens = sum(row["tokens"] for row in rows)
+    return 1000 * sum(row["flips"] for row in rows) / tokens if tokens else 0.0
+
+
+def _per_pass(rows: Rows) -> str:
+    values = [row["tokens_per_pass"] for row in rows]
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _changed(rows: Rows) -> str:
+    return f"{rows[0]['changed']}/{rows[0]['sequences']}"
