@@ -1,8 +1,9 @@
-"""Speed by batch size, draft length, context length and temperature: where a drafter pays and where it stops paying.
+"""Speed by batch size, draft length, context length and temperature: where a drafter pays and where it stops.
 
-Every point compares the same requests with and without drafter, in the same engine with continuous refill: each block of requests
-is decoded by plain decoding and by every draft length in turn, each time another one first. Intervals resample blocks. A block holds
-`refills` prompts per row; blocks take different prompts as long as there are enough, so a batch of 32 sees what a batch of 1 sees.
+Every point compares the same requests with and without drafter, in the same engine with continuous refill: each
+block of requests is decoded by plain decoding and by every draft length in turn, each time another one first.
+Intervals resample blocks. A block holds `refills` prompts per row; blocks take different prompts as long as there
+are enough, so a batch of 32 sees what a batch of 1 sees. Seconds exclude prefill, in both arms.
 
 Legend: B rows decoded together, L tokens of a prompt.
 """
@@ -149,7 +150,8 @@ def make_blocks(
 
 
 def context_of(requests: Sequence[Request], number: int, length: int) -> tuple[int, ...]:
-    """A prompt of exactly `length` tokens that ends with prompt `number`: others are put in front, what is too much is cut there."""
+    """A prompt of exactly `length` tokens that ends with prompt `number`: others are put in front, and the
+    surplus is cut there."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < length:
         tokens = (*requests[number].tokens, *tokens)
@@ -235,6 +237,11 @@ def _engines(
         }
     if setting.sweep != "batch" or not shape.is_chain:
         drafts[OWN] = decode
+    if not drafts:
+        raise UserError(
+            f"bench.profile.depths {list(config.depths)} holds none that '{arm.name}' can draft; its deepest draft has "
+            f"{shape.max_depth} tokens."
+        )
     room = max(len(request.tokens) + request.max_new_tokens for block in blocks for request in block)
     nodes = max(draft.tree().num_nodes for draft in drafts.values())
     engines = {PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=room + nodes + 1)}

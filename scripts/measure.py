@@ -13,6 +13,7 @@ from scripts.drafters import Found
 from scripts.run import RunConfig, is_main_process, open_folder, prepare_process, shown
 
 if TYPE_CHECKING:
+    from inference.bench_data import Loaded
     from inference.engine import DecodeConfig
     from inference.measure import Arm, BenchConfig
     from inference.prompts import Prompt
@@ -66,7 +67,8 @@ def measured(settings: Settings) -> Path:
 
     target = TargetModel.load(settings.target)
     arms = [arm(item, target, settings.decode, settings.measure) for item in found]
-    measure(settings.bench, target, arms, prompts(settings.bench), out)
+    loaded = load(settings.bench)
+    measure(settings.bench, target, arms, loaded.prompts, out, revision=loaded.revision)
     folder.finish()
     return out / REPORT_FILE
 
@@ -104,11 +106,13 @@ def arm(found: Found, target: TargetModel, decode: DecodeConfig, config: Measure
     return Arm(found.name, drafters.load(found, target), own, path)
 
 
-def prompts(bench: BenchConfig) -> list[Prompt]:
-    """The prompts to measure on. Of a folder only the files of the chosen domains are read: others may hold training prompts."""
-    from inference.prompts import load_prompts
+def load(bench: BenchConfig) -> Loaded:
+    """The prompts to measure on, and the commit of the dataset they are from."""
+    from inference.bench_data import load_bench_prompts
 
-    folder = Path(bench.prompts)
-    if folder.is_dir() and bench.domains:
-        return load_prompts([folder / f"{domain}.jsonl" for domain in bench.domains])
-    return load_prompts(folder)
+    return load_bench_prompts(bench.prompts, bench.dataset, bench.domains)
+
+
+def prompts(bench: BenchConfig) -> list[Prompt]:
+    """The prompts to measure on."""
+    return load(bench).prompts

@@ -19,6 +19,8 @@ NEEDED = {
     ("target", "local"): ["target.path=some/model"],
     ("data", "jsonl"): ["data.path=prompts.jsonl"],
     ("bench", "jsonl"): ["bench.prompts=prompts.jsonl"],
+    ("bench", "spec_bench"): ["bench.prompts=question.jsonl"],
+    ("bench", "table"): ["bench.prompts=questions.csv", "bench.dataset.template='{question}'"],
 }
 """Values that an option leaves to the user."""
 RECIPES = options("experiment")
