@@ -44,23 +44,23 @@ class Launch:
 
 
 def launch_config(rows: int, head_dim: int, dtype: torch.dtype) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head.
+    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between steps or batches.
 
-    Chosen for H100 and H200 (228 KiB of shared memory per SM, matrix instructions of 64 rows per four warps) by what fits; the
-    compiled kernels for sm_90 spill no registers. It depends on nothing that changes between steps or batches.
+    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four warps) from what the
+    compiler reports for sm_90: 16-bit kernels with heads up to 256 keep everything in registers, larger heads and float32 do not.
     """
-    wide = triton.next_power_of_2(head_dim) > 128
     # one chunk of the combining kernel is block_r x 16 x 128 floats; few rows are better spread over many programs
     block_r = 1 if rows <= 64 else 4
+    wide = head_dim > 128
     if dtype == torch.float32:
-        # exact float32 products run on the ordinary cores and hold their operands in registers: small tiles
-        return Launch(16, 16 if wide else 32, 4, 2, block_r)
+        # exact float32 products run on the ordinary cores and take their operands from registers: small tiles, many warps
+        return Launch(16, 16 if wide else 32, 8, 2, block_r)
     # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than two of 32
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if wide:
-        return Launch(block_m, 32, 4, 2, block_r)
-    # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three in flight leave room for two programs per SM,
-    # which then have 130 KiB on their way, several times what 4.8 TB/s over 132 SMs and a microsecond ask for
+        return Launch(block_m, 32, 8, 2, block_r)
+    # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two programs per SM, and
+    # the loads on their way are a multiple of the 36 KB that an SM's share of 4.8 TB/s needs per microsecond of latency
     return Launch(block_m, 64, 4, 3, block_r)
 
 
