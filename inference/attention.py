@@ -113,7 +113,15 @@ def planned_attention(
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
         return _plain_attention(plan, query, key, value, scaling, sliding_window, softcap, s_aux), None
-    if plan.causal and plan.allowed is None and (sliding_window is None or key.shape[2] <= sliding_window):
+    whole = (
+        nodes == key.shape[2]
+    )  # a later chunk of a prompt has more keys than queries: its causality is not a square
+    if (
+        whole
+        and plan.causal
+        and plan.allowed is None
+        and (sliding_window is None or key.shape[2] <= sliding_window)
+    ):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
