@@ -35,6 +35,7 @@ from inference.requests import Completion as Completion
 from inference.requests import PassRecord as PassRecord
 from inference.requests import Request as Request
 from inference.target import TargetModel
+from inference.text_pieces import TextPieces
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
@@ -124,7 +125,7 @@ class Engine:
         engine = self.with_settings(**changes)
         requests = engine._requests([prompt], None if seed is None else [seed])
         new: list[int] = []
-        text = TextPieces(self.target)
+        text = TextPieces(self.target.tokenizer, self.target.eos_token_ids)
         completions = engine.run(
             requests, lambda _request, tokens, _record: new.extend(tokens), yield_steps=True
         )
@@ -278,32 +279,6 @@ class Engine:
             )
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
         return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
-
-
-class TextPieces:
-    """Turns tokens into text as they arrive; a character whose bytes are not all there yet waits."""
-
-    def __init__(self, target: TargetModel) -> None:
-        self.tokenizer, self.ends = target.tokenizer, target.eos_token_ids
-        self.tokens: list[int] = []
-        self.shown = 0
-
-    def add(self, new: Sequence[int]) -> str:
-        """The text that `new` tokens complete."""
-        self.tokens += [token for token in new if token not in self.ends]
-        text = self._text()
-        return "" if text.endswith("\ufffd") else self._from_shown(text)
-
-    def rest(self) -> str:
-        """What was held back."""
-        return self._from_shown(self._text())
-
-    def _text(self) -> str:
-        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
-
-    def _from_shown(self, text: str) -> str:
-        piece, self.shown = text[self.shown :], len(text)
-        return piece
 
 
 def _load_head(head: str | Path, target: TargetModel) -> Any:

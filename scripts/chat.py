@@ -1,6 +1,7 @@
 """`headstart chat`: talk to the target through a drafter. Works on a terminal and with a piped prompt.
 
-Piped: all of standard input is one prompt, the answer goes to standard output and the numbers to standard error.
+On a terminal, tokens that were drafted and accepted are green; the target's own picks are plain. Piped: all of standard input is
+one prompt, the answer goes to standard output and the numbers to standard error.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
+from inference.text_pieces import TextPieces
 from scripts import drafters
 from scripts.run import prepare_process
 
 if TYPE_CHECKING:
-    from inference.engine import Engine, PassRecord
+    from inference.engine import Engine, PassRecord, Request
     from scripts.config import Settings
 
 NO_DRAFTER = "none"
-REPLACEMENT = "\ufffd"
-"""What a tokenizer prints for bytes that are not yet a whole character."""
+GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,13 @@ class Chat:
         seed = prompt_seed(self.seed, f"chat-{len(messages)}")
         tokens = tuple(render_prompt(tokenizer, messages))
         request = Request(0, tokens, seed, self.engine.decode.max_new_tokens)
-        stream = TextStream(tokenizer, self.engine.target.eos_token_ids)
+        stream = TextStream(tokenizer, self.engine.target.eos_token_ids, colour=sys.stdout.isatty())
         start = time.perf_counter()
-        (completion,) = self.engine.run([request], on_tokens=lambda _request, new, _record: stream.add(new))
+
+        def show(_: Request, new: list[int], record: PassRecord | None) -> None:
+            stream.add(new, record.accepted if record is not None else 0)
+
+        (completion,) = self.engine.run([request], on_tokens=show)
         seconds = time.perf_counter() - start
         stream.close()
         if stream.text.strip():
@@ -111,28 +116,29 @@ class Chat:
 
 
 class TextStream:
-    """Prints text while its tokens arrive; a character whose bytes are not all there yet waits."""
+    """Prints text while its tokens arrive. colour: print what was drafted and accepted in green."""
 
-    def __init__(self, tokenizer: Any, ends: tuple[int, ...]) -> None:
-        self.tokenizer, self.ends = tokenizer, ends
-        self.tokens: list[int] = []
-        self.text = ""
+    def __init__(self, tokenizer: Any, ends: tuple[int, ...], colour: bool = False) -> None:
+        self.pieces, self.colour = TextPieces(tokenizer, ends), colour
 
-    def add(self, new: list[int]) -> None:
-        """Print what `new` tokens add."""
-        self.tokens += [token for token in new if token not in self.ends]
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if not text.endswith(REPLACEMENT):
-            self.show(text)
+    @property
+    def text(self) -> str:
+        """What has been printed."""
+        return self.pieces.text
 
-    def show(self, text: str) -> None:
-        """Print the part of `text` that is not yet on the screen."""
-        print(text[len(self.text) :], end="", flush=True)
-        self.text = text
+    def add(self, new: list[int], drafted: int = 0) -> None:
+        """Print what `new` tokens add; the first `drafted` of them are accepted drafts."""
+        self.show(self.pieces.add(new[:drafted]), drafted=True)
+        self.show(self.pieces.add(new[drafted:]))
+
+    def show(self, piece: str, drafted: bool = False) -> None:
+        """Print a piece of text."""
+        if piece:
+            print(f"{GREEN}{piece}{PLAIN}" if drafted and self.colour else piece, end="", flush=True)
 
     def close(self) -> None:
         """Print what was held back, and end the line."""
-        self.show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        self.show(self.pieces.rest())
         print(flush=True)
 
 

@@ -195,7 +195,7 @@ class Soak:
         settings = replace(config, shape="none", batch_size=1, lag=0, prefill_chunk=2048)
         plain = self.plain.setdefault(settings, Engine(self.target, None, settings))
         answers = {completion.request.index: completion.tokens for completion in plain.run(requests)}
-        whole = []
+        whole: list[tuple[Any, Any, Any]] = []
         for completion in found:
             expected = answers[completion.request.index]
             tally.answers += 1
@@ -210,7 +210,8 @@ class Soak:
                 whole.append((shorter, expected[:limit], completion.tokens))
             else:
                 whole.append((completion.request, expected, completion.tokens))
-        report = audit(self.target, *([item[i] for item in whole] for i in range(3)), config.sampling())  # type: ignore[arg-type]
+        asked, expected_all, answered = ([item[i] for item in whole] for i in range(3))
+        report = audit(self.target, asked, expected_all, answered, config.sampling())
         tally.identical += report.identical
         tally.near_ties += report.near_ties
         tally.mismatches += report.mismatches

@@ -36,6 +36,18 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(capsys: pytest.Captur
     assert capsys.readouterr().out == "\ufffd\n"  # what never became whole is not held back for ever
 
 
+def test_accepted_drafts_are_green_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = TextStream(Bytes(), ends=(0,), colour=True)
+    stream.add(list(b"abc"), drafted=2)
+    stream.add(list(b"d"))
+    stream.add([0], drafted=1)
+    stream.add([*"é".encode()], drafted=1)  # a character is green only if it was drafted whole
+    assert capsys.readouterr().out == "\x1b[32mab\x1b[0mcdé"
+    stream = TextStream(Bytes(), ends=(0,))
+    stream.add(list(b"abc"), drafted=2)
+    assert capsys.readouterr().out == "abc"
+
+
 def test_the_summary_is_a_ratio_of_sums() -> None:
     answer = Answer("text", 8, [PassRecord(2, 3, True), PassRecord(3, 4, False)], 2.0)
     assert summary(answer, "medusa") == "[medusa: tau 3.50, 4 tokens/s, 8 tokens in 2.00 s]"
