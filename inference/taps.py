@@ -55,6 +55,16 @@ class Taps:
         return stacked
 
 
+def find_decoder(model: Any) -> Any:
+    """The part of a causal LM that turns token ids into last hidden states: its text decoder, without head and vision tower."""
+    decoder = model.get_decoder()
+    if (
+        decoder is model
+    ):  # families whose prefix names a part that the text-only class does not have (Llama 4)
+        decoder = model.model
+    return decoder
+
+
 def find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     """The list of decoder layers inside a transformers model; raises `UserError` when there is no such list."""
     for module in decoder.modules():

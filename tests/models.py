@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.loading import TargetConfig, describe, switch_attention
+from inference.loading import TargetConfig, describe, prepare, switch_attention
 from inference.target import TargetModel
 
 VOCAB = 97
@@ -37,6 +37,79 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 9},
     "granite": {},
 }
+"""The families that every test of the decoder runs over."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma": {"head_dim": 16},
+    "gemma4_text": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
+    "phi3": {"sliding_window": 9},
+    "olmo": {},
+    "olmo3": {"sliding_window": 9},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, **EXPERTS},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        **EXPERTS,
+        **LATENT,
+    },
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 9},
+    "cohere": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "exaone4": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "nemotron": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "llama4_text": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 64,
+        "no_rope_layer_interval": 2,
+    },
+    "minicpm3": {"num_key_value_heads": 4, **LATENT},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
+}
+"""Families that are held against their own forward pass and greedy loop in test_families.py only."""
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 24,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 24,
+    },
+}
+"""Settings that give a phi3 model the two sets of rotary frequencies of the 128k Phi models."""
 
 
 class TokenIds:
@@ -51,21 +124,30 @@ class TokenIds:
 
 def random_model(family: str = "llama", seed: int = 3, **changes: Any) -> Any:
     """A random causal LM of a family, float64, with weights wide enough for varied greedy text."""
-    settings = {k: v for k, v in {**SMALL, **FAMILIES[family], **changes}.items() if v is not None}
-    if family == "gpt2":
-        settings = {k: v for k, v in settings.items() if k.startswith("n_") or k == "vocab_size" or k.endswith("_id")}
+    given = {**SMALL, **ALL_FAMILIES[family], **changes}
+    settings = {k: v for k, v in given.items() if v is not None}
+    if "n_embd" in settings:
+        settings = {
+            k: v for k, v in settings.items() if k.startswith("n_") or k == "vocab_size" or k.endswith("_id")
+        }
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    # "eager" experts: the grouped product of transformers takes no float64
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = model.double().eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.25)
     return model.requires_grad_(False)
 
 
-def random_target(family: str = "llama", seed: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> TargetModel:
-    """A random target of a family, ready to decode."""
-    model = random_model(family, seed, **changes).to(dtype)
+def random_target(
+    family: str = "llama", seed: int = 3, dtype: torch.dtype = torch.float64, **changes: Any
+) -> TargetModel:
+    """A random target of a family, ready to decode: the same weights as `random_model` with the same arguments."""
+    model = prepare(random_model(family, seed, **changes).to(dtype))
     switch_attention(model)
     tokenizer = TokenIds()
     return TargetModel(model, tokenizer, describe(model, tokenizer, TargetConfig(path=f"random/{family}")))
