@@ -51,13 +51,15 @@ class Op:
     """An operation with two implementations of one signature. Creating it registers it under `name`.
 
     reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
-    dtypes: those of the first argument that the kernel takes; empty: any.
+    dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the kernel runs where it can, or only
+    where HEADSTART_KERNELS=triton asks for it.
     """
 
     name: str
     reference: Callable[..., Any]
     kernel: str
     dtypes: tuple[torch.dtype, ...] = ()
+    by_default: bool = True
     _loaded: list[Callable[..., Any]] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +90,8 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
         raise UserError(f"{VARIABLE} is '{mode}'.{suggest(mode, MODES)}")
     if mode == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
+    if mode == "auto" and not op.by_default:
+        return Choice("reference", f"not shown to be faster; {VARIABLE}=triton runs the kernel")
     if dtype is not None and op.dtypes and dtype not in op.dtypes:
         # also when triton is demanded: a float64 audit of a model is right to be computed in float64
         return Choice("reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it")

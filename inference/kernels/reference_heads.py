@@ -22,5 +22,9 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 RESIDUAL_BLOCKS = Op(
-    "residual_blocks", residual_blocks, "inference.kernels.heads_gemm:residual_blocks", FLOATS
+    "residual_blocks",
+    residual_blocks,
+    "inference.kernels.heads_gemm:residual_blocks",
+    FLOATS,
+    by_default=False,  # no GPU has shown a gain: see heads_gemm.py
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.medusa import Config, Drafter
 from inference.kernels import heads_gemm, reference_heads
-from inference.kernels.dispatch import FLOATS
+from inference.kernels.dispatch import FLOATS, VARIABLE, choose
 from inference.kernels.reference_heads import RESIDUAL_BLOCKS
 from tests.inference.kernels.devices import DEVICES, ON_CPU
 from tests.models import random_target
@@ -60,6 +60,12 @@ def test_equals_the_product_in_float64(
         assert torch.equal(found, reference)
     else:
         assert bool(((found.cpu().double() - expected).abs() <= one).all())
+
+
+def test_the_reference_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where kernels run: `choose` must not ask the GPU before it knows that."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose(RESIDUAL_BLOCKS, "cuda", torch.bfloat16).implementation == "reference"
 
 
 @ON_CPU
