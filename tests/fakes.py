@@ -1,6 +1,8 @@
 """Drafters without weights for proving the decoder: always right, always wrong, right up to a planted error, random.
 
-Each fills any static tree. The right ones know the answers beforehand: a mapping from prompt tokens to the plain continuation.
+Each fills any static tree, `RandomTrees` dynamic shapes.
+
+The right ones know the answers beforehand: a mapping from prompt tokens to the plain continuation.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.features import FeatureSpec
-from heads.api.tree import TokenTree
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
 
 
 @dataclass
@@ -42,7 +44,11 @@ class Fake:
         for tokens, length in zip(seen.tokens.tolist(), seen.lengths.tolist(), strict=True):
             known = self.answers.get(tuple(tokens[:length]), tokens[:length])
             rows.append((known + [0] * capacity)[:capacity])
-        state = FakeState(torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int64))
+        state = FakeState(
+            torch.tensor(rows),
+            torch.zeros(len(rows), dtype=torch.int64),
+            torch.zeros(len(rows), dtype=torch.int64),
+        )
         return self.commit(state, seen)
 
     def propose(self, state: FakeState, noise: Any) -> Proposal:
@@ -98,3 +104,44 @@ def on_last_path(tree: TokenTree) -> Tensor:
     """[1, N] bool: the nodes on the way to the deepest node with the greatest number."""
     deepest = int((tree.depth[0] * tree.num_nodes + torch.arange(tree.num_nodes)).argmax())
     return tree.ancestors[:1, deepest]
+
+
+class RandomTrees(Fake):
+    """Another random tree for every row and step, of any topology that fits a `DynamicShape`; of siblings at most one is right."""
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> FakeState:
+        assert isinstance(tree, DynamicShape)
+        self.shape = tree
+        return super().start(seen, TokenTree.chain(1), capacity)
+
+    def propose(self, state: FakeState, noise: Any) -> Proposal:
+        rows = [self._topology() for _ in range(state.root.shape[0])]
+        self.tree = TokenTree.from_parents(
+            torch.tensor([parents for parents, _ in rows]), self.shape.max_depth
+        )
+        self.offsets = torch.tensor([offsets for _, offsets in rows])
+        return super().propose(state, noise)
+
+    def _topology(self) -> tuple[list[int], list[int]]:
+        """Parents, and how far each token is from the right one."""
+        parents, depth, offsets, children = [0], [0], [0], [0]
+        shift = [self._below(3)]
+        for node in range(1, self.shape.nodes):
+            allowed = [i for i in range(node) if depth[i] < self.shape.max_depth]
+            # mostly below the last node, so that deep trees come up as well
+            parent = (
+                node - 1 if node - 1 in allowed and self._below(2) else allowed[self._below(len(allowed))]
+            )
+            parents.append(parent)
+            depth.append(depth[parent] + 1)
+            offsets.append(children[parent] - shift[parent])
+            children[parent] += 1
+            children.append(0)
+            shift.append(self._below(3))
+        return parents, offsets
+
+    def _below(self, bound: int) -> int:
+        return int(torch.randint(0, bound, (), generator=self.generator))
+
+    def spoil(self, tokens: Tensor, depth: Tensor) -> Tensor:
+        return (tokens + self.offsets) % self.vocab_size
