@@ -26,7 +26,7 @@ from torch import Tensor
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.engine import Request
-from inference.noise import gumbel_noise
+from inference.kernels.reference_noise import gumbel_noise
 from inference.processors import Prefix, process
 from inference.sampling import SamplingSettings, shape_logits
 from inference.target import TargetModel

@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.noise import noise_bits
+from inference.kernels.reference_noise import noise_bits
 
 KNOWS = "knows 70%"
 _TREES = 1 << 20

@@ -22,7 +22,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from inference.kernels.reference_noise import gumbel_noise, noise_bits
+from inference.kernels.reference_noise import GUMBEL_NOISE, NOISE_PICK, noise_bits
 from inference.sampling import SamplingSettings, shape_logits
 
 _MASK32 = 0xFFFFFFFF
@@ -85,7 +85,8 @@ class SharedNoise:
     def gumbel(self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET) -> Tensor:
         """Gumbel noise float32 [B, M, V'] of a stream at `positions` [B, M]; token_ids [V'], default all tokens."""
         ids = self._all_tokens if token_ids is None else token_ids
-        return gumbel_noise(self.stream(stream), positions, ids)
+        noise: Tensor = GUMBEL_NOISE(self.stream(stream), positions, ids)
+        return noise
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
         """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
@@ -103,10 +104,18 @@ class SharedNoise:
         """See `heads.api.drafter.Noise.pick`."""
         if self.drafts is None:
             return logits.argmax(-1)
-        return (logits.float() / self.settings.temperature + self.gumbel(positions, token_ids, self.drafts)).argmax(-1)
+        picked: Tensor = NOISE_PICK(
+            logits, positions, self.stream(self.drafts), self.settings.temperature, token_ids
+        )
+        return picked
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The target's choice [B, N] at nodes whose next token stands at `positions` [B, N]; logits [B, N, V]."""
         if self.settings.greedy:
             return logits.argmax(-1)
-        return (shape_logits(logits, self.settings) + self.gumbel(positions)).argmax(-1)
+        if self.settings.filters:
+            logits, temperature = shape_logits(logits, self.settings), 1.0
+        else:
+            temperature = self.settings.temperature
+        picked: Tensor = NOISE_PICK(logits, positions, self.seeds, temperature)
+        return picked

@@ -66,6 +66,11 @@ class SamplingSettings:
         return self.temperature == 0
 
     @property
+    def filters(self) -> bool:
+        """Whether any token is removed from the target's distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def uses_prefix(self) -> bool:
         """Whether the text before a node has a say in its logits."""
         return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)

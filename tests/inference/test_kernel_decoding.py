@@ -46,14 +46,26 @@ print("kernels:", *sorted(name for _, name in used))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape", "kernels"),
-    [("llama", "tree", {"tree_attention", "accept_walk", "compact"}), ("gemma2", "chain", {"tree_attention"})],
+    [
+        ("llama", "tree", {"tree_attention", "accept_walk", "compact", "gumbel_noise", "noise_pick"}),
+        ("gemma2", "chain", {"tree_attention", "noise_pick"}),
+    ],
 )
 def test_decoding_with_kernels_gives_the_same_tokens(
     family: str, shape: str, kernels: set[str], repository: Path
 ) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(repository),
+        "OMP_NUM_THREADS": "1",
+    }
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, family, shape], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", PROGRAM, family, shape],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert kernels <= set(ran.stdout.split())

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heads.api.errors import UserError
-from inference.noise import SharedNoise, gumbel_noise, noise_bits
+from inference.kernels.reference_noise import gumbel_noise, noise_bits
+from inference.noise import SharedNoise
 from inference.sampling import SamplingSettings, shape_logits
 
 TOKENS = torch.arange(24)
