@@ -2,18 +2,20 @@
 
 Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a program takes one split of one
 key/value head for a block of query rows, where the N nodes times the G query heads that share the head are all rows of one
-matrix, so that every key and value tile that is loaded serves them all. Committed tokens are visible to every node, so the loop over
-them has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits beyond a row's length, or
-wholly before its window, end at once: the grid comes from the capacity, lengths are read on the device, and one captured CUDA graph
-serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins depends neither on the batch nor on
-the length, so a row's sums are taken in the same order alone and in a batch (flash decoding, Dao et al. 2023, with fixed splits).
+matrix, so that every key and value tile that is loaded serves them all. Committed tokens are visible to every node, so the
+loop over them has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits beyond a
+row's length, or wholly before its window, end at once: the grid comes from the capacity, lengths are read on the device, and
+one captured CUDA graph serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins
+depends neither on the batch nor on the length, so a row's sums are taken in the same order alone and in a batch (flash
+decoding, Dao et al. 2023, with splits of fixed size).
 
 Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size, Dv value size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -26,6 +28,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
 COMBINE_SPLITS = 16
 """Splits that the combining kernel loads at once: one load for 4096 tokens at the default split size."""
+
+
+HOPPER_SHARED = 227 * 1024
+"""Bytes of shared memory that a program may use on an H100 or H200."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +49,40 @@ class Launch:
     block_r: int
 
 
-def launch_config(rows: int, head_dim: int, dtype: torch.dtype) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between steps or batches.
+def launch_config(rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED) -> Launch:
+    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between steps.
 
-    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four warps) from what the
-    compiler reports for sm_90: 16-bit kernels with heads up to 256 keep everything in registers, larger heads and float32 do not.
+    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four warps) from what
+    the compiler reports for sm_90: 16-bit kernels with heads up to 256 keep everything in registers, larger heads and float32
+    do not. On GPUs whose programs get less than that `shared` memory (bytes), tiles shrink until they fit.
     """
-    # one chunk of the combining kernel is block_r x 16 x 128 floats; few rows are better spread over many programs
-    block_r = 1 if rows <= 64 else 4
+    block_r = 1 if rows <= 64 else 4  # few rows are better spread over many programs
     wide = head_dim > 128
     if dtype == torch.float32:
-        # exact float32 products run on the ordinary cores and take their operands from registers: small tiles, many warps
-        return Launch(16, 16 if wide else 32, 8, 2, block_r)
-    # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than two of 32
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if wide:
-        return Launch(block_m, 32, 8, 2, block_r)
-    # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two programs per SM, and
-    # the loads on their way are a multiple of the 36 KB that an SM's share of 4.8 TB/s needs per microsecond of latency
-    return Launch(block_m, 64, 4, 3, block_r)
+        # exact float32 products run on the ordinary cores and take operands from registers: small tiles, many warps
+        launch = Launch(16, 16 if wide else 32, 8, 2, block_r)
+    else:
+        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than two of 32
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two programs per SM,
+        # and have a multiple of the 36 KB on their way that an SM's share of 4.8 TB/s needs per microsecond of latency
+        launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
+    size = triton.next_power_of_2(head_dim) * dtype.itemsize
+    while (launch.block_m + 2 * launch.num_stages * launch.block_n) * size > shared and launch.block_n > 16:
+        if launch.num_stages > 2:
+            launch = replace(launch, num_stages=launch.num_stages - 1)
+        else:
+            launch = replace(launch, block_n=launch.block_n // 2)
+    return launch
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on `device`; the interpreter has no limit."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))  # AMD's GPUs do not say, and have 64 KiB
 
 
 def workspace_bytes(
@@ -109,7 +130,7 @@ def _tile(  # type: ignore[no-untyped-def]
         base = tl.maximum(start - length, 0) // 32
         seen = (child < 0)[None, :] & valid[:, None]
         for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
-            word = tl.load(words + node * word_count + base + i, mask=valid & (base + i < word_count), other=0)
+            word = tl.load(words + node * word_count + tl.minimum(base + i, word_count - 1), mask=valid, other=0)
             here = (child // 32 == base + i) & inside
             seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
         if windowed:
@@ -282,7 +303,7 @@ def tree_attention(
     rows, heads, nodes, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     groups = heads // key_heads
-    launch = launch or launch_config(nodes * groups, head_dim, query.dtype)
+    launch = launch or launch_config(nodes * groups, head_dim, query.dtype, _shared_memory(query.device))
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
     assert keys.stride(3) == 1 and values.stride(3) == 1, "the last dimension of keys and values must be contiguous"
     assert split_size % launch.block_n == 0, f"splits of {split_size} slots cannot be cut into tiles of {launch.block_n}"

@@ -1,0 +1,112 @@
+"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts much that the compiler does not.
+
+`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels' own host functions with CPU
+tensors and with launching taken out, so that what is compiled is what a GPU would be given. Prints a line of JSON per kernel:
+kernel, shared (bytes), spilled (bytes of registers per thread that went to memory), wgmma (Hopper's matrix instructions are used).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from heads.api.tree import TokenTree
+from inference.kernels.dispatch import Op, all_ops
+
+
+class Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attention(op: Op) -> None:
+    """An 8B Llama's heads with 64 nodes; then a lone node with everything that models ask for at once."""
+    for nodes, size, more in (
+        (64, 128, {}),
+        (1, 80, {"window": 500, "softcap": 30.0, "sinks": zeros(32, dtype=torch.bfloat16)}),
+    ):
+        tree = TokenTree.chain(nodes - 1)
+        keys = zeros(2, 8, 1024, size, dtype=torch.bfloat16)
+        query = zeros(2, 32, nodes, size, dtype=torch.bfloat16)
+        op.triton()(query, keys, keys, zeros(2), tree.words(), tree.depth, scaling=1.0, **more)
+
+
+def cache(op: Op) -> None:
+    keys = zeros(4, 2, 8, 128, 128, dtype=torch.bfloat16)
+    op.triton()(keys, keys.clone(), zeros(2), zeros(2, 6))
+
+
+SAMPLES: dict[str, Callable[[Op], Any]] = {
+    "tree_attention": attention,
+    "compact": cache,
+    "accept_walk": lambda op: op.triton()(
+        zeros(2, 64), zeros(2, 64), TokenTree.from_choices([[0], [1], [0, 0]])
+    ),
+    "gumbel_noise": lambda op: op.triton()(zeros(2), zeros(2, 64), zeros(1000)),
+    "noise_pick": lambda op: op.triton()(zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7),
+    "residual_blocks": lambda op: op.triton()(
+        *(zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 5, 256), (4, 256, 256), (4, 256)))
+    ),
+}
+"""A call of every operation; what its results are does not matter."""
+
+
+def compile_only() -> list[Any]:
+    """From now on kernels are compiled when they are called, and kept in the returned list instead of being launched."""
+    driver.set_active(Hopper())
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_it(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    JITFunction.run = compile_it
+    return compiled
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes of stack per thread, which these kernels have no other use for than registers that did not fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", said.stdout + said.stderr))
+
+
+def main() -> None:
+    compiled = compile_only()
+    for op in all_ops():
+        SAMPLES[op.name](op)
+    for kernel in compiled:
+        row = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared}
+        row |= {"spilled": spilled(kernel.asm["cubin"]), "wgmma": "wgmma" in kernel.asm["ptx"]}
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

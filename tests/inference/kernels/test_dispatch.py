@@ -1,0 +1,139 @@
+"""Which implementation of a kernel runs, what is said about it, and that none of it needs triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from inference.kernels import dispatch
+from inference.kernels.dispatch import FLOATS, VARIABLE, Choice, Op, all_ops, choose, report
+from tests.inference.kernels.devices import ON_CPU
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No override, and nothing remembered about devices that a test pretends to have."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    dispatch._obstacle.cache_clear()
+    yield
+    dispatch._obstacle.cache_clear()
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """An operation whose implementations tell themselves apart: the reference takes the absolute value, the kernel negates."""
+    monkeypatch.setattr(dispatch, "OPS", {})
+    return Op("fake", torch.abs, "torch:neg", FLOATS)
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str = "3.6.0") -> None:
+    """Pretend that there is a GPU of this compute capability, and this triton."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: version)
+
+
+def test_the_reference_runs_on_a_cpu_and_says_so(op: Op) -> None:
+    choice = choose(op, "cpu")
+    assert choice.implementation == "reference" and choice.why.startswith("CPU: the reference runs")
+    assert op(torch.tensor([-2.0])) == 2.0
+
+
+def test_the_kernel_runs_on_a_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, (9, 0))
+    assert choose(op, "cuda:0") == Choice("triton", "CUDA device with triton 3.6.0")
+
+
+def test_a_gpu_too_old_for_triton_gets_the_reference(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, (7, 5))
+    assert choose(op, "cuda").implementation == "reference"
+    assert "7.5" in choose(op, "cuda").why
+
+
+def test_other_devices_get_the_reference(op: Op) -> None:
+    assert choose(op, "mps") == Choice("reference", "Triton has no mps devices")
+
+
+def test_float64_is_for_the_reference_even_where_triton_is_demanded(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, (9, 0))
+    for mode in ("auto", "triton"):
+        monkeypatch.setenv(VARIABLE, mode)
+        assert choose(op, "cuda", torch.float64).implementation == "reference"
+        assert choose(op, "cuda", torch.bfloat16).implementation == "triton"
+
+
+def test_the_reference_can_be_demanded(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, (9, 0))
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert choose(op, "cuda") == Choice("reference", f"{VARIABLE}=reference")
+
+
+@ON_CPU
+def test_the_kernel_can_be_demanded_under_the_interpreter(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert choose(op, "cpu").implementation == "triton"
+    assert op(torch.tensor([3.0])) == -3.0
+
+
+def test_a_demand_that_cannot_be_met_says_what_to_do(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.delenv(dispatch.INTERPRET, raising=False)
+    with pytest.raises(UserError, match=r"fake cannot run on cpu: CPU: .*Use HEADSTART_KERNELS=auto"):
+        op(torch.tensor([3.0]))
+
+
+def test_an_unknown_override_is_refused(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "trition")
+    with pytest.raises(UserError, match="Did you mean 'triton'\\? Allowed: auto, reference, triton"):
+        choose(op, "cpu")
+
+
+def test_two_operations_of_one_name_are_our_mistake(op: Op) -> None:
+    with pytest.raises(AssertionError, match="fake"):
+        Op("fake", torch.abs, "torch:neg")
+
+
+def test_the_report_names_every_operation_of_the_package() -> None:
+    rows = report("cpu")
+    assert [row["op"] for row in rows] == [op.name for op in all_ops()]
+    assert {"tree_attention"} <= {row["op"] for row in rows}
+    assert all(row["implementation"] == "reference" and row["why"] for row in rows)
+
+
+@ON_CPU
+def test_every_declared_kernel_exists() -> None:
+    assert all(callable(op.triton()) for op in all_ops())
+
+
+WITHOUT_TRITON = """
+import sys
+import inference.kernels.reference_attention as module
+assert "triton" not in sys.modules, "importing a declaration imports triton"
+sys.modules["triton"] = None  # from here on importing it fails, as where it is not installed
+import torch
+from inference.kernels.dispatch import all_ops, choose
+from heads.api.tree import TokenTree
+tree = TokenTree.chain(2)
+x = torch.ones(1, 2, 3, 4)
+out = module.TREE_ATTENTION(x, x, x, torch.tensor([0]), tree.words(), tree.depth, scaling=1.0)
+assert out.shape == (1, 3, 2, 4) and torch.equal(out, torch.ones_like(out))
+print(*sorted({choose(op, device).why for op in all_ops() for device in ("cpu", "cuda")}))
+"""
+
+
+def test_without_triton_the_references_work(repository: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    environment.pop(VARIABLE, None)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "no triton installed"
