@@ -20,7 +20,8 @@ from inference.rules.base import Rule
 from inference.rules.match import Match
 from inference.rules.registry import CHAINS_ONLY, RULES, check_shape, get_rule
 from inference.sampling import SamplingSettings
-from tests.inference.rules.toys import START, NoQuestions, Toy, consistent
+from tests.inference.rules.toys import START, Toy, consistent
+from tests.inference.steps import NoHost
 
 CHAIN = TokenTree.chain(3)
 TREE = TokenTree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])
@@ -76,7 +77,7 @@ def test_verdicts_are_consistent_and_ask_the_device_for_nothing(name: str, shape
     for settings in (SamplingSettings(0.8, top_k=4, top_p=0.9, min_p=0.01), SamplingSettings(0.0)):
         rule = get_rule(name, shape)
         proposal, logits, positions, noise = proposed(rule, shape, settings)
-        with NoQuestions():
+        with NoHost():
             verdict = rule.judge(proposal, logits, positions, noise)
         deepest = proposal.tree.max_depth
         assert verdict.path.shape == verdict.tokens.shape == (ROWS, deepest + 1)

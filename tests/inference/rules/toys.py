@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
@@ -145,16 +144,6 @@ class UnkeyedByPass(SharedNoise):
 
     def stream(self, stream: Any) -> Tensor:
         return stream_seeds(self.seeds, stream)
-
-
-class NoQuestions(TorchDispatchMode):
-    """Refuses what makes the host wait for the device."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        masked = name == "index" and any(item is not None and item.dtype == torch.bool for item in args[1])
-        assert not masked and name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
-        return function(*args, **(kwargs or {}))
 
 
 def consistent(verdict: Verdict, proposal: Proposal) -> bool:
