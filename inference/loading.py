@@ -260,21 +260,25 @@ def _vocabulary(model: Any) -> int:
     return int(getattr(head, "out_features", None) or head.weight.shape[0])
 
 
-def head_function(model: Any) -> Callable[[Tensor], Tensor]:
+def head_function(
+    model: Any, product: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[Tensor], Tensor]:
     """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with its scaling and soft-capping.
 
     The head is frozen, but gradients pass through it to the states: drafters that share it train through it.
+    product: the multiplication with the head's weights, default the head itself (a copy of it elsewhere is another).
     """
     head = model.get_output_embeddings()
     if head is None:
         raise UserError(f"a {model.config.model_type} model has no LM head and cannot be a target.")
+    multiplied = head if product is None else product
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     multiply = getattr(config, "logit_scale", None)
     divide = getattr(config, "logits_scaling", None)
 
     def logits(last_hidden: Tensor) -> Tensor:
-        out: Tensor = head(last_hidden)
+        out: Tensor = multiplied(last_hidden)
         if multiply is not None:
             out = out * multiply
         if divide is not None:

@@ -144,10 +144,14 @@ def random_model(family: str = "llama", seed: int = 3, **changes: Any) -> Any:
 
 
 def random_target(
-    family: str = "llama", seed: int = 3, dtype: torch.dtype = torch.float64, **changes: Any
+    family: str = "llama",
+    seed: int = 3,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    **changes: Any,
 ) -> TargetModel:
     """A random target of a family, ready to decode: the same weights as `random_model` with the same arguments."""
-    model = prepare(random_model(family, seed, **changes).to(dtype))
+    model = prepare(random_model(family, seed, **changes).to(device=device, dtype=dtype))
     switch_attention(model)
     tokenizer = TokenIds()
     return TargetModel(model, tokenizer, describe(model, tokenizer, TargetConfig(path=f"random/{family}")))
