@@ -1,5 +1,5 @@
-"""The PNGs of a report: acceptance by depth, speedup by domain, where a step's time goes. One panel per
-report.json.
+"""The PNGs of a report: acceptance by depth, speedup by domain, where a step's time goes, and speedup over the
+batch size where that was measured. One panel per report.json.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inference.metrics import PHASES, baseline_step_ms
+from inference.metrics import GAP, PHASES, baseline_step_ms
 from inference.report_schema import arm_name
 
 Report = Mapping[str, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
 """Okabe and Ito's palette: told apart by colour-blind readers too."""
 MARKERS = "osD^vPX*"
-PHASE_COLOURS = dict(zip(PHASES, ("#E69F00", "#0072B2", "#009E73", "#BBBBBB"), strict=True))
+PHASE_COLOURS = dict(
+    zip((*PHASES, GAP), ("#E69F00", "#0072B2", "#009E73", "#BBBBBB", "#CC79A7"), strict=True)
+)
 
 
 def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
-    """Write acceptance.png, speedup.png and step_time.png to `out`; reports: label -> checked report.json
-    content.
+    """Write acceptance.png, speedup.png, step_time.png and, with a profile, speedup_by_batch.png to `out`.
+
+    reports: label -> checked report.json content.
     """
-    return [
+    written = [
         _save(acceptance(reports), out / "acceptance.png"),
         _save(speedup(reports), out / "speedup.png"),
         _save(step_time(reports), out / "step_time.png"),
     ]
+    profiled = {label: report for label, report in reports.items() if _batches(report)}
+    if profiled:
+        written.append(_save(speedup_by_batch(profiled), out / "speedup_by_batch.png"))
+    return written
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -163,8 +170,9 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
     for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
         names = [arm_name(entry) for entry in report["drafters"]]
         left = [0.0] * len(names)
-        for phase in PHASES:
-            values = [entry["step_ms"][phase] for entry in report["drafters"]]
+        gaps = any(GAP in entry["step_ms"] for entry in report["drafters"])
+        for phase in (*PHASES, GAP) if gaps else PHASES:
+            values = [entry["step_ms"].get(phase, 0.0) for entry in report["drafters"]]
             axes.barh(names, values, left=left, color=PHASE_COLOURS[phase], label=phase)
             left = [a + b for a, b in zip(left, values, strict=True)]
         if plain := baseline_step_ms(report):
@@ -174,5 +182,47 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
         axes.set_xlabel("ms per verify pass")
         axes.set_title(_title(label, report))
     figure.subplots_adjust(wspace=0.45)
+    _legend_beside(figure, grid[0])
+    return figure
+
+
+def _batches(report: Report) -> list[Report]:
+    """The points of a report's profile that vary the batch size."""
+    return [point for point in report.get("profile", {}).get("points", []) if point["sweep"] == "batch"]
+
+
+def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
+    """Speedup of each drafter's best draft over the batch size, with its interval; numbers: tokens drafted."""
+    styles = _styles(reports)
+    size = (5.2 * len(reports) + 1.4, 4.2)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        points = _batches(report)
+        for name in dict.fromkeys(point["arm"] for point in points):
+            mine = [point for point in points if point["arm"] == name]
+            sizes = sorted({point["batch"] for point in mine})
+            best = [
+                max((p for p in mine if p["batch"] == batch), key=lambda p: float(p["speedup"]))
+                for batch in sizes
+            ]
+            colour, marker = styles.get(name, (COLOURS[-1], MARKERS[0]))
+            places = range(len(sizes))
+            axes.plot(places, [p["speedup"] for p in best], color=colour, marker=marker, label=name)
+            for place, point in zip(places, best, strict=True):
+                low, high = point["speedup_ci95"]
+                axes.plot([place, place], [low, high], color=colour, linewidth=1.2)
+                axes.annotate(
+                    str(point["depth"]),
+                    (place, point["speedup"]),
+                    textcoords="offset points",
+                    xytext=(6, 5),
+                    color=colour,
+                )
+            axes.set_xticks(places, [str(batch) for batch in sizes])
+        axes.axhline(1.0, color="#222222", linewidth=1, linestyle="--")
+        axes.set_xlabel("rows decoded together")
+        axes.set_title(_title(label, report))
+        _tidy(axes)
+    grid[0][0].set_ylabel("speedup over plain decoding")
     _legend_beside(figure, grid[0])
     return figure

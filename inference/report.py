@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.api.errors import UserError
-from inference.metrics import PHASES, efficiency
+from inference.metrics import GAP, PHASES, efficiency
+from inference.report_blocks import extra_tables, markdown_table
 from inference.report_schema import arm_name, read_report, validate_report
 
 DEFINITIONS = (
@@ -85,14 +86,9 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
             "",
             *_cost_table(report),
             "",
+            *extra_tables(report),
         ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A markdown table; the first column is text, the others are numbers."""
-    line = "|".join(["---", *["---:"] * (len(header) - 1)])
-    return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def facts(report: Report) -> list[str]:
@@ -170,7 +166,7 @@ MAIN_HEADER = ["drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal",
 
 def main_table(report: Report) -> list[str]:
     """The drafters of a report and its baseline as a markdown table."""
-    return _table(MAIN_HEADER, _main_rows(report))
+    return markdown_table(MAIN_HEADER, _main_rows(report))
 
 
 def _comparison(reports: Mapping[str, Report]) -> list[str]:
@@ -193,7 +189,7 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
         "temperature",
         *(str(report["settings"]["temperature"]) for report in reports.values() for _ in "ab"),
     ]
-    return _table(header, [temperatures, *rows])
+    return markdown_table(header, [temperatures, *rows])
 
 
 def domain_table(report: Report) -> list[str]:
@@ -207,7 +203,7 @@ def domain_table(report: Report) -> list[str]:
             for c in cells
         ]
         rows.append([arm_name(entry), *texts])
-    return _table(["drafter", *domains], rows)
+    return markdown_table(["drafter", *domains], rows)
 
 
 def depth_table(report: Report) -> list[str]:
@@ -218,13 +214,15 @@ def depth_table(report: Report) -> list[str]:
         beta, alpha = entry["acceptance"]["unconditional"], entry["acceptance"]["conditional"]
         cells = [f"{b:.2f} ({a:.2f})" for b, a in zip(beta, alpha, strict=True)]
         rows.append([arm_name(entry), *cells, *["-"] * (deepest - len(cells))])
-    return _table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
+    return markdown_table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
 
 
 def _cost_table(report: Report) -> list[str]:
     rows = []
+    gaps = any(GAP in entry["step_ms"] for entry in report["drafters"])
+    phases = (*PHASES, GAP) if gaps else PHASES
     for entry in report["drafters"]:
-        times = [f"{entry['step_ms'][phase]:.2f}" for phase in PHASES]
+        times = [f"{entry['step_ms'].get(phase, 0.0):.2f}" for phase in phases]
         rows.append(
             [
                 arm_name(entry),
@@ -232,7 +230,7 @@ def _cost_table(report: Report) -> list[str]:
                 *(f"{entry['memory_bytes'][k] / 1e6:.1f}" for k in ("target", "drafter", "kv")),
             ]
         )
-    return _table(["drafter", *PHASES, "target MB", "drafter MB", "KV MB"], rows)
+    return markdown_table(["drafter", *phases, "target MB", "drafter MB", "KV MB"], rows)
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
