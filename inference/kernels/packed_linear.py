@@ -47,12 +47,28 @@ def packed_linears(module: Any) -> Iterator[None]:
             del linear.forward
 
 
+@contextmanager
+def unpacked_linears(module: Any) -> Iterator[None]:
+    """Take the packed paths of `module` away for the duration of the block: what is traced then is the plain operation."""
+    packed: list[tuple[nn.Module, Any]] = []
+    if isinstance(module, nn.Module):
+        linears = [part for part in module.modules() if type(part) is nn.Linear]
+        packed = [(part, part.__dict__.pop("forward")) for part in linears if "forward" in part.__dict__]
+    try:
+        yield
+    finally:
+        for part, forward in packed:
+            part.forward = forward
+
+
 def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
         if not isinstance(part, nn.Linear) or type(part) is not nn.Linear or "forward" in part.__dict__:
             continue  # subclasses may mean something else by their forward
+        if type(part.weight) is not nn.Parameter:
+            continue  # quantised weights and slices of a split model have a product of their own
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part
 
