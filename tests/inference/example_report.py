@@ -80,6 +80,97 @@ REPORT: dict[str, Any] = {
     "run": {"arms": {"eagle3": {"speedup_ci95_by_domain": {"code": [1.9, 2.1], "explain": [1.5, 1.7]}}}},
 }
 
+SETTING: dict[str, Any] = {
+    "arm": "eagle3",
+    "sweep": "batch",
+    "context": 90,
+    "temperature": 0.0,
+    "shape": "chain",
+}
+
+
+def profile_point(batch: int, depth: int, speedup: float) -> dict[str, Any]:
+    """A point of a profile's batch sweep."""
+    return {
+        **SETTING,
+        "batch": batch,
+        "depth": depth,
+        "nodes": depth + 1,
+        "answers": 10 * batch,
+        "tau": 2.5,
+        "tokens_per_second": 100.0 * batch * speedup,
+        "baseline_tokens_per_second": 100.0 * batch,
+        "speedup": speedup,
+        "speedup_ci95": [speedup - 0.1, speedup + 0.1],
+    }
+
+
+def cost_point(nodes: int, seconds: float) -> dict[str, Any]:
+    """A point of a cost curve."""
+    return {"nodes": nodes, "rows": 1, "length": 128, "seconds": seconds, "low": seconds, "high": seconds}
+
+
+LOOP: dict[str, Any] = {
+    "tokens_per_second": 250.0,
+    "tokens_per_second_ci95": [240.0, 260.0],
+    "ratio": 0.5,
+    "ratio_ci95": [0.45, 0.55],
+    "end_to_end_tokens_per_second": 200.0,
+    "end_to_end_ratio": 0.41,
+    "tau": 1.0,
+    "sequences": 64,
+    "identical": 63,
+    "interleaved": True,
+}
+BLOCKS: dict[str, Any] = {
+    "baselines": {
+        "transformers_generate": LOOP,
+        "vllm_ngram": {**LOOP, "interleaved": False, "version": "0.32.0"},
+    },
+    "profile": {
+        "blocks": 5,
+        "refills": 2,
+        "points": [profile_point(1, 2, 1.5), profile_point(1, 4, 1.8), profile_point(8, 2, 0.9)],
+        "best": [
+            {**SETTING, "batch": 1, "depth": 4, "tokens_per_second": 180.0, "speedup": 1.8},
+            {**SETTING, "batch": 8, "shape": "none", "depth": 0, "tokens_per_second": 800.0, "speedup": 1.0},
+        ],
+    },
+    "costs": {
+        "target": "assets/tiny-target",
+        "device": "cpu",
+        "dtype": "float32",
+        "launch": "eager",
+        "repeats": 15,
+        "verify": [cost_point(1, 0.00312), cost_point(8, 0.00481)],
+        "draft": {"eagle3": [cost_point(2, 0.00055)]},
+        "commit": {"eagle3": [cost_point(2, 0.00022)]},
+    },
+    "roofline": {
+        "bandwidth": {
+            "device": "cpu",
+            "copy_bytes_per_second": 9e9,
+            "gemv_bytes_per_second": 8e9,
+            "used_bytes_per_second": 9e9,
+        },
+        "target_bytes": 16_000_000,
+        "expert_bytes": 0,
+        "kv_bytes_per_token": 1024,
+        "baseline": {"bytes_per_step": 16_100_000, "step_ms": 2.0, "share": 0.89},
+        "arms": {
+            "eagle3": {
+                "bytes_per_step": 20_000_000,
+                "drafter_bytes": 3_900_000,
+                "step_ms": 3.1,
+                "share": 0.72,
+                "efficiency": 0.82,
+                "split": {"draft": 0.16, "verify": 0.74, "commit": 0.06, "other": 0.04},
+            }
+        },
+    },
+}
+"""Every optional block of a report, by hand."""
+
 
 def example_report(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A complete report. `entries`: changes to copies of the example drafter; `changes`: to the top level."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from heads.api.errors import UserError
 from inference import report as report_module
 from inference.report_schema import read_report, validate_report, write_report
-from tests.inference.example_report import example_report
+from tests.inference.example_report import BLOCKS, example_report, merged
 
 
 def without(report: dict[str, Any], dotted: str) -> dict[str, Any]:
@@ -194,3 +195,56 @@ def test_the_table_folds_into_a_narrow_terminal() -> None:
         report_module.print_table(example_report(), console)
     assert max(len(line) for line in capture.get().splitlines()) <= 60
     assert "…" not in capture.get()
+
+
+def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
+    report = {**example_report(), **copy.deepcopy(BLOCKS)}
+    write_report(report, tmp_path / "measure" / "report.json")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    for line in (
+        "| transformers_generate | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
+        "| vllm_ngram (not interleaved) | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
+        "| eagle3 | 1 | 90 | 0 | chain 2 | 2.50 | 150.0 | 100.0 | 1.50 [1.40, 1.60] |",
+        "| eagle3 | 1 | 90 | 0 | **chain 4** | 2.50 | 180.0 | 100.0 | 1.80 [1.70, 1.90] |",
+        "| eagle3 | 8 | 90 | 0 | chain 2 | 2.50 | 720.0 | 800.0 | 0.90 [0.80, 1.00] |",
+        "| call | rows | cached | n=1 | n=2 | n=8 |",
+        "| verify | 1 | 128 | 3.12 |  | 4.81 |",
+        "| draft: eagle3 | 1 | 128 |  | 0.55 |  |",
+        "| drafter | MB per step | step ms | of 9.0 GB/s | efficiency | split |",
+        "| eagle3 | 20.0 | 3.10 | 72% | 82% | draft 16%, verify 74%, commit 6%, other 4% |",
+    ):
+        assert line in page, line
+    assert "speedup_by_batch.png" in page
+    assert imread(tmp_path / "out" / "speedup_by_batch.png").ndim == 3
+
+
+def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
+    write_report(example_report(), tmp_path / "measure" / "report.json")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    assert "beside ours" not in page and "GB/s" not in page
+    assert not (tmp_path / "out" / "speedup_by_batch.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "message"),
+    [
+        ("baselines", {"x": {"ratio": "1"}}, r"baselines\.x\.\w+ is missing|baselines\.x\.ratio must be"),
+        ("profile", {"blocks": -1}, r"profile\.blocks must be a whole number"),
+        ("costs", {"launch": True}, r"costs\.launch must be text"),
+        (
+            "roofline",
+            {"arms": {"eagle3": {"bytes": 1}}},
+            r"roofline\.arms\.eagle3\.bytes is not part of a report",
+        ),
+    ],
+)
+def test_wrong_blocks_are_named(block: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_report({**example_report(), block: merged(BLOCKS[block], change)})
+
+
+def test_a_gap_between_steps_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    write_report(example_report({"step_ms": {"gap": 0.25}}), tmp_path / "measure" / "report.json")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    assert "| drafter | draft | verify | commit | other | gap | target MB |" in page
+    assert "| eagle3 | 0.50 | 2.30 | 0.20 | 0.10 | 0.25 |" in page
