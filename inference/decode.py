@@ -124,7 +124,7 @@ class Decoder:
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
         result = self._cut(verdict, rows)
         if not proposal.tree.is_chain:
-            cache.compact(rows.lengths, verdict.path)
+            cache.compact(rows.lengths, verdict.path, verdict.accepted)
         self.clock.mark("other")
         if self.drafter is not None:
             state = self.drafter.commit(state, self._seen(proposal, result, verdict.path, rows, seen))

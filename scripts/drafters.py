@@ -83,7 +83,7 @@ def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = N
 def draft_settings(
     found: Found, decode: DecodeConfig, changes: Mapping[str, Any] | None = None
 ) -> DecodeConfig:
-    """`decode` with the draft (shape, depth, choices, nodes, width) that the drafter was trained for, and `changes` on top of that."""
+    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top of that."""
     values: dict[str, Any] = {key: getattr(decode, key) for key in DRAFT_KEYS}
     if found.stage_folder is not None:
         stored = read_stage_config(found.stage_folder).get("decode", {})

@@ -32,7 +32,7 @@ class MeasureConfig:
     kinds: tuple[str, ...] = ("ngram",)
     """Kinds without weights that are measured beside them."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. For instance {ngram: {depth: 8}}."""
+    """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. Such as {ngram: {depth: 8}}."""
 
 
 def run(settings: Settings) -> None:
