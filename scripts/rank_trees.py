@@ -1,0 +1,239 @@
+"""What makes a dynamic tree good? `python -m scripts.rank_trees eagle3=FOLDER medusa=FOLDER` measures drafters.
+
+They are drafters of the embedded target, as `make demo` trains them (outputs/demo/train/<kind>/best). Three questions, three parts
+of docs/reports/tree_ranking.json:
+
+* `rankings`: by what should nodes be compared (`heads.api.tree.Ranking`), with the target's noise shared and at temperature 0;
+* `shapes`: the accepted length of dynamic trees beside a chain and a searched static tree of the same depth;
+* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what do rejection rules accept on the same chains?
+
+The first two replay: the match rule never changes the text, so the target decodes every prompt once and gives its states once,
+and any shape is then walked along the known text. That is the accepted length of decoding, exactly, without the target's passes.
+
+Legend: B prompts, N nodes, T positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.checkpoint import load_drafter
+from heads.api.drafter import TargetStates
+from heads.api.errors import UserError
+from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
+from inference import metrics
+from inference.accept import walk
+from inference.engine import Completion, DecodeConfig, Engine, PassRecord
+from inference.loading import TargetConfig
+from inference.metrics import Outcome, Totals
+from inference.noise import SharedNoise, Stream
+from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target import TargetModel
+from inference.tree_search import measure_ranks, search_tree
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPTH = 4
+TEMPERATURES = (0.0, 0.6, 1.0)
+SIZES = ((17, 4), (26, 5))
+"""Nodes and width of the measured trees."""
+VALIDATION = 4
+"""Prompts per domain that static trees are searched on; they are not among the measured ones."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write the report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.rank_trees", description=__doc__.split("\n")[0])
+    parser.add_argument("drafters", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
+    parser.add_argument("--prompts", type=Path, default=ROOT / "assets" / "prompts")
+    parser.add_argument("--per-domain", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--parts", nargs="+", default=["rankings", "shapes", "rules"])
+    parser.add_argument("--rules", nargs="+", default=["match", "rejection", "block"])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "tree_ranking.json")
+    given = parser.parse_args(arguments)
+    try:
+        report = measure(given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report["command"] = "python -m scripts.rank_trees " + " ".join(arguments or sys.argv[1:])
+    if given.out.exists():  # parts may be measured one at a time
+        report = {**json.loads(given.out.read_text(encoding="utf-8")), **report}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """All parts asked for, per drafter."""
+    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    everything = load_prompts(given.prompts)
+    prompts = select_prompts(everything, given.per_domain, seed=1)
+    folders = dict(item.split("=", 1) for item in given.drafters)
+    drafters = {
+        name: load_drafter(Path(folder), target.info, target.weights).eval()
+        for name, folder in folders.items()
+    }
+    report: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": given.tokens, "depth": DEPTH}
+    measured = {item.id for item in prompts}
+    validation = select_prompts([item for item in everything if item.id not in measured], VALIDATION, seed=2)
+    texts = {
+        temperature: write(target, prompts, temperature, given.tokens)
+        for temperature in (TEMPERATURES if {"rankings", "shapes"} & set(given.parts) else ())
+    }
+    for part in given.parts:
+        if part == "rules":
+            report[part] = {
+                name: rules(target, drafter, prompts, given.rules, given.tokens)
+                for name, drafter in drafters.items()
+            }
+        else:
+            report[part] = {name: {} for name in drafters}
+            for name, drafter in drafters.items():
+                for temperature, written in texts.items():
+                    replay = Replay(target, drafter, written, temperature)
+                    found = rankings(replay) if part == "rankings" else shapes(replay, validation)
+                    report[part][name][f"temperature {temperature:g}"] = found
+    return report
+
+
+def write(
+    target: TargetModel, prompts: Sequence[Prompt], temperature: float, tokens: int
+) -> list[Completion]:
+    """The target's own answers, in the order of the prompts."""
+    decode = DecodeConfig(temperature=temperature, shape="none", max_new_tokens=tokens, batch_size=12)
+    requests = to_requests(prompts, target.tokenizer, decode)
+    return sorted(Engine(target, None, decode).run(requests), key=lambda item: item.request.index)
+
+
+def rankings(replay: Replay) -> dict[str, Any]:
+    """Every ranking at every size."""
+    return {
+        f"{nodes} nodes, width {width}": {
+            ranking.value: replay.tau(DynamicShape(nodes, DEPTH, width, ranking)) for ranking in Ranking
+        }
+        for nodes, width in SIZES
+    }
+
+
+def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
+    """A chain, a static tree searched on other prompts, and dynamic trees, all of one depth."""
+    found = {"chain": replay.tau(TokenTree.chain(DEPTH))}
+    decode = DecodeConfig(temperature=replay.temperature, depth=DEPTH, max_new_tokens=64)
+    requests = to_requests(validation, replay.target.tokenizer, decode)
+    accuracy = measure_ranks(replay.target, replay.drafter, requests, decode).accuracy()
+    for nodes, width in SIZES:
+        searched = search_tree(accuracy, nodes)
+        found[f"searched, {nodes} nodes"] = replay.tau(TokenTree.from_choices(searched.choices)) | {
+            "expected_tau": round(searched.tau, 4)
+        }
+        found[f"dynamic, {nodes} nodes"] = replay.tau(DynamicShape(nodes, DEPTH, width))
+    return found
+
+
+def rules(
+    target: TargetModel, drafter: Any, prompts: Sequence[Prompt], names: Sequence[str], tokens: int
+) -> dict[str, Any]:
+    """Chains at temperature 1 under several acceptance rules; `match` with the shared noise and without."""
+    settings: dict[str, dict[str, Any]] = {name: {"rule": name} for name in names}
+    if "match" in settings:
+        settings["match, own noise"] = {"rule": "match", "share_noise": False}
+    found = {}
+    for label, changes in settings.items():
+        decode = DecodeConfig(temperature=1.0, depth=DEPTH, max_new_tokens=tokens, batch_size=8, **changes)
+        done = Engine(target, drafter, decode).run(to_requests(prompts, target.tokenizer, decode))
+        found[label] = estimate([Outcome(str(item.request.index), "", item.passes) for item in done])
+    return found
+
+
+def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
+    """tau with its interval, as reports hold them."""
+    outcomes.sort(key=lambda outcome: int(outcome.prompt))
+    found = metrics.tau_estimate(Totals.collect(outcomes, depth))
+    return {
+        "tau": round(found.tau, 4),
+        "ci95": [round(bound, 4) for bound in found.ci95],
+        "passes": found.verify_passes,
+    }
+
+
+@dataclass
+class Replay:
+    """Walks a drafter along texts that the target has written (one completion per prompt), with the target's true states."""
+
+    target: TargetModel
+    drafter: Any
+    texts: list[Completion]
+    temperature: float
+
+    def __post_init__(self) -> None:
+        rows = [list(item.request.tokens) + item.tokens for item in self.texts]
+        self.prompt = torch.tensor([len(item.request.tokens) for item in self.texts])
+        self.length = torch.tensor([len(row) for row in rows])
+        self.tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        segments = (positions < self.length[:, None]).int()
+        self.taps, self.last_hidden = self.target.features(
+            self.tokens, positions, segments, self.drafter.needs
+        )
+        settings = DecodeConfig(temperature=self.temperature).sampling()
+        seeds = torch.tensor([item.request.seed for item in self.texts])
+        self.noise = SharedNoise(settings, seeds, self.target.info.vocab_size, Stream.TARGET)
+
+    def tau(self, shape: DraftShape) -> dict[str, Any]:
+        """tau of decoding these texts with drafts of a shape."""
+        return estimate(self.outcomes(shape), shape.max_depth)
+
+    @torch.no_grad()
+    def outcomes(self, shape: DraftShape) -> list[Outcome]:
+        """The passes that decoding would have needed."""
+        passes: list[list[PassRecord]] = [[] for _ in self.texts]
+        root = self.prompt.clone()  # [B]: where the last committed token stands
+        capacity = self.tokens.shape[1] + shape.num_nodes
+        state = self.drafter.start(self._states(torch.zeros_like(root), root), shape, capacity)
+        while bool((root < self.length - 1).any()):
+            proposal = self.drafter.propose(state, self.noise)
+            picks = self._at(root[:, None] + 1 + proposal.tree.depth)
+            accepted = walk(proposal.tokens, picks, proposal.tree).accepted
+            left = self.length - 1 - root
+            committed = torch.minimum(accepted + 1, left)
+            for row, (kept, count) in enumerate(zip(accepted.tolist(), committed.tolist(), strict=True)):
+                if count:
+                    passes[row].append(PassRecord(min(kept, count), count, kept < count))
+            end = torch.where(left > 0, root + committed, root + 1).clamp(max=self.length.max())
+            first = torch.where(left > 0, root, (end - 1).clamp(min=0))
+            state = self.drafter.commit(state, self._states(first, end))
+            root = torch.where(left > 0, root + committed, root)
+        return [Outcome(str(row), "", records) for row, records in enumerate(passes)]
+
+    def _at(self, positions: Tensor) -> Tensor:
+        """The text's tokens at positions [B, N]; -1 behind its end."""
+        inside = positions < self.length[:, None]
+        return torch.where(inside, self.tokens.gather(1, positions.clamp(max=self.tokens.shape[1] - 1)), -1)
+
+    def _states(self, first: Tensor, end: Tensor) -> TargetStates:
+        """The target's states at first..end-1 of every row."""
+        width = int((end - first).max())
+        positions = first[:, None] + torch.arange(width)
+        valid = positions < end[:, None]
+        at = torch.where(valid, positions, first[:, None]).clamp(max=self.tokens.shape[1] - 1)
+        rows = torch.arange(at.shape[0])[:, None]
+        following = self.tokens[rows, (at + 1).clamp(max=self.tokens.shape[1] - 1)]
+        taps = None if self.taps is None else self.taps[rows, at]
+        hidden = None if self.last_hidden is None else self.last_hidden[rows, at]
+        return TargetStates(self.tokens[rows, at], following, positions, valid, taps, hidden)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
