@@ -6,6 +6,8 @@ Ends with status 1 when something was found that rounding does not explain.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,7 +72,7 @@ def audited(
     if all(item.checkpoint is None for item in found):
         contestants.insert(0, fresh(settings))
     with console.status("audit") as status:
-        say: Callable[[str], None] = status.update
+        say: Callable[[str], None] = status.update if console.is_terminal else NowAndThen()
         findings = run_audit(
             settings.audit, settings.decode, load_target, contestants, prompts(settings.bench), say
         )
@@ -82,6 +84,20 @@ def audited(
     content = to_json(findings, asked, {**process_facts(), "git": git})
     write(content, out)
     write_markdown(content, out)
+
+
+class NowAndThen:
+    """Prints what is being done where there is no terminal to show it on, but not every line of it."""
+
+    seconds = 30.0
+
+    def __init__(self) -> None:
+        self.last = -math.inf
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self.last >= self.seconds:
+            self.last = time.monotonic()
+            print(text, flush=True)
 
 
 def chosen(config: AuditConfig, run: RunConfig) -> list[Found]:
