@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size of a probe's operand: far above every cache."""
 PROBE_REPEATS = 9
+PACKED: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+"""Layout of what `pack_linears` makes; only weights have it."""
 LOOKUPS = ("embedding", "index_select", "gather", "index")
 """Operations that read only the rows asked for."""
 
@@ -113,10 +115,7 @@ class TargetBytes:
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
-    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not estimated.
-
-    The drafter's linears must not be packed meanwhile: packed weights cannot be told apart.
-    """
+    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not estimated."""
     shape = arm.decode.tree(target.device)
     bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
     propose, commit = bench.step(arm, shape)
@@ -130,7 +129,10 @@ def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
 
 
 class WeightReads(TorchDispatchMode):
-    """Counts the bytes of given tensors that operations read; views read nothing, lookups only what they give out."""
+    """Counts the bytes of given tensors, and of weights packed for the CPU, that operations read.
+
+    Views read nothing, lookups only what they give out.
+    """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -147,7 +149,11 @@ class WeightReads(TorchDispatchMode):
             return out
         lookup = func._schema.name.split("::")[-1] in LOOKUPS
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self.known:
+            if not isinstance(value, Tensor):
+                continue
+            if value.layout == PACKED:
+                self.bytes += value.numel() * value.element_size()
+            elif value.untyped_storage().data_ptr() in self.known:
                 self.bytes += out.nbytes if lookup else value.nbytes
         return out
 

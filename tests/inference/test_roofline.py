@@ -18,6 +18,7 @@ from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
 from inference.bench import Arm
 from inference.decode_config import DecodeConfig
+from inference.kernels.packed_linear import packed_linears
 from inference.roofline import (
     Bandwidth,
     TargetBytes,
@@ -105,6 +106,19 @@ def test_drafter_bytes_follow_from_the_passes(target: TargetModel) -> None:
     own = sum(p.nbytes for p in medusa.drafter.parameters())
     assert own <= drafter_bytes(target, medusa, TEXT) <= own + 3 * head  # one pass over all heads
     assert drafter_bytes(target, arm(target, "ngram", NgramConfig()), TEXT) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("eagle3", Eagle3Config()), ("distilled", DistilledConfig(num_layers=1, share_embeddings=True))],
+)
+def test_packed_weights_are_counted_too(target: TargetModel, kind: str, config: Any) -> None:
+    half = random_target(dtype=torch.float32)  # its LM head is packed for good, the drafter's linears for now
+    packed = arm(half, kind, config)
+    whole = drafter_bytes(target, arm(target, kind, config), TEXT)
+    assert drafter_bytes(half, packed, TEXT) == whole // 2
+    with packed_linears(packed.drafter):
+        assert drafter_bytes(half, packed, TEXT) == whole // 2
 
 
 def test_the_probe_measures_this_device() -> None:
