@@ -5,6 +5,7 @@ says along the node's path.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 from heads.api.drafter import TargetStates
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from inference.engine import DecodeConfig, Engine
+from inference.engine import Completion, DecodeConfig, Engine
 from inference.noise import SharedNoise, Stream
 from inference.sampling import SamplingSettings
+from inference.target import TargetModel
 from tests.fakes import RandomTrees
 from tests.heads.micro import ForcedNoise, micro_target, seen_states
 from tests.heads.test_kinds import DOCUMENTS, OPTIONS, NoHostSync, make
@@ -22,29 +24,40 @@ from tests.inference.test_lossless import answers, decode, requests
 from tests.inference.test_lossless_kinds import FAMILIES, drafter_of, small_kinds
 from tests.models import VOCAB, random_target
 
+ITEMS = requests(4, new=14)
 DYNAMIC: dict[str, Any] = {"shape": "dynamic", "depth": 4, "nodes": 14, "width": 3}
+
+
+@cache
+def target_of(family: str) -> TargetModel:
+    return random_target(family)
+
+
+@cache
+def plain_of(family: str, temperature: float) -> dict[int, Completion]:
+    """What decoding without a drafter says."""
+    return decode(target_of(family), None, DecodeConfig(temperature=temperature, batch_size=4), ITEMS)
+
+
+def texts(found: dict[int, Completion]) -> dict[int, list[int]]:
+    return {index: completion.tokens for index, completion in found.items()}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("family", "kind"), [(f, k) for f in FAMILIES for k in small_kinds(f)])
 def test_dynamic_trees_of_every_kind_are_lossless(family: str, kind: str, temperature: float) -> None:
-    target = random_target(family)
-    items = requests(4, new=16)
-    plain = decode(target, None, DecodeConfig(temperature=temperature), items)
-    config = DecodeConfig(temperature=temperature, batch_size=3, **DYNAMIC)
-    found = decode(target, drafter_of(kind, target), config, items)
-    assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
+    target, config = target_of(family), DecodeConfig(temperature=temperature, batch_size=3, **DYNAMIC)
+    found = decode(target, drafter_of(kind, target), config, ITEMS)
+    assert texts(found) == texts(plain_of(family, temperature))
 
 
 @pytest.mark.parametrize("ranking", list(Ranking))
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_rankings_change_the_tree_and_never_the_text(kind: str, ranking: Ranking) -> None:
-    target = random_target()
-    items = requests(3, new=14)
-    plain = decode(target, None, DecodeConfig(temperature=1.0), items)
+    target = target_of("llama")
     engine = Engine(target, drafter_of(kind, target), DecodeConfig(temperature=1.0, batch_size=2, **DYNAMIC))
     engine.tree = replace(engine.tree, ranking=ranking)
-    assert {c.request.index: c.tokens for c in engine.run(items)} == {i: c.tokens for i, c in plain.items()}
+    assert texts({c.request.index: c for c in engine.run(ITEMS)}) == texts(plain_of("llama", 1.0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,23 +66,20 @@ def test_rankings_change_the_tree_and_never_the_text(kind: str, ranking: Ranking
 def test_a_tree_of_its_own_for_every_row_is_lossless(
     family: str, temperature: float, batch_size: int
 ) -> None:
-    target = random_target(family)
-    items = requests(5)
-    plain = decode(target, None, DecodeConfig(temperature=temperature), items)
+    plain = plain_of(family, temperature)
     config = DecodeConfig(temperature=temperature, batch_size=batch_size, **DYNAMIC)
-    found = decode(target, RandomTrees(answers(plain), VOCAB), config, items)
-    assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
+    found = decode(target_of(family), RandomTrees(answers(plain), VOCAB), config, ITEMS)
+    assert texts(found) == texts(plain)
     accepted = [p.accepted for c in found.values() for p in c.passes]
     assert {0, 1, 2} <= set(accepted)  # paths of all lengths, in trees of all shapes
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "distilled", "medusa"])
 def test_a_batch_and_its_refills_draft_what_single_rows_draft(kind: str) -> None:
-    target = random_target()
-    items = requests(4, new=14)
-    alone = decode(target, drafter_of(kind, target), DecodeConfig(temperature=1.0, **DYNAMIC), items)
+    target = target_of("llama")
+    alone = decode(target, drafter_of(kind, target), DecodeConfig(temperature=1.0, **DYNAMIC), ITEMS)
     config = DecodeConfig(temperature=1.0, batch_size=2, **DYNAMIC)
-    batched = decode(target, drafter_of(kind, target), config, items)
+    batched = decode(target, drafter_of(kind, target), config, ITEMS)
     assert {i: c.passes for i, c in batched.items()} == {i: c.passes for i, c in alone.items()}
 
 
@@ -144,12 +154,11 @@ def test_lookup_fills_a_chain_as_long_as_fits() -> None:
 
 def test_dynamic_trees_accept_more_than_chains_of_their_depth() -> None:
     """A tree that contains the chain can only accept as much or more at every step; over a text it must come out ahead."""
-    target = random_target()
-    items = requests(4, new=20)
+    target = target_of("llama")
     for kind in ("medusa", "distilled"):
         passes = []
         for shape in ({"shape": "chain", "depth": 4}, {**DYNAMIC, "nodes": 24, "width": 4}):
-            config = DecodeConfig(temperature=1.0, **shape)
-            found = decode(target, drafter_of(kind, target), config, items)
+            config = DecodeConfig(temperature=1.0, batch_size=4, **shape)
+            found = decode(target, drafter_of(kind, target), config, ITEMS)
             passes.append(sum(len(c.passes) for c in found.values()))
         assert passes[1] < passes[0]
