@@ -8,10 +8,10 @@ import torch
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from inference.rules.registry import RULES, check_shape
 from inference.sampling import SamplingSettings
 
 SHAPES = ("none", "chain", "tree", "dynamic")
-RULES = ("match", "rejection", "block", "specinfer", "typical")
 GRAPHS = ("auto", "off")
 
 
@@ -36,6 +36,10 @@ class DecodeConfig:
     rule: str = "match"
     """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
     (chains and trees), or typical, which changes the text's distribution."""
+    typical_epsilon: float = 0.09
+    """Rule typical: a draft at least this likely is always kept."""
+    typical_delta: float = 0.3
+    """Rule typical: keep a draft more likely than this times exp(-entropy)."""
     shape: str = "chain"
     """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
     depth: int = 4
@@ -77,13 +81,11 @@ class DecodeConfig:
                 raise UserError(f"decode.{name} must be at least 1; given: {getattr(self, name)}.")
         if not -1 <= self.lag <= 8:
             raise UserError(f"decode.lag must be -1 (automatic) or 0 to 8 steps; given: {self.lag}.")
-        if self.rule in ("rejection", "block") and self.shape not in ("none", "chain"):
-            raise UserError(
-                f"decode.rule '{self.rule}' weighs one draft after another and needs decode.shape=chain; "
-                f"given: {self.shape}. Trees can be verified with match, specinfer or typical."
-            )
+        for name in ("typical_epsilon", "typical_delta"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"decode.{name} must be above 0 and at most 1; given: {getattr(self, name)}.")
         self.sampling()
-        self.tree()
+        check_shape(self.rule, self.tree())
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""

@@ -45,7 +45,13 @@ class Lanes:
         self.capacity = capacity
         self.needs = FeatureSpec() if drafter is None else drafter.needs
         self.cache = target.new_cache(rows, capacity)
-        self.rule = get_rule(decode.rule, tree, share_noise=decode.share_noise)
+        self.rule = get_rule(
+            decode.rule,
+            tree,
+            share_noise=decode.share_noise,
+            epsilon=decode.typical_epsilon,
+            delta=decode.typical_delta,
+        )
         self.settings = decode.sampling()
         self.processors = Processors(self.settings, target.info.vocab_size, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
