@@ -24,26 +24,30 @@ def slow_walk(tokens: list[int], picks: list[int], parents: list[int]) -> tuple[
         path.append(right[0])
 
 
+def depth_of(parents: list[int], node: int) -> int:
+    return 0 if node == 0 else 1 + depth_of(parents, parents[node])
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_walk_equals_the_slow_one_on_random_trees(data: st.DataObject) -> None:
     nodes, rows = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
-    parents = [0] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
-    depth = [0] * nodes
-    for node in range(1, nodes):
-        depth[node] = depth[parents[node]] + 1
+    trees = data.draw(st.sampled_from([1, rows]))  # one for all rows, or one for each
+    drawn = [[0] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)] for _ in range(trees)]
+    deepest = max(depth_of(parents, node) for parents in drawn for node in range(nodes))
     draw_token = st.integers(0, 2)
     tokens, picks = (
         torch.tensor([[data.draw(draw_token) for _ in range(nodes)] for _ in range(rows)]) for _ in range(2)
     )
     for row in range(rows):  # siblings differ in every real proposal
+        parents = drawn[row % trees]
         for node in range(1, nodes):
             siblings = [i for i in range(1, node) if parents[i] == parents[node]]
             while int(tokens[row, node]) in [int(tokens[row, i]) for i in siblings]:
                 tokens[row, node] += 3
-    found = walk(tokens, picks, TokenTree.from_parents(torch.tensor([parents]), max(depth)))
+    found = walk(tokens, picks, TokenTree.from_parents(torch.tensor(drawn), deepest))
     for row in range(rows):
-        path, tested = slow_walk(tokens[row].tolist(), picks[row].tolist(), parents)
+        path, tested = slow_walk(tokens[row].tolist(), picks[row].tolist(), drawn[row % trees])
         assert int(found.accepted[row]) == len(path) - 1
         assert found.path[row, : len(path)].tolist() == path
         assert bool(found.has_children[row]) == tested
