@@ -26,6 +26,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.select_algorithm import get_algorithm_selector_cache
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.split_module import split_module
@@ -40,6 +41,9 @@ SMALLEST_BOUND = 256
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
+    "max_autotune": True,  # with its own matrix products beside the libraries', see `_prefer_own`
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    "cpp.enable_concat_linear": True,  # layers that read the same input are one product
 }
 """Inductor's settings."""
 _PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
@@ -181,9 +185,27 @@ class _Part:
     def build(self, arguments: list[Tensor]) -> None:
         for node in self.graph.graph.nodes:
             node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
-        with inductor_config.patch(OPTIONS):
-            compiled: Any = compile_fx(self.graph, arguments)
+        selector = get_algorithm_selector_cache()
+        selector.add_preprocessing_fn(_prefer_own)
+        try:
+            with inductor_config.patch(OPTIONS):
+                compiled: Any = compile_fx(self.graph, arguments)
+        finally:
+            selector.preprocessing_fns.remove(_prefer_own)
         self.compiled = compiled
+
+
+def _prefer_own(choices: list[Any]) -> list[Any]:
+    """Of the ways to multiply, the generated product with packed weights where there is one, else the library's.
+
+    Inductor would time them, which depends on what else the machine does; with a handful of rows the generated one wins.
+    """
+    from torch._inductor.codegen.cpp_template_kernel import (
+        CppTemplateCaller,  # importable only after the rest
+    )
+
+    own = [choice for choice in choices if isinstance(choice, CppTemplateCaller)]
+    return own[:1] or choices[:1]
 
 
 class _Plan:
