@@ -29,8 +29,9 @@ from inference.clock import StepClock
 from inference.decode_config import DecodeConfig as DecodeConfig
 from inference.kernels.packed_linear import packed_linears
 from inference.lanes import Lanes
-from inference.loading import TargetConfig
+from inference.loading import TargetConfig, pick_device
 from inference.memory import drafter_state_bytes, free_bytes, plan_memory
+from inference.placement import PlacedDrafter, weights_on
 from inference.requests import Completion as Completion
 from inference.requests import PassRecord as PassRecord
 from inference.requests import Request as Request
@@ -95,16 +96,18 @@ class Engine:
         decode: DecodeConfig | None = None,
         *,
         capacity: int | None = None,
+        head_device: str | None = None,
     ) -> Engine:
         """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for it.
 
-        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding. Raises `UserError` when either
-        cannot be loaded or they do not belong together.
+        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding. head_device: where the drafter
+        lives if not beside the target; `engine.drafter.transfer` then counts what crosses. Raises `UserError` when either cannot be
+        loaded or they do not belong together.
         """
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
         model = target if isinstance(target, TargetModel) else TargetModel.load(target)
-        return cls(model, None if head is None else _load_head(head, model), decode, capacity=capacity)
+        return cls(model, None if head is None else _load_head(head, model, head_device), decode, capacity=capacity)
 
     # ---- text in, text out -------------------------------------------------------------------------------------------------
 
@@ -281,14 +284,17 @@ class Engine:
         return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
 
 
-def _load_head(head: str | Path, target: TargetModel) -> Any:
-    """A drafter from a checkpoint folder, or a kind without weights by name."""
+def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:
+    """A drafter from a checkpoint folder, or a kind without weights by name; on a device of its own if one is given."""
+    weights = target.weights if device is None else weights_on(target, pick_device(device))
     if Path(head).is_dir():
-        return load_drafter(Path(head), target.info, target.weights)
-    if str(head) in kind_names() and not get_kind(str(head)).trainable:
+        drafter = load_drafter(Path(head), target.info, weights)
+    elif str(head) in kind_names() and not get_kind(str(head)).trainable:
         kind = get_kind(str(head))
-        return new_drafter(kind.name, kind.config_class(), target.info, target.weights, seed=0)
-    raise UserError(
-        f"there is no checkpoint folder '{head}', and it is not the name of a kind without weights (such as ngram). "
-        "Give the folder that holds the drafter's weights."
-    )
+        drafter = new_drafter(kind.name, kind.config_class(), target.info, weights, seed=0)
+    else:
+        raise UserError(
+            f"there is no checkpoint folder '{head}', and it is not the name of a kind without weights (such as ngram). "
+            "Give the folder that holds the drafter's weights."
+        )
+    return drafter if device is None else PlacedDrafter(drafter, pick_device(device), target.device)

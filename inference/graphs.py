@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from inference.clock import PHASES
+from inference.compiled import CompiledStep
 from inference.decode import Decoder, Rows
 from inference.decode_config import DecodeConfig
 from inference.kv_cache import KVCache
+from inference.target import TargetModel
 
 WARM_UP_STEPS = 3
 SPLIT_STEPS = 8
@@ -51,7 +53,12 @@ class StepRunner:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         device = rows.lengths.device
         self.on_cuda = device.type == "cuda"
-        self.captures = self.on_cuda and decode.graph == "auto"
+        self.captures = self.on_cuda and decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
+        self.compiled = None
+        if decode.compile and self.on_cuda:
+            compile_layers(decoder.target)
+        elif decode.compile:
+            self.compiled = CompiledStep(decoder, cache, rows)
         self.ring = _PinnedRing(decode.steps_behind(device) + 2) if self.on_cuda else None
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.graph: Any = None
@@ -60,6 +67,8 @@ class StepRunner:
 
     def step(self, state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
         """Launch one step; returns its pending result and the drafter's state. longest, exact: see `Decoder.step`."""
+        if self.compiled is not None:
+            return Pending(self.compiled(state, longest)), state
         if not self.on_cuda:
             result, state = self.decoder.step(self.cache, self.rows, state, longest, exact)
             return Pending(result.packed()), state
@@ -111,6 +120,16 @@ class StepRunner:
     def _send(self, packed: Tensor) -> Pending:
         assert self.ring is not None
         return self.ring.send(packed)
+
+
+def compile_layers(target: TargetModel) -> None:
+    """Compile every decoder layer of the target on its own (regional compilation: equal layers share one compiled graph), once.
+
+    Taps stay outside the compiled regions: their hooks belong to the layers' calls.
+    """
+    for layer in target.taps.layers:
+        if "forward" not in layer.__dict__:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 class _PinnedRing:

@@ -18,7 +18,7 @@ class Taps:
     """Hooks on the decoder layers of one model; `read` returns what the last forward pass left there."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
-        self._layers = layers
+        self.layers = layers
         self._wanted: tuple[int, ...] = ()
         self._caught: dict[int, Tensor] = {}
         self._handles: list[Any] = []
@@ -39,12 +39,12 @@ class Taps:
             def before(module: nn.Module, args: Any, kwargs: Any) -> None:
                 self._caught[0] = args[0] if args else kwargs["hidden_states"]
 
-            return self._layers[0].register_forward_pre_hook(before, with_kwargs=True)
+            return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._caught[tap] = output[0] if isinstance(output, tuple) else output
 
-        return self._layers[tap - 1].register_forward_hook(after)
+        return self.layers[tap - 1].register_forward_hook(after)
 
     def read(self) -> Tensor | None:
         """The taps of the last forward pass, stacked as [B, T, n, H] in ascending order; None when none are wanted."""
