@@ -1,0 +1,92 @@
+"""One process of a split target, started by torchrun from test_tensor_parallel.py: decodes and writes down what it found.
+
+torchrun --nproc-per-node 2 -m tests.inference.parallel_worker <folder of models> <folder for results>
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from heads.api.features import FeatureSpec
+from inference.engine import DecodeConfig
+from inference.loading import TargetConfig
+from inference.parallel import gathered, join_ranks, only_main_prints, require_agreement
+from inference.target import TargetModel
+from tests.fakes import SometimesRight
+from tests.inference.test_lossless import SHAPES, answers, decode, requests
+from tests.inference.test_lossless_kinds import drafter_of
+from tests.models import VOCAB
+
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {"shape": "none"}, **SHAPES}
+TEMPERATURES = (0.0, 1.0)
+
+
+def texts_of(target: TargetModel) -> dict[str, list[list[int]]]:
+    """Tokens of every request by shape, drafter and temperature: a fake drafter that knows the text, and a real one."""
+    found = {}
+    items = requests(3, new=12)
+    for temperature in TEMPERATURES:
+        plain = decode(target, None, DecodeConfig(temperature=temperature), items)
+        for name, shape in SETTINGS.items():
+            config = DecodeConfig(temperature=temperature, batch_size=2, **shape)
+            drafters: dict[str, Any] = {"none": None} if name == "plain" else {}
+            if name != "plain":
+                drafters["fake"] = SometimesRight(answers(plain), VOCAB)
+            if name == "chain":
+                drafters["medusa"] = drafter_of("medusa", target)
+            for kind, drafter in drafters.items():
+                done = decode(target, drafter, config, items)
+                found[f"{name} {kind} {temperature}"] = [done[item.index].tokens for item in items]
+    return found
+
+
+def facts_of(target: TargetModel) -> dict[str, Any]:
+    """How the target is split, and a few logits to the last bit."""
+    model = target.model
+    keys = model.model.layers[0].self_attn.k_proj.weight
+    tokens = torch.arange(3, 13)[None]
+    cache = target.new_cache(1, 16)
+    logits, _ = target.prefill(cache, torch.tensor([0]), tokens, torch.tensor([10]), FeatureSpec())
+    shape = cache.shapes()[0]
+    assert shape is not None
+    return {
+        "split": sorted(name for name, value in model.named_parameters() if isinstance(value, DTensor)),
+        "local keys": list((keys.to_local() if isinstance(keys, DTensor) else keys).shape),
+        "cached heads": shape.heads,
+        "whole": [list(value.shape) for value in (target.weights.embedding, target.weights.lm_head)],
+        "plain tensors": not isinstance(target.weights.embedding, DTensor)
+        and not isinstance(target.weights.state["model.layers.0.self_attn.k_proj.weight"], DTensor),
+        "key sum": float(gathered(keys).sum()),
+        "logits": [value.hex() for value in logits[0].double().tolist()],
+    }
+
+
+def main() -> None:
+    models, results = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    ranks = join_ranks("cpu")
+    found = {}
+    with only_main_prints(ranks):
+        print(f"speaking: {ranks.rank}")
+        for folder in sorted(models.iterdir()):
+            config = TargetConfig(path=str(folder), dtype="float64", device="cpu", tensor_parallel=True)
+            target = TargetModel.load(config)
+            texts = texts_of(target)
+            for name, rows in texts.items():
+                require_agreement([token for row in rows for token in row], name)
+            found[folder.name] = {"texts": texts, "facts": facts_of(target)}
+    try:
+        require_agreement([ranks.rank], "what differs on purpose")
+    except RuntimeError as error:
+        found["disagreement"] = {"message": str(error)}
+    (results / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
