@@ -1,8 +1,12 @@
 """Linear layers with weights laid out for small batches, on CPUs.
 
 Decoding multiplies a handful of rows (1 for plain decoding, the tree's nodes for verification) with every weight. torch's default
-path is slow there: on two AVX-512 cores, 5 rows through a [4096, 256] float32 head take 325 us by `F.linear` and 46 us with a
-oneDNN-packed weight; 5 rows through [864, 256] 38 us and 18 us. Packing copies the weight once. Meaning: `F.linear`.
+path can be slow there: with a [2048, 2048] float32 weight that comes from memory, one core of a Xeon multiplies 10 rows in 5.5 ms
+by `F.linear` and in 2.1 ms with a oneDNN-packed weight. Packing copies the weight once. Meaning: `F.linear`.
+
+A packed product costs some 40 us more per call there, so on Intel's CPUs, where the library behind `F.linear` (MKL) has kernels of
+its own, small weights and one or two rows stay with it ([512, 256], 1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us).
+On AMD's, two cores of an EPYC multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
 
 On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients are recorded, the plain path
 runs. The packed copy does not follow later changes of the weight, so modules that train are packed only while they decode.
@@ -12,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +26,21 @@ from torch import Tensor, nn
 
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
+FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
+"""Where MKL has kernels of its own, below this many rows or elements the plain path is faster (see the module)."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def supported() -> bool:
     """Whether this build of torch has the packed operation for the CPU."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def mkl_at_home() -> bool:
+    """Whether `F.linear` runs MKL on a CPU that it was written for."""
+    facts = Path("/proc/cpuinfo")
+    return torch.backends.mkl.is_available() and facts.is_file() and "GenuineIntel" in facts.read_text()
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -69,6 +84,8 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
             continue  # subclasses may mean something else by their forward
         if type(part.weight) is not nn.Parameter:
             continue  # quantised weights and slices of a split model have a product of their own
+        if part.weight.dtype == torch.float32 and mkl_at_home() and part.weight.numel() < SMALLEST_WEIGHT:
+            continue
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part
 
@@ -78,12 +95,13 @@ def _packed_forward(linear: nn.Linear) -> Any:
     weight, bias = linear.weight, linear.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
     in_features, dtype = linear.in_features, weight.dtype
+    fewest = FEWEST_ROWS if dtype == torch.float32 and mkl_at_home() else 1
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // in_features
         if (
             rows > MAX_ROWS
-            or rows == 0
+            or rows < fewest
             or x.dtype != dtype
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")

@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from inference.kernels import packed_linear
 from inference.kernels.packed_linear import MAX_ROWS, pack_linears, packed_linears, supported
 
 
+@pytest.mark.parametrize("intel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 5, 33, MAX_ROWS, MAX_ROWS + 1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48, 32), (2048, 300)])
-def test_equals_the_plain_product(dtype: torch.dtype, rows: int, bias: bool, shape: tuple[int, int]) -> None:
+def test_equals_the_plain_product(
+    intel: bool,
+    dtype: torch.dtype,
+    rows: int,
+    bias: bool,
+    shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_linear, "mkl_at_home", lambda: intel)
     torch.manual_seed(0)
     plain = nn.Linear(shape[1], shape[0], bias=bias).to(dtype)
     x = torch.randn(1, rows, shape[1]).to(dtype)
@@ -24,10 +34,24 @@ def test_equals_the_plain_product(dtype: torch.dtype, rows: int, bias: bool, sha
     assert found.shape == expected.shape and found.dtype == dtype
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert ("forward" in plain.__dict__) == supported()
+    small = shape[0] * shape[1] < packed_linear.SMALLEST_WEIGHT
+    worth = not (intel and dtype == torch.float32 and small)
+    assert ("forward" in plain.__dict__) == (supported() and worth)
 
 
-def test_training_passes_are_plain_and_the_context_ends() -> None:
+def test_a_packed_path_can_be_taken_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "mkl_at_home", lambda: False)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+    pack_linears(layer)
+    before = [part.__dict__.get("forward") for part in layer]
+    with packed_linear.unpacked_linears(layer), packed_linear.unpacked_linears(None):
+        assert all("forward" not in part.__dict__ for part in layer)
+    assert [part.__dict__.get("forward") for part in layer] == before
+    assert (None not in before) == supported()
+
+
+def test_training_passes_are_plain_and_the_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "mkl_at_home", lambda: False)
     layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     x = torch.randn(3, 8)
     with packed_linears(layer):
@@ -41,7 +65,8 @@ def test_training_passes_are_plain_and_the_context_ends() -> None:
             torch.testing.assert_close(layer(x), before)  # packed anew after the weights changed
 
 
-def test_float64_and_foreign_objects_are_left_alone() -> None:
+def test_float64_and_foreign_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "mkl_at_home", lambda: False)
     layer = nn.Linear(8, 8).double()
     pack_linears(layer)
     assert "forward" not in layer.__dict__
