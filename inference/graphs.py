@@ -123,13 +123,25 @@ class StepRunner:
 
 
 def compile_layers(target: TargetModel) -> None:
-    """Compile every decoder layer of the target on its own (regional compilation: equal layers share one compiled graph), once.
+    """Compile every decoder layer of the target for verification (regional compilation: equal layers share a graph), once.
 
-    Taps stay outside the compiled regions: their hooks belong to the layers' calls.
+    Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their hooks belong to the layers' calls;
+    so does attention, which follows a plan that is new in every pass: what is compiled is all that stands before and behind it.
     """
     for layer in target.taps.layers:
         if "forward" not in layer.__dict__:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward = _compiled_for_verification(layer.forward)
+
+
+def _compiled_for_verification(forward: Any) -> Any:
+    compiled = torch.compile(forward, dynamic=False)
+
+    def choose_forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        verifying = cache is not None and cache.writer.mode == "verify"
+        return (compiled if verifying else forward)(*args, **kwargs)
+
+    return choose_forward
 
 
 class _PinnedRing:
