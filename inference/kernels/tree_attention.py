@@ -53,8 +53,8 @@ def launch_config(rows: int, head_dim: int, dtype: torch.dtype, shared: int = HO
     """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between steps.
 
     Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four warps) from what
-    the compiler reports for sm_90: 16-bit kernels with heads up to 256 keep everything in registers, larger heads and float32
-    do not. On GPUs whose programs get less than that `shared` memory (bytes), tiles shrink until they fit.
+    the compiler reports for sm_90: 16-bit kernels with heads up to 256 spill 8 bytes of registers at most, larger heads and
+    float32 some hundred. On GPUs whose programs get less than that `shared` memory (bytes), tiles shrink until they fit.
     """
     block_r = 1 if rows <= 64 else 4  # few rows are better spread over many programs
     wide = head_dim > 128
