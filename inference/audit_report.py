@@ -90,12 +90,13 @@ def histogram_rows(content: Content) -> tuple[list[str], Lines]:
     flips = content["flips"]
     edges = flips[0]["bins"] if flips else [0.0, None]
     bins = [f"to {edge:g}" if edge is not None else "more" for edge in edges[1:]]
-    header = ["precision", "tokens", "flips / 1,000", *bins, "at a filter", "largest gap"]
+    header = ["precision", "tokens", "flips / 1,000", "places", *bins, "at a filter", "largest gap"]
     rows = [
         [
             item["precision"],
             f"{item['tokens']:,}",
             f"{item['per_thousand']:.2f}",
+            str(item["places"]),
             *(str(count) for count in item["histogram"]),
             str(item["filtered"]),
             f"{item['largest_gap']:.2g}",

@@ -107,17 +107,22 @@ class FlipSummary:
     """How often a precision decided otherwise, and how close to the measured gap these decisions were.
 
     tokens: audited; flips: those that plain decoding would not have picked after the same text; histogram:
-    flips per bin of `BINS`; filtered: flips where a filter removed one of the two tokens, so that there is no
-    margin; largest_gap: in logits.
+    flips per bin of `BINS`; places: different ones among the flips, since all drafters meet the same close
+    decisions; filtered: flips where a filter removed one of the two tokens, so that there is no margin;
+    largest_gap: in logits.
     """
 
     precision: str
     tokens: int = 0
     flips: int = 0
     near_ties: int = 0
+    places: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BINS) - 1))
     filtered: int = 0
     largest_gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._seen: set[tuple[object, ...]] = set()
 
     def add(self, tokens: int, found: Sequence[Divergence]) -> None:
         """Count the flips of some audited tokens."""
@@ -125,6 +130,8 @@ class FlipSummary:
         for flip in found:
             self.flips += 1
             self.near_ties += flip.near_tie
+            self._seen.add((flip.prompt, flip.place, flip.expected, flip.found, flip.margin))
+            self.places = len(self._seen)
             self.largest_gap = max(self.largest_gap, flip.gap)
             if not math.isfinite(flip.margin) or flip.tolerance == 0:
                 self.filtered += 1

@@ -326,6 +326,8 @@ def test_flips_fall_into_their_bins() -> None:
         0.125: 1, 0.25: 0, 0.5: 0, 0.75: 0, 1.0: 2, 2.0: 0, 10.0: 1, math.inf: 0
     }  # fmt: skip
     assert (summary.flips, summary.near_ties, summary.filtered, summary.per_thousand) == (5, 3, 1, 5.0)
+    summary.add(1000, flips[:2])  # the same decisions, met again by another drafter
+    assert (summary.flips, summary.places) == (7, 5)
 
 
 # ---- scripted drafters, cases ------------------------------------------------------------------------------
