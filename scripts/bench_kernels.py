@@ -1,8 +1,9 @@
-"""Every kernel against plain torch and against the memory's speed: `python -m scripts.bench_kernels --out kernels.json` on a GPU.
+"""Kernels against plain torch and the memory's speed: `python -m scripts.bench_kernels --out FILE` on a GPU.
 
-All that is compared runs in one process in shuffled rounds, each call captured as a CUDA graph, a large copy among them; results
-are ratios within a round with 95% bootstrap intervals over rounds. A kernel's bandwidth is what it must read and write at least,
-over its time, as a share of what the copy moved. Operands are spread over so many layers that no cache holds them.
+All that is compared runs in one process in shuffled rounds, each call captured as a CUDA graph, a large copy
+among them; results are ratios within a round with 95% bootstrap intervals over rounds. A kernel's bandwidth
+is what it must read and write at least, over its time, as a share of what the copy moved. Operands are spread
+over so many layers that no cache holds them.
 
 Legend: B rows, N nodes, L context, D head size.
 """
@@ -61,13 +62,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contest:
-    """One thing that several calls do. calls[KERNEL] is ours; `moved`: bytes that one call must read and write at least."""
+    """One thing that several calls do. calls[KERNEL] is ours; `moved`: bytes that one call must read and
+    write at least.
+    """
 
     what: dict[str, Any]
     calls: dict[str, Call]
     moved: int
     difference: float
-    """Largest difference between the kernel's result and the reference's, as a share of the largest result."""
+    """Largest difference between the kernel's result and the reference's, as a share of the largest
+    result.
+    """
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
                 raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
         if not torch.cuda.is_available():
             raise UserError(
-                "kernels are measured on a CUDA device, and torch sees none here; under the interpreter they run for "
-                "tests only, at no meaningful speed. Run this on a machine with a GPU and a CUDA build of torch."
+                "kernels are measured on a CUDA device, and torch sees none here; under the interpreter they "
+                "run for tests only, at no meaningful speed. Run this on a GPU, with a CUDA build of torch."
             )
         report = measure(given.benches or list(BENCHES), torch.device("cuda"), Sizes(), given.repeats)
     except UserError as error:
@@ -117,7 +122,9 @@ def measure(benches: list[str], device: torch.device, sizes: Sizes, repeats: int
 
 
 def judge(contest: Contest, device: torch.device, sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Run a contest beside the copy; seconds are medians, speedups and the share of the bandwidth have intervals."""
+    """Run a contest beside the copy; seconds are medians, speedups and the share of the bandwidth have
+    intervals.
+    """
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     sink = torch.empty_like(source)
     calls = {**contest.calls, COPY: lambda: sink.copy_(source)}
@@ -170,14 +177,15 @@ def wide_tree(nodes: int, device: torch.device) -> TokenTree:
     return TokenTree.from_parents(torch.tensor([parents], device=device), max(1, nodes.bit_length()))
 
 
-# --- tree attention -----------------------------------------------------------------------------------------------------
+# --- tree attention -----------------------------------------------------------------------------------------
 
 
 def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Against scaled_dot_product_attention with the whole mask, which is spared the empty half of the buffers.
+    """Against scaled_dot_product_attention with the whole mask, which is spared the empty half of the
+    buffers.
 
-    `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa, repeated keys`: keys and values
-    copied for each query head, as transformers does where there is a mask.
+    `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa, repeated
+    keys`: keys and values copied for each query head, as transformers does where there is a mask.
     """
     for rows, context in sizes.contexts:
         for nodes in sizes.nodes:
@@ -230,7 +238,7 @@ def _attention_contest(device: torch.device, sizes: Sizes, rows: int, context: i
     )
 
 
-# --- commit -------------------------------------------------------------------------------------------------------------
+# --- commit -------------------------------------------------------------------------------------------------
 
 
 def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
@@ -269,11 +277,13 @@ def _commit_contest(device: torch.device, sizes: Sizes, rows: int, context: int,
     )
 
 
-# --- noise and heads ----------------------------------------------------------------------------------------------------
+# --- noise and heads ----------------------------------------------------------------------------------------
 
 
 def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Noise, temperature and argmax in one pass, against the same in torch and against argmax alone, which every decoder pays."""
+    """Noise, temperature and argmax in one pass, against the same in torch and against argmax alone, which
+    every decoder pays.
+    """
     for nodes in sizes.nodes:
         layers = layers_for(nodes * sizes.vocab * 2, sizes)
         positions = torch.arange(nodes, device=device)[None]

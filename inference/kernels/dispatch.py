@@ -1,13 +1,15 @@
-"""Which implementation of a kernel runs, and why: the Triton one on a GPU, the plain-torch reference everywhere else.
+"""Which implementation of a kernel runs, and why: Triton's on a GPU, the plain-torch reference elsewhere.
 
-An operation is declared once, beside its meaning, in a module of this package whose name begins with `reference`:
+An operation is declared once, beside its meaning, in a module of this package whose name begins with
+`reference`:
 
-    TREE_ATTENTION = Op("tree_attention", tree_attention, "inference.kernels.tree_attention:tree_attention", FLOATS)
+    COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 
-and is called like a function; the device and the dtype of its first argument (a tensor) decide. Modules with Triton kernels import
-triton at their top and are imported only when their kernel is called, so that nothing here needs triton to be installed.
-HEADSTART_KERNELS=auto|reference|triton overrides the choice. TRITON_INTERPRET=1, set before triton is first imported, lets
-HEADSTART_KERNELS=triton run the kernels on a CPU, slowly: that is for tests.
+and is called like a function; the device and the dtype of its first argument (a tensor) decide. Modules with
+Triton kernels import triton at their top and are imported only when their kernel is called, so that nothing
+here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton overrides the choice.
+TRITON_INTERPRET=1, set before triton is first imported, lets HEADSTART_KERNELS=triton run the kernels on a
+CPU, slowly: that is for tests.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MODES = ("auto", "reference", "triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """What kernels that accumulate in float32 take; float64 is for references."""
 OLDEST_GPU = (8, 0)
-"""Compute capability that Triton asks of NVIDIA GPUs; without bfloat16 matrix products there is nothing to gain below."""
+"""Compute capability that Triton asks of NVIDIA GPUs."""
 
 OPS: dict[str, Op] = {}
 """Every operation by its name, as far as its module was imported; `all_ops` imports them all."""
@@ -50,9 +52,9 @@ class Choice:
 class Op:
     """An operation with two implementations of one signature. Creating it registers it under `name`.
 
-    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
-    dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the kernel runs where it can, or only
-    where HEADSTART_KERNELS=triton asks for it.
+    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs. dtypes: those
+    of the first argument that the kernel takes; empty: any. by_default: whether the kernel runs where it can,
+    or only where HEADSTART_KERNELS=triton asks for it.
     """
 
     name: str
@@ -81,7 +83,8 @@ class Op:
 
 
 def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
-    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that the kernel takes).
+    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that the
+    kernel takes).
 
     Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot run.
     """
@@ -146,14 +149,17 @@ def triton_version() -> str | None:
 
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
-    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once per layer and step."""
+    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once per layer
+    and step.
+    """
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":
         if torch.version.hip is None:
             capability = torch.cuda.get_device_capability(index)
             if capability < OLDEST_GPU:
-                return f"compute capability {capability[0]}.{capability[1]}; Triton needs {OLDEST_GPU[0]}.{OLDEST_GPU[1]}"
+                found, needed = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
+                return f"compute capability {found}; Triton needs {needed}"
         return None
     if kind == "cpu":
         return None if interpret else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"

@@ -1,15 +1,17 @@
 """Tree attention for decoding, in Triton: few queries, a long cache, read once.
 
-Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a program takes one split of one
-key/value head for a block of query rows, where the N nodes times the G query heads that share the head are all rows of one
-matrix, so that every key and value tile that is loaded serves them all. Committed tokens are visible to every node, so the
-loop over them has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits beyond a
-row's length, or wholly before its window, end at once: the grid comes from the capacity, lengths are read on the device, and
-one captured CUDA graph serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins
-depends neither on the batch nor on the length, so a row's sums are taken in the same order alone and in a batch (flash
-decoding, Dao et al. 2023, with splits of fixed size).
+Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a program takes
+one split of one key/value head for a block of query rows, where the N nodes times the G query heads that
+share the head are all rows of one matrix, so that every key and value tile that is loaded serves them all.
+Committed tokens are visible to every node, so the loop over them has no mask; ancestor bits are looked at in
+the last tiles only, window edges in the first ones. Splits beyond a row's length, or wholly before its
+window, end at once: the grid comes from the capacity, lengths are read on the device, and one captured CUDA
+graph serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins
+depends neither on the batch nor on the length, so a row's sums are taken in the same order alone and in a
+batch (flash decoding, Dao et al. 2023, with splits of fixed size).
 
-Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size, Dv value size.
+Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size,
+Dv value size.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ HOPPER_SHARED = 227 * 1024
 class Launch:
     """How the kernels are launched.
 
-    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on. num_warps, num_stages: of the
-    split kernel. block_r: query rows of a program of the combining kernel, a power of two.
+    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on. num_warps,
+    num_stages: of the split kernel. block_r: query rows of a program of the combining kernel, a power of two.
     """
 
     block_m: int
@@ -50,22 +52,27 @@ class Launch:
 
 
 def launch_config(rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between steps.
+    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between
+    steps.
 
-    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four warps) from what
-    the compiler reports for sm_90: 16-bit kernels with heads up to 256 spill 8 bytes of registers at most, larger heads and
-    float32 some hundred. On GPUs whose programs get less than that `shared` memory (bytes), tiles shrink until they fit.
+    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four
+    warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256 spill 8 bytes of
+    registers at most, larger heads and float32 some hundred. On GPUs whose programs get less than that
+    `shared` memory (bytes), tiles shrink until they fit.
     """
     block_r = 1 if rows <= 64 else 4  # few rows are better spread over many programs
     wide = head_dim > 128
     if dtype == torch.float32:
-        # exact float32 products run on the ordinary cores and take operands from registers: small tiles, many warps
+        # exact float32 products run on the ordinary cores and take operands from registers: small tiles, many
+        # warps
         launch = Launch(16, 16 if wide else 32, 8, 2, block_r)
     else:
-        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than two of 32
+        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than
+        # two of 32
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two programs per SM,
-        # and have a multiple of the 36 KB on their way that an SM's share of 4.8 TB/s needs per microsecond of latency
+        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two
+        # programs per SM, and have a multiple of the 36 KB on their way that an SM's share of 4.8 TB/s needs
+        # per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
     while (launch.block_m + 2 * launch.num_stages * launch.block_n) * size > shared and launch.block_n > 16:
@@ -82,13 +89,17 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))  # AMD's GPUs do not say, and have 64 KiB
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    )  # AMD's GPUs do not say, and have 64 KiB
 
 
 def workspace_bytes(
     rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
-    """Bytes of scratch of one call for `rows` sequences; all layers of a captured step share them, one after another."""
+    """Bytes of scratch of one call for `rows` sequences; all layers of a captured step share them, one after
+    another.
+    """
     return rows * heads * nodes * triton.cdiv(capacity, split_size) * (value_dim + 1) * 4
 
 
@@ -101,7 +112,7 @@ def _tile(  # type: ignore[no-untyped-def]
     windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
 ):
     # fmt: on
-    """Take block_n slots from `start` into the running softmax: peak [M], total [M] and acc [M, Dv], scores to the base 2."""
+    """Take block_n slots into a running softmax to the base 2: peak [M], total [M], acc [M, Dv]."""
     slot = start + tl.arange(0, block_n)
     d = tl.arange(0, block_d)
     v = tl.arange(0, block_v)
@@ -112,8 +123,14 @@ def _tile(  # type: ignore[no-untyped-def]
         key = tl.load(key_at, mask=written[None, :] & (d < head_dim)[:, None], other=0.0)
         value = tl.load(value_at, mask=written[:, None] & (v < value_dim)[None, :], other=0.0)
     else:
-        key = tl.load(key_at) if block_d == head_dim else tl.load(key_at, mask=(d < head_dim)[:, None], other=0.0)
-        value = tl.load(value_at) if block_v == value_dim else tl.load(value_at, mask=(v < value_dim)[None, :], other=0.0)
+        if block_d == head_dim:
+            key = tl.load(key_at)
+        else:
+            key = tl.load(key_at, mask=(d < head_dim)[:, None], other=0.0)
+        if block_v == value_dim:
+            value = tl.load(value_at)
+        else:
+            value = tl.load(value_at, mask=(v < value_dim)[None, :], other=0.0)
     narrow = value.dtype
     if upcast:
         key = key.to(tl.float32)
@@ -130,7 +147,8 @@ def _tile(  # type: ignore[no-untyped-def]
         base = tl.maximum(start - length, 0) // 32
         seen = (child < 0)[None, :] & valid[:, None]
         for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
-            word = tl.load(words + node * word_count + tl.minimum(base + i, word_count - 1), mask=valid, other=0)
+            number = tl.minimum(base + i, word_count - 1)
+            word = tl.load(words + node * word_count + number, mask=valid, other=0)
             here = (child // 32 == base + i) & inside
             seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
         if windowed:
@@ -162,7 +180,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split, and their log-sum-exp [M]."""
+    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split, and their
+    log-sum-exp [M].
+    """
     head = tl.program_id(1)
     split = tl.program_id(2)
     b = (head // key_heads).to(tl.int64)  # offsets of whole rows outgrow 32 bits
@@ -178,7 +198,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     words += b * words_b
     depth += b * depth_b
     position = length + tl.load(depth + node, mask=valid, other=0).to(tl.int32)
-    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree, [plain, stop) need ancestor bits
+    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree, [plain,
+    # stop) need ancestor bits
     plain = tl.minimum(first + split_size, tl.minimum(length, capacity) // block_n * block_n)
     edge = first
     if windowed:
@@ -191,7 +212,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
     d = tl.arange(0, block_d)
     v = tl.arange(0, block_v)
-    query_at = query + b * query_b + (h * groups + row % groups)[:, None] * query_h + node[:, None] * query_n + d[None, :]
+    query += b * query_b
+    query_at = query + (h * groups + row % groups)[:, None] * query_h + node[:, None] * query_n + d[None, :]
     rows = tl.load(query_at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
     if upcast:
         rows = rows.to(tl.float32)
@@ -218,7 +240,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
             scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
             block_n, True, windowed, capped, upcast)
     # fmt: on
-    divisor = tl.where(total > 0, total, 1.0)  # a row that saw nothing here: zeros, and no weight in the sum of splits
+    divisor = tl.where(total > 0, total, 1.0)  # a row that saw nothing here: zeros, and no weight later
     place = (head.to(tl.int64) * tl.num_programs(2) + split) * nodes * groups + row
     at = partial + place[:, None] * value_dim + v[None, :]
     tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
@@ -233,7 +255,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk: tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (block of R query rows, row and key/value head): the splits' results, weighted by their log-sum-exp."""
+    """Program (block of R query rows, row and key/value head): the splits' results, weighted by their
+    log-sum-exp.
+    """
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
     length = tl.load(lengths + b).to(tl.int32)
@@ -243,8 +267,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     head = h * groups + row % groups
     stop = (tl.minimum(length + nodes, capacity) + split_size - 1) // split_size
     start = 0
-    reached = tl.zeros([block_r], tl.int32)  # the first split that a row sees into; those before it were never written
-    if windowed:
+    reached = tl.zeros([block_r], tl.int32)  # the first split that a row sees into
+    if windowed:  # splits before the window were never written
         position = length + tl.load(depth + b * depth_b + node, mask=valid, other=1 << 30).to(tl.int32)
         reached = tl.maximum(position - window + 1, 0) // split_size
         start = tl.min(reached)
@@ -294,19 +318,21 @@ def tree_attention(
     split_size: int = 256,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels; returns [B, N, h*G, Dv].
+    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels; returns [B, N,
+    h*G, Dv].
 
-    keys and values may be strided in any way as long as their last dimension is contiguous. split_size: a multiple of the launch's
-    block_n. launch: for measurements; `launch_config` otherwise. Scratch memory comes from torch's allocator, hence from the
-    graph's own pool under capture; compile before capturing by calling once.
+    keys and values may be strided in any way as long as their last dimension is contiguous. split_size: a
+    multiple of the launch's block_n. launch: for measurements; `launch_config` otherwise. Scratch memory
+    comes from torch's allocator, hence from the graph's own pool under capture; compile before capturing by
+    calling once.
     """
     rows, heads, nodes, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     groups = heads // key_heads
     launch = launch or launch_config(nodes * groups, head_dim, query.dtype, _shared_memory(query.device))
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
-    assert keys.stride(3) == 1 and values.stride(3) == 1, "the last dimension of keys and values must be contiguous"
-    assert split_size % launch.block_n == 0, f"splits of {split_size} slots cannot be cut into tiles of {launch.block_n}"
+    assert keys.stride(3) == 1 and values.stride(3) == 1, "each key and value must be contiguous"
+    assert split_size % launch.block_n == 0, (split_size, launch.block_n)
     assert depth.shape[1] == nodes and words.shape[1:] == (nodes, -(-nodes // 32)), (words.shape, depth.shape)
     query = query if query.stride(3) == 1 else query.contiguous()
     words, depth, lengths = words.contiguous(), depth.contiguous(), lengths.contiguous()

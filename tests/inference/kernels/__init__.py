@@ -1,1 +1,3 @@
-"""Kernels run compiled where there is a GPU and under Triton's interpreter where there is none: see tests/conftest.py."""
+"""Kernels run compiled where there is a GPU and under Triton's interpreter where there is none: see
+tests/conftest.py.
+"""

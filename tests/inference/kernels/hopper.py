@@ -1,8 +1,10 @@
-"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts much that the compiler does not.
+"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts much that
+the compiler does not.
 
-`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels' own host functions with CPU
-tensors and with launching taken out, so that what is compiled is what a GPU would be given. Prints a line of JSON per kernel:
-kernel, shared (bytes), spilled (bytes of registers per thread that went to memory), wgmma (Hopper's matrix instructions are used).
+`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels' own host
+functions with CPU tensors and with launching taken out, so that what is compiled is what a GPU would be
+given. Prints a line of JSON per kernel: kernel, shared (bytes), spilled (bytes of registers per thread that
+went to memory), wgmma (Hopper's matrix instructions are used).
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
 
 
 def compile_only() -> list[Any]:
-    """From now on kernels are compiled when they are called, and kept in the returned list instead of being launched."""
+    """From now on kernels are compiled when they are called, and kept in the returned list instead of being
+    launched.
+    """
     driver.set_active(Hopper())
     compiled: list[Any] = []
     run = JITFunction.run
@@ -89,7 +93,9 @@ def compile_only() -> list[Any]:
 
 
 def spilled(cubin: bytes) -> int:
-    """Bytes of stack per thread, which these kernels have no other use for than registers that did not fit."""
+    """Bytes of stack per thread, which these kernels have no other use for than registers that did not
+    fit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)

@@ -28,7 +28,9 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Op:
-    """An operation whose implementations tell themselves apart: the reference takes the absolute value, the kernel negates."""
+    """An operation whose implementations tell themselves apart: the reference takes the absolute value, the
+    kernel negates.
+    """
     monkeypatch.setattr(dispatch, "OPS", {})
     return Op("fake", torch.abs, "torch:neg", FLOATS)
 

@@ -52,7 +52,9 @@ Inputs = tuple[list[Tensor], dict[str, Any]]
 
 
 def tree_of(case: Case) -> TokenTree:
-    """A chain or a fan for all rows, one random tree for all rows ("static"), or one of its own for each ("random")."""
+    """A chain or a fan for all rows, one random tree for all rows ("static"), or one of its own for each
+    ("random").
+    """
     if case.shape == "chain":
         return TokenTree.chain(case.nodes - 1)
     parents = torch.zeros(1 if case.shape != "random" else len(case.lengths), case.nodes, dtype=torch.int64)
@@ -64,7 +66,9 @@ def tree_of(case: Case) -> TokenTree:
 
 
 def inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Positional and named arguments; slots that nobody has written hold NaN, buffers are strided as layers of one storage are."""
+    """Positional and named arguments; slots that nobody has written hold NaN, buffers are strided as layers
+    of one storage are.
+    """
     torch.manual_seed(case.seed)
     tree, rows = tree_of(case), len(case.lengths)
     heads, value_size = case.key_heads * case.groups, case.value_size or case.size
@@ -84,7 +88,9 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
 
 
 def run_kernels(arguments: Inputs, split: int) -> Tensor:
-    """Under the interpreter with large blocks, of which fewer are slow; on a GPU as it is used, with the smallest split."""
+    """Under the interpreter with large blocks, of which fewer are slow; on a GPU as it is used, with the
+    smallest split.
+    """
     from inference.kernels.tree_attention import Launch
 
     positional, named = arguments
@@ -110,7 +116,7 @@ def check(case: Case, device: str) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-# --- the reference ------------------------------------------------------------------------------------------------------
+# --- the reference ------------------------------------------------------------------------------------------
 
 
 def node_by_node(arguments: Inputs) -> Tensor:
@@ -166,7 +172,7 @@ def test_the_reference_equals_every_node_alone(case: Case) -> None:
     torch.testing.assert_close(in_float32(arguments), expected.float(), rtol=1e-5, atol=1e-5)
 
 
-# --- the kernels --------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------------------------------------
 
 CASES = {
     "float16": Case(nodes=33, dtype=torch.float16, capacity=85),
@@ -223,7 +229,9 @@ def test_tiles_before_the_window_are_not_read(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_flipped_ancestor_bit_shows(device: str) -> None:
-    """The control of all the comparisons above: one bit of one node changes this node, by far more than they tolerate."""
+    """The control of all the comparisons above: one bit of one node changes this node, by far more than they
+    tolerate.
+    """
     (query, keys, values, lengths, words, depth), named = inputs(Case(nodes=33), device)
     before = run_kernels(([query, keys, values, lengths, words, depth], named), 32)
     words = words.clone()
@@ -236,7 +244,9 @@ def test_a_flipped_ancestor_bit_shows(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_comes_out_the_same_alone_and_in_any_capacity(device: str) -> None:
-    """Bit by bit: splits have a fixed size, so neither the batch nor the capacity changes the order of a sum."""
+    """Bit by bit: splits have a fixed size, so neither the batch nor the capacity changes the order of a
+    sum.
+    """
     (query, keys, values, lengths, words, depth), named = inputs(Case(capacity=100), device)
     batch = run_kernels(([query, keys, values, lengths, words, depth], named), 32)
     alone = [x[:1] for x in (query, keys[:, :, :64], values[:, :, :64], lengths, words, depth)]
@@ -305,7 +315,7 @@ def test_random_cases_on_a_gpu(case: Case) -> None:
     check(case, "cuda")
 
 
-# --- on a GPU, and for one ----------------------------------------------------------------------------------------------
+# --- on a GPU, and for one ----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
