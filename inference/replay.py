@@ -23,6 +23,7 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
 from inference.records import FINAL_FILE
+from inference.report_schema import arm_name, read_report
 from inference.requests import Completion
 
 
@@ -57,7 +58,17 @@ class Trajectory:
         if arm not in names:
             raise UserError(f"'{file}' has no records of an arm '{arm}'.{suggest(arm, names)}")
         passes = [accepted for row in rows if row["arm"] == arm for accepted, _, _ in row["passes"][:-1]]
-        return cls(tuple(passes[:most]), f"{arm}, {len(rows) // len(names)} answers")
+        return cls(tuple(passes[:most]), f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}")
+
+
+def _conditions(records: Path, arm: str) -> str:
+    """What the report beside the records says of an arm: target, draft, temperature. Empty without a report."""
+    if not (records.parent / "report.json").is_file():
+        return ""
+    report = read_report(records.parent)
+    draft = next(entry["draft"] for entry in report["drafters"] if arm_name(entry) == arm)
+    temperature = report["settings"]["temperature"]
+    return f" of {report['target']['id']}, {draft['shape']} {draft['depth']}, temperature {temperature:g}"
 
 
 @dataclass

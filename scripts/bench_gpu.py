@@ -117,6 +117,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--trajectories", type=Path, default=REPORTS / "trajectories.json")
     made.add_argument(
+        "--trajectory",
+        default="distilled",
+        help="which one all drafters replay; own: each the one of its name",
+    )
+    made.add_argument(
         "--record", nargs="*", metavar="ARM=FOLDER", help="write --trajectories from finished measurements"
     )
     made.add_argument("--out", type=Path, default=REPORTS / "gpu_decoder.json")
@@ -232,13 +237,15 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
     requests = to_requests(prompts, target.tokenizer, decode)
     written, arms = texts(target, requests), []
     for name, inner in drafters(sizes, target).items():
-        if name not in known:
+        recorded = name if given.trajectory == "own" else given.trajectory
+        if recorded not in known:
             raise UserError(
-                f"'{given.trajectories}' holds no trajectory '{name}'. Record it with --record {name}=FOLDER."
+                f"'{given.trajectories}' holds no trajectory '{recorded}'. Record it with --record {recorded}=FOLDER."
             )
-        depth = given.depth or max(known[name].accepted)
+        trajectory = known[recorded]
+        depth = given.depth or max(trajectory.accepted)
         lengths = [len(request.tokens) for request in requests]
-        replay = ReplayDrafter(inner, written, lengths, known[name], target.info.vocab_size)
+        replay = ReplayDrafter(inner, written, lengths, trajectory, target.info.vocab_size)
         arms.append(Arm(name, replay, DecodeConfig(depth=depth, max_new_tokens=given.tokens)))
     config = BenchConfig(
         prompts="random",
@@ -253,7 +260,10 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         "format": 1,
         "device": report["device"],
         "sizes": sizes,
-        "trajectories": {name: {"tau": known[name].tau, "source": known[name].source} for name in known},
+        "trajectories": {
+            arm.name: {"tau": arm.drafter.trajectory.tau, "source": arm.drafter.trajectory.source}
+            for arm in arms
+        },
         "measured": judged(target, arms, requests, report),
         "wanted": WANTED if device.type == "cuda" else {},
         "report": report,

@@ -17,7 +17,9 @@ from heads.eagle3 import Config as Eagle3Config
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine, Request
 from inference.replay import ReplayDrafter, Trajectory, read_trajectories
+from inference.report_schema import write_report
 from inference.target import TargetModel
+from tests.inference.example_report import example_report
 from tests.models import VOCAB, random_target
 
 DECODE = DecodeConfig(depth=3, max_new_tokens=40)
@@ -132,6 +134,9 @@ def test_trajectories_are_recorded_and_read(tmp_path: Path) -> None:
     assert (found.accepted, found.source) == ((2, 0, 2, 0), "eagle3, 2 answers")  # last passes are left out
     assert found.tau == 2.0
     assert Trajectory.of_records(tmp_path, "eagle3", most=3).accepted == (2, 0, 2)
+    write_report(example_report(), tmp_path / "report.json")
+    said = Trajectory.of_records(tmp_path, "eagle3").source
+    assert said == "eagle3, 2 answers of assets/tiny-target, chain 4, temperature 0"
     with pytest.raises(UserError, match=r"no records of an arm 'eagle'\. Did you mean 'eagle3'"):
         Trajectory.of_records(tmp_path, "eagle")
     with pytest.raises(UserError, match=r"holds no records\.jsonl"):

@@ -54,11 +54,16 @@ def test_the_whole_bench_on_a_toy(
     monkeypatch.setattr("inference.roofline.PROBE_BYTES", {"cpu": 1 << 20})
     out = tmp_path / "reports" / "gpu.json"
     arguments = [*TINY, "--dtype", "float32", "--trajectories", str(trajectories), "--out", str(out)]
+    arguments += ["--trajectory", "own"]
     assert bench_gpu.main(arguments) == 0
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert report["command"] == "python -m scripts.bench_gpu " + " ".join(arguments)
     assert (report["sizes"]["hidden"], report["sizes"]["heads"]) == (64, 4)
     validate_report(report["report"])
+    assert {name: item["tau"] for name, item in report["trajectories"].items()} == {
+        "eagle3": 2.5,
+        "distilled": 3.0,
+    }
     measured = report["measured"]
     assert measured["plain_synchronisations_per_step"] is None  # no CUDA here
     for name, numbers in measured["arms"].items():
