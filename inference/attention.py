@@ -101,6 +101,8 @@ def planned_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B, N, h*G, D], None)."""
+    if attention_mask is not None:  # a model that adds scores of its own: the plan does not know them
+        raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
     if plan.nodes is not None:
@@ -125,12 +127,12 @@ def planned_attention(
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     # queries of one group are stacked as extra rows, so that no key or value is copied
     packed = query.reshape(batch, key_heads, groups * nodes, size)
     bias = plan.bias(sliding_window, groups, query.dtype)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
-    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2), None
+    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 def _plain_attention(
@@ -160,7 +162,7 @@ def _plain_attention(
         sink = sink.reshape(batch, key.shape[1], groups * nodes, 1).to(scores.dtype)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     out = weights.to(value.dtype) @ value
-    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2)
+    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(NAME, planned_attention)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.target_info import TargetInfo
 from heads.api.tree import TokenTree
 from inference.attention import AttentionPlan, TreeNodes, attention_plan
 from inference.kernels.dispatch import choose
@@ -27,12 +27,12 @@ from inference.kv_cache import KVCache, LayerShape
 from inference.loading import (
     TargetConfig,
     describe,
-    head_function,
     load_model,
     load_tokenizer,
+    shared_weights,
     switch_attention,
 )
-from inference.taps import Taps, find_layers
+from inference.taps import Taps, find_decoder, find_layers
 
 
 @dataclass
@@ -48,16 +48,10 @@ class TargetModel:
 
     def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
         self.model, self.tokenizer, self.info = model, tokenizer, info
-        self.decoder = getattr(model, model.base_model_prefix)
+        self.decoder = find_decoder(model)
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
-        embedding = model.get_input_embeddings().weight
-        self.device, self.dtype = embedding.device, embedding.dtype
-        self.weights = TargetWeights(
-            embedding=embedding.data,
-            lm_head=model.get_output_embeddings().weight.data,
-            logits=head_function(model),
-            state={name: value.data for name, value in model.named_parameters()},
-        )
+        self.weights = shared_weights(model)
+        self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         self.eos_token_ids = _end_tokens(model, tokenizer)
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
