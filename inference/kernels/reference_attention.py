@@ -88,6 +88,13 @@ def visible(lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: i
     return seen
 
 
+def workspace_bytes(
+    rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
+) -> int:
+    """Bytes of float32 scratch that one call of the kernel takes; the layers of a step take turns."""
+    return rows * heads * nodes * -(-capacity // split_size) * (value_dim + 1) * 4
+
+
 TREE_ATTENTION = Op(
     "tree_attention", tree_attention, "inference.kernels.tree_attention:tree_attention", FLOATS
 )

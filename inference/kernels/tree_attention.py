@@ -94,15 +94,6 @@ def _shared_memory(device: torch.device) -> int:
     )  # AMD's GPUs do not say, and have 64 KiB
 
 
-def workspace_bytes(
-    rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
-) -> int:
-    """Bytes of scratch of one call for `rows` sequences; all layers of a captured step share them, one after
-    another.
-    """
-    return rows * heads * nodes * triton.cdiv(capacity, split_size) * (value_dim + 1) * 4
-
-
 # fmt: off
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]

@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.tree import TokenTree, ancestor_words
 from inference.kernels.dispatch import interpreted
-from inference.kernels.reference_attention import TREE_ATTENTION, tree_attention
+from inference.kernels.reference_attention import TREE_ATTENTION, tree_attention, workspace_bytes
 from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -276,6 +277,23 @@ def test_tiles_fit_into_the_shared_memory_of_smaller_gpus(shared: int, dtype: to
         keys_and_values = 2 * launch.num_stages * launch.block_n * padded * dtype.itemsize
         assert launch.block_m * padded * dtype.itemsize + keys_and_values <= shared
         assert 256 % launch.block_n == 0 and min(launch.block_m, launch.block_n) >= 16
+
+
+@ON_CPU
+def test_the_scratch_memory_is_what_planning_is_told() -> None:
+    class Scratch(TorchDispatchMode):
+        taken = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.new_empty.default and made.dtype == torch.float32:
+                self.taken += made.nbytes
+            return made
+
+    arguments = inputs(Case(value_size=24, dtype=torch.float16))
+    with Scratch() as scratch:
+        run_kernels(arguments, 32)
+    assert scratch.taken == workspace_bytes(2, 4, 12, 24, capacity=75, split_size=32)
 
 
 @st.composite
