@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +21,14 @@ from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a group as written in its dataclass: name, type, default (source text), meaning."""
+    """One key of a group as written in its dataclass: name, type, default (source text), meaning, and the keys below it when its
+    type is a dataclass itself."""
 
     name: str
     kind: str
     default: str
     meaning: str
+    below: tuple[Field, ...] = ()
 
 
 def stage_help(stage: Stage, overrides: list[str]) -> str:
@@ -63,10 +65,17 @@ def mark(name: str, choice: Any) -> str:
 
 def keys(group: str, values: Any) -> Iterator[tuple[str, str, str]]:
     """Dotted key, value in use, and meaning of every key of a group."""
-    for item in group_fields(group, values):
+    yield from _keys(group, group_fields(group, values), values)
+
+
+def _keys(prefix: str, found: Sequence[Field], values: Any) -> Iterator[tuple[str, str, str]]:
+    for item in found:
+        if item.below:
+            yield from _keys(f"{prefix}.{item.name}", item.below, values.get(item.name) or {})
+            continue
         shown = spelt(values[item.name]) if item.name in values else item.default
         meaning = " ".join(item.meaning.split())
-        yield f"{group}.{item.name}", shown, f"\n      {meaning}" if meaning else ""
+        yield f"{prefix}.{item.name}", shown, f"\n      {meaning}" if meaning else ""
 
 
 def spelt(value: Any) -> str:
@@ -82,19 +91,36 @@ def group_fields(group: str, values: Any) -> list[Field]:
         spec = find_spec(f"heads.{kind}")  # also finds kinds in folders that were added to heads.__path__
         return own + (fields_of(Path(spec.origin), "Config") if spec and spec.origin else [])
     module, name = CONSUMERS[group].split(":")
-    return fields_of(REPOSITORY / Path(*module.split(".")).with_suffix(".py"), name)
+    return fields_of(source_of(module), name)
 
 
 @cache
 def fields_of(file: Path, name: str) -> list[Field]:
-    """Fields and their docstrings of a dataclass in a source file; empty when the file does not define it."""
+    """Fields and their docstrings of a dataclass that a source file defines or imports; empty when it does neither."""
     if not file.is_file():
         return []
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return list(class_fields(node))
+            found = class_fields(node)
+            return [replace(item, below=tuple(below(file, item.kind))) for item in found]
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
+            return fields_of(source_of(str(node.module)), name)
     return []
+
+
+def below(file: Path, kind: str) -> list[Field]:
+    """The keys of a field's type, when that is a dataclass of this repository."""
+    return fields_of(file, kind) if kind.isidentifier() and kind not in PLAIN else []
+
+
+def source_of(module: str) -> Path:
+    """The file of a module of this repository."""
+    return REPOSITORY / Path(*module.split(".")).with_suffix(".py")
+
+
+PLAIN = ("int", "float", "bool", "str", "Any", "Path")
 
 
 def class_fields(node: ast.ClassDef) -> Iterator[Field]:

@@ -63,6 +63,16 @@ def test_stage_help_lists_groups_options_and_keys(capsys: pytest.CaptureFixture[
     assert "bench" not in text.split("keys")[0]  # train does not read it
 
 
+def test_help_follows_imports_and_names_the_keys_below_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "bench=profile", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "decode.temperature = 0.0" in text  # its dataclass is imported into the module that the group names
+    assert "bench.profile.batches = [1, 4, 16, 32]" in text
+    assert "bench.costs.repeats = 15" in text  # a default, two levels down
+    assert "Timed calls per point" in text
+    assert "bench.profile = " not in text
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("headstart ")
