@@ -27,7 +27,9 @@ from inference.batch_run import BatchRun, OnTokens
 from inference.chat import render_prompt
 from inference.clock import StepClock
 from inference.decode_config import DecodeConfig as DecodeConfig
+from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
+from inference.kernels.reference_attention import TREE_ATTENTION
 from inference.lanes import Lanes
 from inference.loading import TargetConfig, pick_device
 from inference.memory import drafter_state_bytes, free_bytes, plan_memory
@@ -248,7 +250,8 @@ class Engine:
             return
         like, info = self.target.weights.embedding, self.target.info
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
-        plan = plan_memory(info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest)
+        kernel = choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
+        plan = plan_memory(info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel)
         plan.require(free, self.target.device)
 
     def _capacity(self, requests: list[Request]) -> int:

@@ -20,6 +20,7 @@ from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
+from inference.kernels.reference_attention import workspace_bytes
 
 GIB = 1 << 30
 PROBED_SLOTS = (64, 192)
@@ -62,11 +63,19 @@ class MemoryPlan:
 
 
 def plan_memory(
-    info: TargetInfo, dtype: torch.dtype, rows: int, slots: int, nodes: int, drafter_state: int, widest: int
+    info: TargetInfo,
+    dtype: torch.dtype,
+    rows: int,
+    slots: int,
+    nodes: int,
+    drafter_state: int,
+    widest: int,
+    kernel: bool = False,
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
-    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one prefill pass of one row.
+    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one prefill pass of one row; kernel:
+    whether the tree attention kernel runs, which takes scratch memory.
     Activations are bounded by the widest pass: hidden states, MLP and attention of one layer, and logits of all nodes.
     """
     size = torch.finfo(dtype).bits // 8
@@ -74,6 +83,8 @@ def plan_memory(
     tokens = rows * max(widest, nodes)
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * size
     activations += rows * nodes * info.vocab_size * (size + 4)
+    if kernel:
+        activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
     return MemoryPlan(rows, slots, cache, drafter_state, activations)
 
 

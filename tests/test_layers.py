@@ -13,10 +13,12 @@ import grimp
 import pytest
 
 from heads.api.registry import kind_names
+from inference.kernels.dispatch import all_ops
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("heads", "inference", "train", "scripts")
 LONGEST_FUNCTION = 60
+LONGEST_KERNEL = 80  # a kernel or its launch is one function, with a stride per dimension among its arguments
 LONGEST_FILE = 400
 
 
@@ -61,7 +63,9 @@ def test_the_decoder_knows_no_kind() -> None:
 
 
 def test_every_module_imports_without_the_optional_libraries() -> None:
-    modules = [name for name in map(module_of, sources()) if name != "train.deepspeed_engine"]
+    # Kernels are imported when they first run, and only where triton is.
+    behind_a_door = {"train.deepspeed_engine", *(op.kernel.split(":")[0] for op in all_ops())}
+    modules = [name for name in map(module_of, sources()) if name not in behind_a_door]
     program = (
         "import importlib, sys\n"
         "for name in ('deepspeed', 'triton', 'wandb'):\n"
@@ -105,9 +109,8 @@ def test_a_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, (
-                f"{path}: {node.name} has {length} lines; {LONGEST_FUNCTION} are allowed"
-            )
+            allowed = LONGEST_KERNEL if "kernels" in path.parts else LONGEST_FUNCTION
+            assert length <= allowed, f"{path}: {node.name} has {length} lines; {allowed} are allowed"
 
 
 def test_nothing_points_at_one_machine_or_at_unfinished_work() -> None:

@@ -96,6 +96,31 @@ def _shared_memory(device: torch.device) -> int:
 
 # fmt: off
 @triton.jit
+def _seen(  # type: ignore[no-untyped-def]
+    words, depth, slot, start, length, node, valid, position, window, written, word_count,
+    block_n: tl.constexpr, windowed: tl.constexpr,
+):
+    # fmt: on
+    """Which of the tile's slots each query row sees [M, block_n] bool: committed ones, and those of its ancestors."""
+    child = slot - length  # which node a slot holds; negative for committed tokens
+    inside = (child >= 0) & written
+    # the bits of a tile lie in few words, since its slots follow one another
+    base = tl.maximum(start - length, 0) // 32
+    seen = (child < 0)[None, :] & valid[:, None]
+    for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
+        number = tl.minimum(base + i, word_count - 1)
+        word = tl.load(words + node * word_count + number, mask=valid, other=0)
+        here = (child // 32 == base + i) & inside
+        seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
+    if windowed:
+        below = length + tl.load(depth + child, mask=inside, other=0).to(tl.int32)
+        key_position = tl.where(child < 0, slot, below)
+        seen = seen & (key_position[None, :] > position[:, None] - window)
+    return seen
+
+
+# fmt: off
+@triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     query, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc, scale,
     softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -132,20 +157,9 @@ def _tile(  # type: ignore[no-untyped-def]
         bent = (1.0 - bent) / (1.0 + bent)
         scores = tl.where(scores < 0, -bent, bent) * softcap
     if masked:
-        child = slot - length  # which node a slot holds; negative for committed tokens
-        inside = (child >= 0) & written
-        # the bits of a tile lie in few words, since its slots follow one another
-        base = tl.maximum(start - length, 0) // 32
-        seen = (child < 0)[None, :] & valid[:, None]
-        for i in tl.static_range(0, block_n // 32 + 1 + (block_n < 32)):
-            number = tl.minimum(base + i, word_count - 1)
-            word = tl.load(words + node * word_count + number, mask=valid, other=0)
-            here = (child // 32 == base + i) & inside
-            seen = seen | (here[None, :] & (((word[:, None] >> (child % 32)[None, :]) & 1) == 1))
-        if windowed:
-            below = length + tl.load(depth + child, mask=inside, other=0).to(tl.int32)
-            key_position = tl.where(child < 0, slot, below)
-            seen = seen & (key_position[None, :] > position[:, None] - window)
+        seen = _seen(
+            words, depth, slot, start, length, node, valid, position, window, written, word_count, block_n, windowed
+        )
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     floor = higher
