@@ -41,10 +41,13 @@ class BaselinesConfig:
     """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
 
     transformers: tuple[str, ...] = ()
-    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no confidence threshold) and
-    prompt_lookup."""
+    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no confidence
+    threshold) and prompt_lookup.
+    """
     assistant: str = ""
-    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own (kind distilled)."""
+    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own (kind
+    distilled).
+    """
     lookup_tokens: int = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
@@ -74,7 +77,9 @@ class BaselinesConfig:
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """One answer of another loop: its tokens, tokens committed by each step after the first, and seconds per phase."""
+    """One answer of another loop: its tokens, tokens committed by each step after the first, and seconds per
+    phase.
+    """
 
     tokens: list[int]
     steps: list[int]
@@ -144,9 +149,11 @@ def _quiet() -> Iterator[None]:
 
 
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` asks for, with a second copy of the target's weights in transformers' own attention.
+    """The peers that `config` asks for, with a second copy of the target's weights in transformers' own
+    attention.
 
-    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when no drafter can assist.
+    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when no drafter
+    can assist.
     """
     if not config.transformers:
         return []
@@ -178,7 +185,8 @@ ASSISTED: dict[str, Any] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, written out because calls leave their traces in the assistant's settings."""
+"""The defaults of transformers 5, written out because calls leave their traces in the assistant's settings.
+"""
 CONSTANT: dict[str, Any] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -225,7 +233,9 @@ def is_llama(drafter: Any) -> bool:
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face Llama folder; what it shares with the target is written out. Returns `folder`."""
+    """Write a drafter as a Hugging Face Llama folder; what it shares with the target is written out. Returns
+    `folder`.
+    """
     assert is_llama(drafter)
     shape, info, weights = drafter.shape, target.info, target.weights
     state = dict(drafter.state_dict())

@@ -1,9 +1,9 @@
 """Speed by batch size, draft length, context length and temperature: where a drafter pays and where it stops.
 
-Every point compares the same requests with and without drafter, in the same engine with continuous refill: each
-block of requests is decoded by plain decoding and by every draft length in turn, each time another one first.
-Intervals resample blocks. A block holds `refills` prompts per row; blocks take different prompts as long as there
-are enough, so a batch of 32 sees what a batch of 1 sees. Seconds exclude prefill, in both arms.
+Every point compares the same requests with and without drafter, in the same engine with continuous refill:
+each block of requests is decoded by plain decoding and by every draft length in turn, each time another one
+first. Intervals resample blocks. A block holds `refills` prompts per row; blocks take different prompts as
+long as there are enough, so a batch of 32 sees what a batch of 1 sees. Seconds exclude prefill, in both arms.
 
 Legend: B rows decoded together, L tokens of a prompt.
 """
@@ -86,10 +86,11 @@ def profile(
     ids: Sequence[str],
     seed: int,
 ) -> dict[str, Any]:
-    """The `profile` block of report.json: `points` (every setting and draft length) and `best` (the best draft length of each).
+    """The `profile` block of report.json: `points` (every setting and draft length) and `best` (the best
+    draft length of each).
 
-    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that is not measured or a context
-    that the target cannot hold.
+    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that is not
+    measured or a context that the target cannot hold.
     """
     chosen = _chosen(config, arms)
     points: list[dict[str, Any]] = []
@@ -129,7 +130,9 @@ def make_blocks(
     requests: Sequence[Request],
     ids: Sequence[str],
 ) -> list[list[Request]]:
-    """The requests of each block: prompts go round in their order, each visit of a prompt with a seed of its own."""
+    """The requests of each block: prompts go round in their order, each visit of a prompt with a seed of its
+    own.
+    """
     size, blocks = setting.batch * config.refills, []
     for block in range(config.blocks):
         rows = []
@@ -251,7 +254,9 @@ def _engines(
 
 
 def best(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per arm and setting the draft with the most tokens per second; depth 0 where plain decoding is faster than all of them."""
+    """Per arm and setting the draft with the most tokens per second; depth 0 where plain decoding is faster
+    than all of them.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     keys = ("arm", "sweep", "batch", "context", "temperature")
     for point in points:

@@ -37,8 +37,9 @@ class BenchConfig:
     """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
 
     prompts: str = "assets/prompts"
-    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template also a Hub dataset
-    or any .parquet, .csv, .json or .jsonl file."""
+    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template also a Hub
+    dataset or any .parquet, .csv, .json or .jsonl file.
+    """
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all."""
     prompts_per_domain: int = 16

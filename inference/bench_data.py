@@ -1,9 +1,9 @@
 """Prompts out of datasets: the benchmarks that the field reports, and any table of one's own.
 
 A table is a Hub dataset, a folder of parquet, a dataset that was saved to disk, or a .parquet, .csv, .json or
-.jsonl file. A template turns a row into one user message: "{question}" is a column, "{turns[0]}" the first entry
-of a list, "{translation[de]}" a key; a column that holds a list of texts is joined by newlines. What was loaded is
-recorded: the commit that a Hub revision stood for, and a hash of every prompt.
+.jsonl file. A template turns a row into one user message: "{question}" is a column, "{turns[0]}" the first
+entry of a list, "{translation[de]}" a key; a column that holds a list of texts is joined by newlines. What
+was loaded is recorded: the commit that a Hub revision stood for, and a hash of every prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ COMMIT = 40
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """How the rows of a dataset become prompts. Without a template, prompts are files of Headstart's own format."""
+    """How the rows of a dataset become prompts. Without a template, prompts are files of Headstart's own
+    format.
+    """
 
     template: str = ""
     """The user message, with columns in braces: "{question}". Empty: bench.prompts holds prompt files."""
@@ -44,14 +46,18 @@ class DatasetConfig:
     domain: str = ""
     """Domain of all rows without a domain column; empty: the file's or dataset's name."""
     placeholder: str = ""
-    """Rows whose message holds this text are left out: a dataset's mark for content that must be fetched elsewhere."""
+    """Rows whose message holds this text are left out: a dataset's mark for content that must be fetched
+    elsewhere.
+    """
     limit: int = 0
     """Read at most this many rows, from the start; 0: all."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else a hash of the file's content or empty."""
+    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else a hash of the file's
+    content or empty.
+    """
 
     prompts: list[Prompt]
     source: str
@@ -61,8 +67,9 @@ class Loaded:
 def load_bench_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str] = ()) -> Loaded:
     """The prompts of a measurement, from prompt files or a dataset.
 
-    Of a folder of prompt files only those of the chosen `domains` are read: others may hold training prompts. Raises `UserError`
-    for anything that cannot be found or read, for unknown columns, and when no row is left.
+    Of a folder of prompt files only those of the chosen `domains` are read: others may hold training prompts.
+    Raises `UserError` for anything that cannot be found or read, for unknown columns, and when no row is
+    left.
     """
     path = Path(source).expanduser()
     if dataset.template:

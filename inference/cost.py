@@ -238,7 +238,8 @@ def captured(call: Call) -> Call:
 def measure_costs(
     config: CostConfig, target: TargetModel, arms: Sequence[Arm], text: Sequence[int], seed: int = 0
 ) -> CostCurves:
-    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they are repeated as needed).
+    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they are
+    repeated as needed).
 
     Raises `UserError` when a length does not leave room for its nodes within the target's positions.
     """
@@ -326,7 +327,9 @@ class Bench:
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
-        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep, bonus included."""
+        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep, bonus
+        included.
+        """
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
         state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)
@@ -336,7 +339,9 @@ class Bench:
         return _bound(arm.drafter.propose, state, noise), _bound(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
-        """The text's tokens [first, end) as a committed run of every row; features of later tokens are earlier ones'."""
+        """The text's tokens [first, end) as a committed run of every row; features of later tokens are
+        earlier ones'.
+        """
         rows, width = self.rows, end - first
         places = torch.arange(width, device=self.text.device)
         tokens, following = (

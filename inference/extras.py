@@ -1,4 +1,5 @@
-"""The optional blocks of report.json: others' loops beside ours (`baselines`), `profile`, `costs` and `roofline`.
+"""The optional blocks of report.json: others' loops beside ours (`baselines`), `profile`, `costs` and
+`roofline`.
 
 Each is measured when `bench` asks for it, after the arms, on the same prompts and with the same weights.
 """
@@ -44,7 +45,8 @@ def device_blocks(
 ) -> dict[str, Any]:
     """The blocks `profile`, `costs` and `roofline`, as far as they are asked for.
 
-    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm. results: `baseline`, `drafters`.
+    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm. results:
+    `baseline`, `drafters`.
     """
     blocks: dict[str, Any] = {}
     text = [token for request in requests.values() for token in request.tokens][:TEXT_TOKENS]

@@ -81,9 +81,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its content.
 
-    provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of the
-    dataset that the prompts are from. Raises `UserError` for arms that do not compare or prompts that do not
-    suffice, `WeakBaselineError` when a speedup exceeds tau.
+    provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of
+    the dataset that the prompts are from. Raises `UserError` for arms that do not compare or prompts that do
+    not suffice, `WeakBaselineError` when a speedup exceeds tau.
     """
     session = _Session.prepare(config, target, arms, prompts)
     records = Records.open(out, session.fingerprint(), session.names)

@@ -1,5 +1,5 @@
-"""The PNGs of a report: acceptance by depth, speedup by domain, where a step's time goes, and speedup over the
-batch size where that was measured. One panel per report.json.
+"""The PNGs of a report: acceptance by depth, speedup by domain, where a step's time goes, and speedup over
+the batch size where that was measured. One panel per report.json.
 """
 
 from __future__ import annotations

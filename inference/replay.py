@@ -1,9 +1,10 @@
-"""Drafters that accept by script: the work of a real drafter, with the acceptance that another measurement recorded.
+"""Drafters that accept by script: the work of a real drafter, with the acceptance that another measurement
+recorded.
 
-How fast a decoder is depends on how much is accepted; how much is accepted depends on trained weights and, in half precision, on
-numerical ties. `ReplayDrafter` takes both out: it runs a real drafter and then overwrites the drafted tokens by the text that the
-target is known to write, right up to the recorded depth and wrong behind it. So decoders, sizes and machines can be compared on
-exactly the same work, with random weights.
+How fast a decoder is depends on how much is accepted; how much is accepted depends on trained weights and, in
+half precision, on numerical ties. `ReplayDrafter` takes both out: it runs a real drafter and then overwrites
+the drafted tokens by the text that the target is known to write, right up to the recorded depth and wrong
+behind it. So decoders, sizes and machines can be compared on exactly the same work, with random weights.
 
 Legend: B rows, N nodes, S slots of text, P passes of the trajectory.
 """
@@ -47,8 +48,8 @@ class Trajectory:
 
     @classmethod
     def of_records(cls, folder: Path, arm: str, most: int = 512) -> Trajectory:
-        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last pass left out: it may have been
-        cut. most: passes to keep. Raises `UserError` when there are no such records.
+        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last pass left
+        out: it may have been cut. most: passes to keep. Raises `UserError` when there are no such records.
         """
         file = folder / FINAL_FILE if folder.is_dir() else folder
         if not file.is_file():
@@ -73,8 +74,8 @@ def _conditions(records: Path, arm: str) -> str:
 
 @dataclass
 class State:
-    """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B] committed tokens (root included),
-    done [B] passes so far, first [B] where the row began in the trajectory; all int64.
+    """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B] committed tokens
+    (root included), done [B] passes so far, first [B] where the row began in the trajectory; all int64.
     """
 
     inner: Any
@@ -87,8 +88,9 @@ class State:
 class ReplayDrafter(nn.Module):
     """Drafts chains like `drafter` at the same cost, and is accepted as `trajectory` says.
 
-    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`). Every text begins at another
-    place of the trajectory. A prompt that is not among them is continued by token 0: its drafts are as good as random.
+    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`). Every
+    text begins at another place of the trajectory. A prompt that is not among them is continued by token 0:
+    its drafts are as good as random.
     """
 
     kind: ClassVar[str] = "replay"
@@ -154,7 +156,9 @@ class ReplayDrafter(nn.Module):
         return state
 
     def followed(self, completions: Iterable[Completion], depth: int) -> bool:
-        """Whether every pass accepted what the trajectory says (at most `depth`), but for each answer's last, which may be cut."""
+        """Whether every pass accepted what the trajectory says (at most `depth`), but for each answer's last,
+        which may be cut.
+        """
         for done in completions:
             _, first = self.known[done.request.tokens]
             wanted = self.trajectory.accepted
@@ -165,7 +169,9 @@ class ReplayDrafter(nn.Module):
 
 
 def read_trajectories(path: Path) -> dict[str, Trajectory]:
-    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds something else."""
+    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds something
+    else.
+    """
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {name: Trajectory(tuple(item["accepted"]), item["source"]) for name, item in content.items()}

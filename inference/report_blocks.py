@@ -1,4 +1,6 @@
-"""Tables of the blocks that a report has only when they were asked for: profile, cost curves, roofline, others' loops."""
+"""Tables of the blocks that a report has only when they were asked for: profile, cost curves, roofline,
+others' loops.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""How close a step comes to the memory's speed: bytes that a step must move, over what this device was seen to move.
+"""How close a step comes to the memory's speed: bytes that a step must move, over what this device was seen
+to move.
 
-Decoding few tokens reads every weight once per step and computes little, so a step cannot be shorter than its bytes over the
-bandwidth. Bytes: the target's weights without the embedding table (a lookup) but with the LM head, the cached keys and values that
-attention reads, and the weights that the drafter reads in all its passes, which are counted while it drafts. Bandwidth is probed on
-the same device by a large copy and a large matrix-vector product; the faster one counts. A target with experts is counted with
-those that n tokens can reach at most, so its share is an upper bound. Drafters' caches are left out: they are small.
+Decoding few tokens reads every weight once per step and computes little, so a step cannot be shorter than its
+bytes over the bandwidth. Bytes: the target's weights without the embedding table (a lookup) but with the LM
+head, the cached keys and values that attention reads, and the weights that the drafter reads in all its
+passes, which are counted while it drafts. Bandwidth is probed on the same device by a large copy and a large
+matrix-vector product; the faster one counts. A target with experts is counted with those that n tokens can
+reach at most, so its share is an upper bound. Drafters' caches are left out: they are small.
 
 Legend: n nodes of a verification, L cached tokens, T_step seconds of a step.
 """
@@ -40,7 +42,9 @@ LOOKUPS = ("embedding", "index_select", "gather", "index")
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second that probes on one device moved: a copy (read and written bytes), and a matrix-vector product."""
+    """Bytes per second that probes on one device moved: a copy (read and written bytes), and a matrix-vector
+    product.
+    """
 
     device: str
     copy_bytes_per_second: float
@@ -78,7 +82,9 @@ def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> 
 
 @dataclass(frozen=True)
 class TargetBytes:
-    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part, `kv_per_token` of cached text."""
+    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part, `kv_per_token` of
+    cached text.
+    """
 
     weights: int
     experts: int
@@ -108,14 +114,18 @@ class TargetBytes:
         )
 
     def step(self, nodes: int, length: float) -> int:
-        """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least (experts: at most)."""
+        """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least (experts: at
+        most).
+        """
         return round(
             self.weights + self.experts * min(1.0, nodes * self.reached) + self.kv_per_token * length
         )
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
-    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not estimated."""
+    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not
+    estimated.
+    """
     shape = arm.decode.tree(target.device)
     bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
     propose, commit = bench.step(arm, shape)
@@ -171,8 +181,8 @@ def roofline(
 ) -> dict[str, Any]:
     """The `roofline` block of report.json.
 
-    report: its `baseline` and `drafters`. text: token ids of real text. lengths: "baseline" and every arm -> mean cached tokens of
-    its steps. bandwidth: probed before; None probes now.
+    report: its `baseline` and `drafters`. text: token ids of real text. lengths: "baseline" and every arm ->
+    mean cached tokens of its steps. bandwidth: probed before; None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)

@@ -1,7 +1,8 @@
-"""vLLM on the same prompts, as a process of its own: `scripts/serving_baseline.py`, run by the Python of vLLM's environment.
+"""vLLM on the same prompts, as a process of its own: `scripts/serving_baseline.py`, run by the Python of
+vLLM's environment.
 
-Not interleaved with our arms (an engine that is loaded takes memory and threads even when idle), and labelled so. Prompts cross as
-token ids, answers come back as token ids and seconds, prefill and decoding apart.
+Not interleaved with our arms (an engine that is loaded takes memory and threads even when idle), and labelled
+so. Prompts cross as token ids, answers come back as token ids and seconds, prefill and decoding apart.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def measure_vllm(
 ) -> list[ServedMode]:
     """Run every mode of `config.vllm`. prompts: prompt id -> its request.
 
-    Raises `UserError` for a target that is not a folder (only its files can be handed over), sampled measurements, a Python
-    that cannot be run, and for vLLM's own failures, whose last lines are quoted.
+    Raises `UserError` for a target that is not a folder (only its files can be handed over), sampled
+    measurements, a Python that cannot be run, and for vLLM's own failures, whose last lines are quoted.
     """
     if not config.vllm_python:
         return []

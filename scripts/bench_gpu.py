@@ -1,10 +1,11 @@
-"""How near to the memory's speed the decoder runs: `python -m scripts.bench_gpu`, with random weights and a replayed acceptance.
+"""How near to the memory's speed the decoder runs: `python -m scripts.bench_gpu`, with random weights and a
+replayed acceptance.
 
-The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so that its greedy
-text is a known cycle whatever the rounding: the LM head is the shifted embedding, and the layers add little to the
-residual stream. Drafters of real shapes do their real work and are accepted as a recorded trajectory says
-(`inference/replay.py`), so what is measured depends on the decoder and the machine alone. Writes the whole report
-with its roofline, and the few numbers that it is judged by, as JSON.
+The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so that its
+greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding, and the layers add
+little to the residual stream. Drafters of real shapes do their real work and are accepted as a recorded
+trajectory says (`inference/replay.py`), so what is measured depends on the decoder and the machine alone.
+Writes the whole report with its roofline, and the few numbers that it is judged by, as JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "draft_vocab": 128,
     },
 }
-"""Sizes of the target, of the distilled drafter (small_*: those of Llama-3.2-1B) and of the EAGLE-3 draft vocabulary."""
+"""Sizes of the target, of the distilled drafter (small_*: those of Llama-3.2-1B) and of the EAGLE-3 draft
+vocabulary.
+"""
 STRIDE = 7919
 """The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for long."""
 WANTED = {"plain_share": 0.65, "synchronisations_per_step": 0.0, "gap_share": 0.05}
@@ -203,7 +206,9 @@ def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, Any]:
 
 
 def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
-    """What the target writes, prompts included, by construction. Raises `UserError` when one of them is not what it writes."""
+    """What the target writes, prompts included, by construction. Raises `UserError` when one of them is not
+    what it writes.
+    """
     size = target.info.vocab_size
     made = [
         [
@@ -302,7 +307,9 @@ def judged(
 def synchronisations(
     target: TargetModel, drafter: Any, decode: DecodeConfig, request: Request
 ) -> float | None:
-    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond those of a short one."""
+    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond those of a
+    short one.
+    """
     if target.device.type != "cuda":
         return None
     engine = Engine(target, drafter, decode, capacity=len(request.tokens) + request.max_new_tokens + 64)

@@ -1,9 +1,10 @@
 """Decodes prompts with vLLM, one at a time: `python serving_baseline.py request.json answers.json`.
 
-Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it. One call measures one
-mode: plain, ngram or draft_model. The request holds `mode`, `model`, `draft_model`, `dtype`, `drafted`, `repeats`,
-`max_model_len`, `warmup` [[ids]] and `prompts` [{id, repeat, tokens, max_new_tokens}]; the answers hold `version` and, per prompt,
-its tokens and seconds (prefill and decode apart), and `acceptance`, vLLM's own counters over the measured prompts.
+Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it.
+One call measures one mode: plain, ngram or draft_model. The request holds `mode`, `model`, `draft_model`,
+`dtype`, `drafted`, `repeats`, `max_model_len`, `warmup` [[ids]] and `prompts` [{id, repeat, tokens,
+max_new_tokens}]; the answers hold `version` and, per prompt, its tokens and seconds (prefill and decode
+apart), and `acceptance`, vLLM's own counters over the measured prompts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no messages between processes
+    "NUMBA_NUM_THREADS": "1",  # n-gram lookup uses one; a pool of more made it seven times slower on a busy machine
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }

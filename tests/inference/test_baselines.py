@@ -1,4 +1,6 @@
-"""Other people's loops on our prompts: the same texts, honest clocks, and a drafter that transformers and vLLM can load."""
+"""Other people's loops on our prompts: the same texts, honest clocks, and a drafter that transformers and
+vLLM can load.
+"""
 
 from __future__ import annotations
 

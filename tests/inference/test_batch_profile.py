@@ -50,7 +50,9 @@ def known(target: TargetModel, requests: list[Request]) -> dict[tuple[int, ...],
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
-    """A clock without noise (1 ms a step whatever the batch, 0.2 ms per drafted depth), and a log of the runs."""
+    """A clock without noise (1 ms a step whatever the batch, 0.2 ms per drafted depth), and a log of the
+    runs.
+    """
     log: list[tuple[str, int, tuple[int, ...]]] = []
     run = Engine.run
 
@@ -114,7 +116,9 @@ def test_both_arms_answer_the_same_requests_in_turn(
 
 
 def test_a_batch_of_two_gives_the_texts_of_single_runs(target: TargetModel, requests: list[Request]) -> None:
-    """The blocks hold whole prompts: what the profile decodes in batches is what the report decodes one by one."""
+    """The blocks hold whole prompts: what the profile decodes in batches is what the report decodes one by
+    one.
+    """
     config = ProfileConfig(batches=(2,), blocks=2, refills=2)
     blocks = make_blocks(config, target, Setting("batch", 2, 0, 0.0), DECODE, requests, ids())
     assert [len(block) for block in blocks] == [4, 4]

@@ -1,4 +1,6 @@
-"""Prompts out of datasets: every bench group reads a table of its dataset's columns; files of all kinds; clear refusals."""
+"""Prompts out of datasets: every bench group reads a table of its dataset's columns; files of all kinds;
+clear refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cost curves: what is timed is what the decoder runs, interpolation is exact on planes, JSON keeps everything."""
+"""Cost curves: what is timed is what the decoder runs, interpolation is exact on planes, JSON keeps
+everything.
+"""
 
 from __future__ import annotations
 

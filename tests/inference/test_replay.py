@@ -1,4 +1,6 @@
-"""Replays: the work of a real drafter, accepted exactly as recorded, in any batch; negative controls notice when it is not."""
+"""Replays: the work of a real drafter, accepted exactly as recorded, in any batch; negative controls notice
+when it is not.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_a_trajectory_deeper_than_the_draft_is_cut(
 def test_the_real_drafter_does_its_work(
     target: TargetModel, requests: list[Request], plain: list[list[int]]
 ) -> None:
-    """Every pass runs the inner drafter's propose and commit, with the states that it would get when decoding alone."""
+    """Every pass runs the inner drafter's propose and commit, with the states that it would get when decoding
+    alone.
+    """
     drafter = replayed(target, requests[:1], plain[:1], "eagle3", TRAJECTORY)
     inner, calls = drafter.drafter, []
     for name in ("propose", "commit"):

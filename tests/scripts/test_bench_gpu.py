@@ -1,4 +1,6 @@
-"""The speed test on a toy shape: the known text is written in every dtype, trajectories are followed, the report is whole."""
+"""The speed test on a toy shape: the known text is written in every dtype, trajectories are followed, the
+report is whole.
+"""
 
 from __future__ import annotations
 
