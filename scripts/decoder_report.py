@@ -1,7 +1,7 @@
 """The decoder's evidence in one place: `python -m scripts.decoder_report` writes docs/reports/decoder.json and the page's tables.
 
-It measures nothing. It collects the reports that other commands wrote, each with its command, and renders them into docs/decoder.md. A
-report that is not there is left out and named.
+It measures nothing. It collects the reports that other commands wrote, each with its command, and renders them into docs/decoder.md.
+A report that is not there is left out and named.
 """
 
 from __future__ import annotations
