@@ -1,14 +1,19 @@
-"""What makes a dynamic tree good? `python -m scripts.rank_trees eagle3=FOLDER medusa=FOLDER` measures drafters.
+"""What makes a dynamic tree good? Measured on drafters of a small target.
 
-They are drafters of the embedded target, as `make demo` trains them (outputs/demo/train/<kind>/best). Three questions, three parts
-of docs/reports/tree_ranking.json:
+    python -m scripts.rank_trees eagle3=FOLDER medusa=FOLDER distilled=FOLDER --per-domain 8 --tokens 96
 
-* `rankings`: by what should nodes be compared (`heads.api.tree.Ranking`), with the target's noise shared and at temperature 0;
+The folders hold drafters of the embedded target, as `make demo` trains them (outputs/demo/train/<kind>/best). Three
+questions, three parts of docs/reports/tree_ranking.json:
+
+* `rankings`: by what should nodes be compared (`heads.api.tree.Ranking`), with the target's noise shared and
+  at temperature 0;
 * `shapes`: the accepted length of dynamic trees beside a chain and a searched static tree of the same depth;
-* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what do rejection rules accept on the same chains?
+* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what do rejection rules
+  accept on the same chains?
 
-The first two replay: the match rule never changes the text, so the target decodes every prompt once and gives its states once,
-and any shape is then walked along the known text. That is the accepted length of decoding, exactly, without the target's passes.
+The first two replay: the match rule never changes the text, so the target decodes every prompt once and gives
+its states once, and any shape is then walked along the known text. That is the accepted length of decoding,
+exactly, without the target's passes.
 
 Legend: B prompts, N nodes, T positions.
 """
@@ -42,9 +47,10 @@ from inference.tree_search import measure_ranks, search_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPTH = 4
-TEMPERATURES = (0.0, 0.6, 1.0)
-SIZES = ((17, 4), (26, 5))
+TEMPERATURES = (0.0, 1.0)
+SIZES = ((17, 8), (26, 8))
 """Nodes and width of the measured trees."""
+PARTS = ("rankings", "shapes", "rules")
 VALIDATION = 4
 """Prompts per domain that static trees are searched on; they are not among the measured ones."""
 
@@ -57,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=ROOT / "assets" / "prompts")
     parser.add_argument("--per-domain", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--parts", nargs="+", default=["rankings", "shapes", "rules"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--rules", nargs="+", default=["match", "rejection", "block"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "tree_ranking.json")
     given = parser.parse_args(arguments)
@@ -67,8 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     report["command"] = "python -m scripts.rank_trees " + " ".join(arguments or sys.argv[1:])
-    if given.out.exists():  # parts may be measured one at a time
-        report = {**json.loads(given.out.read_text(encoding="utf-8")), **report}
+    if given.out.exists():  # parts and drafters may be measured one at a time
+        before = json.loads(given.out.read_text(encoding="utf-8"))
+        for part in PARTS:
+            if part in before:
+                report[part] = before[part] | report.get(part, {})
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
@@ -170,7 +179,9 @@ def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
 
 @dataclass
 class Replay:
-    """Walks a drafter along texts that the target has written (one completion per prompt), with the target's true states."""
+    """Walks a drafter along texts that the target has written (one completion per prompt), with the target's
+    true states.
+    """
 
     target: TargetModel
     drafter: Any

@@ -87,8 +87,9 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 class Memory:
     """A drafter's key/value cache, as far as growing a tree must know it.
 
-    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in the drafter's own counting;
-    slots before it are seen by all. table [.., 2, D]: rotations of every position. capacity: slots S.
+    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in the
+    drafter's own counting; slots before it are seen by all. table [.., 2, D]: rotations of every position.
+    capacity: slots S.
     """
 
     base: Tensor
@@ -98,8 +99,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the rotation of their positions, and mask
-    [B, P, S], additive: what they see. All empty for drafters without a cache.
+    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the rotation of
+    their positions, and mask [B, P, S], additive: what they see. All empty for drafters without a cache.
     """
 
     slots: Tensor
@@ -115,7 +116,9 @@ class Place:
 
 @dataclass(frozen=True)
 class DraftFrame:
-    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `Place` of R rows."""
+    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `Place`
+    of R rows.
+    """
 
     place: Place
 
@@ -141,8 +144,9 @@ class DraftFrame:
 
 
 class GrowingFrame:
-    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's; row j of the level at depth d + 1
-    is a node at depth d in slot base + (d - 1) * P + j and at position base + d - 1, and sees its own ancestors.
+    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's; row j of the
+    level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at position base + d - 1, and
+    sees its own ancestors.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -155,7 +159,7 @@ class GrowingFrame:
         )  # [B, P, rows so far]
 
     def next(self, above: Tensor) -> Place:
-        """The next level's place; above [B, P] int64: which of the last level's rows each row descends from."""
+        """The next level's place; above [B, P] int64: the last level's row that each row descends from."""
         memory, rows = self._memory, above.shape[1]
         inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
         numbers = torch.arange(rows, device=above.device)

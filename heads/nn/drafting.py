@@ -1,7 +1,7 @@
 """The plan of a draft's shape: what drafting steps look up, worked out once on the host.
 
-A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain number, so that no step asks
-the device. `heads.nn.growth` fills plans with tokens.
+A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain number,
+so that no step asks the device. `heads.nn.growth` fills plans with tokens.
 
 Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary, H hidden.
 """
@@ -112,7 +112,7 @@ class DynamicPlan:
 
     @property
     def room(self) -> int:
-        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits as well."""
+        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits too."""
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 

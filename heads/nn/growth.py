@@ -1,14 +1,14 @@
-"""Filling a draft's shape with tokens: level by level for autoregressive drafters, at once for drafters that predict every depth
-independently, in static trees and in dynamic ones.
+"""Filling a draft's shape with tokens: level by level for autoregressive drafters, at once for drafters that
+predict every depth independently, in static trees and in dynamic ones.
 
-A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's gains (`Ranking`), none of them
-above 0; so a node never scores above its parent, and the N - 1 best candidates of all form a tree. Autoregressive drafters
-consider the children of the `width` best nodes of every level (EAGLE-2, 2406.16858); independent ones keep enough nodes per level
-that the result is exactly the N - 1 best paths of all (best first, as in DDTree and JetSpec). Shapes are fixed and nothing asks
-the device.
+A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's gains
+(`Ranking`), none of them above 0; so a node never scores above its parent, and the N - 1 best candidates of
+all form a tree. Autoregressive drafters consider the children of the `width` best nodes of every level
+(EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the result is exactly the N - 1 best
+paths of all (best first, as in DDTree and JetSpec). Shapes are fixed and nothing asks the device.
 
-Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C candidates of all levels (the
-root included), V' draft vocabulary, H hidden.
+Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C candidates
+of all levels (the root included), V' draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from heads.nn.attention import DraftFrame, GrowingFrame, Memory, Place
 from heads.nn.drafting import DynamicPlan, Plan
 
 Step = Callable[[Place, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's logits [B, P, V'] and carry."""
+"""Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's
+logits [B, P, V'] and carry.
+"""
 
 Offer = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Children of a level's best nodes: (depth of the children, places of those nodes among the candidates of the level above [B, P],
-their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B, P, k], siblings by falling rank.
+"""Children of a level's best nodes: (depth of the children, places of those nodes among the candidates of the
+level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B, P, k], siblings by falling
+rank.
 """
 
 
@@ -46,9 +49,9 @@ def grow(
 ) -> Proposal:
     """Draft behind `root` [B] (at `root_position` [B]) with an autoregressive drafter.
 
-    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step` gives the same two for deeper
-    ones. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced. memory: the drafter's cache, for drafters
-    whose rows attend to each other.
+    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step` gives the
+    same two for deeper ones. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
+    memory: the drafter's cache, for drafters whose rows attend to each other.
     """
     if isinstance(plan, DynamicPlan):
         return _grow_dynamic(plan.shape, root, root_position, logits, carry, step, noise, token_ids, memory)
@@ -73,7 +76,9 @@ def grow(
 def choose(
     logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at `positions` [B, M]."""
+    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at
+    `positions` [B, M].
+    """
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
     return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
@@ -87,8 +92,8 @@ def fill(
     noise: Noise,
     token_ids: Tensor | None = None,
 ) -> Proposal:
-    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the tokens before; D is the plan's
-    depth, at least 1. A node's token depends on its depth and rank alone.
+    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the tokens
+    before; D is the plan's depth, at least 1. A node's token depends on its depth and rank alone.
     """
     positions = root_position[:, None] + torch.arange(1, logits.shape[1] + 1, device=root.device)
     if isinstance(plan, DynamicPlan):
@@ -103,20 +108,23 @@ def fill(
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
-    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them; logits [B, D, V']."""
+    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them; logits [B, D,
+    V'].
+    """
     if not noise.keeps_logits:
         return None
     depth = tree.depth.clamp(max=logits.shape[1] - 1).expand(logits.shape[0], -1)
     return logits[torch.arange(logits.shape[0], device=logits.device)[:, None], depth]
 
 
-# --- dynamic trees --------------------------------------------------------------------------------------------------------------
+# --- dynamic trees ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Found:
-    """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among all candidates, ascending;
-    extended [B, E] int64: the candidates whose children were considered, level by level, the root first; candidates: C.
+    """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among all
+    candidates, ascending; extended [B, E] int64: the candidates whose children were considered, level by
+    level, the root first; candidates: C.
     """
 
     tokens: Tensor
@@ -127,10 +135,11 @@ class Found:
 
 
 def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Found:
-    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best nodes of every level.
+    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best nodes of
+    every level.
 
-    Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal scores the lower number is
-    kept, so that parents and better siblings come first.
+    Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal scores
+    the lower number is kept, so that parents and better siblings come first.
     """
     total = torch.zeros(root.shape[0], 1, device=root.device)  # [B, P]: the scores of the nodes to extend
     places = number = torch.zeros_like(root)[
@@ -160,8 +169,8 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Fo
 def candidates(
     logits: Tensor, positions: Tensor, shape: DynamicShape, noise: Noise, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target ids [B, P, k], by falling score
-    of the noise.
+    """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target ids [B, P,
+    k], by falling score of the noise.
     """
     scores = noise.scores(logits, positions, token_ids)
     best, columns = scores.topk(shape.width, dim=-1)

@@ -1,6 +1,8 @@
-"""Growing dynamic trees: against EAGLE-2's pseudo-code written plainly, and against best-first enumeration with a heap.
+"""Growing dynamic trees: against EAGLE-2's pseudo-code written plainly, and against best-first enumeration
+with a heap.
 
-The drafter here is a table: logits drawn at random for every path, so that what it says depends on all ancestors.
+The drafter here is a table: logits drawn at random for every path, so that what it says depends on all
+ancestors.
 """
 
 from __future__ import annotations

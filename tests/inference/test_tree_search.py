@@ -1,4 +1,6 @@
-"""Trees searched from acceptance rates: against all trees there are, and rates against a drafter whose ranks are planned."""
+"""Trees searched from acceptance rates: against all trees there are, and rates against a drafter whose ranks
+are planned.
+"""
 
 from __future__ import annotations
 

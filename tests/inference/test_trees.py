@@ -1,5 +1,5 @@
-"""Dynamic trees through the whole decoder: every kind is lossless, and what a node's children are drawn from is what the drafter
-says along the node's path.
+"""Dynamic trees through the whole decoder: every kind is lossless, and what a node's children are drawn from
+is what the drafter says along the node's path.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def shared_noise(vocab: int, temperature: float) -> SharedNoise:
 @pytest.mark.parametrize("kind", ["eagle3", "distilled", "medusa"])
 @torch.no_grad()
 def test_a_nodes_logits_are_those_of_a_chain_along_its_path(kind: str, temperature: float) -> None:
-    """float64: the drafter's cache holds exactly each node's ancestors, at the right positions, after commits as well."""
+    """float64: the drafter's cache holds exactly each node's ancestors, at the right positions, after commits
+    as well.
+    """
     target, shape = micro_target(), DynamicShape(20, 4, 4)
     drafter = make(kind, target, **OPTIONS.get(kind, {}))
     noise = shared_noise(target.info.vocab_size, temperature)
@@ -153,7 +155,9 @@ def test_lookup_fills_a_chain_as_long_as_fits() -> None:
 
 
 def test_dynamic_trees_accept_more_than_chains_of_their_depth() -> None:
-    """A tree that contains the chain can only accept as much or more at every step; over a text it must come out ahead."""
+    """A tree that contains the chain can only accept as much or more at every step; over a text it must come
+    out ahead.
+    """
     target = target_of("llama")
     for kind in ("medusa", "distilled"):
         passes = []
