@@ -1,6 +1,6 @@
 """The decoder's evidence in one place: `python -m scripts.decoder_report` writes docs/reports/decoder.json and the page's tables.
 
-It measures nothing. It collects the reports that other commands wrote, each with its command, and renders them into docs/decoder.md.
+It measures nothing. It collects the reports that other commands wrote, each with its command, and renders them into the page.
 A report that is not there is left out and named.
 """
 

@@ -35,6 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 GROWTH_ALLOWED = 0.03
 """Share by which resident memory may differ between the second and the last third of a run: allocators breathe."""
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))
+POOL = 12
+"""Engines kept at a time, all of one capacity, so that a plateau is reached early and growth would show."""
+LIMITS = (1, 2, 7, 20, 48)
 SHAPES: tuple[dict[str, Any], ...] = (
     {"shape": "chain", "depth": 3},
     {"shape": "chain", "depth": 4},
@@ -114,6 +117,7 @@ class Soak:
         folder = ROOT / "assets" / "prompts"
         prompts = load_prompts([folder / f"{name}.jsonl" for name in ("code", "explain", "reference")])
         self.texts = [request.tokens for request in to_requests(prompts, target.tokenizer, DecodeConfig())]
+        self.capacity = max(map(len, self.texts)) + max(LIMITS) + 16
         self.engines: dict[tuple[str, DecodeConfig], Engine] = {}
         self.plain: dict[DecodeConfig, Engine] = {}
         self.tally = Tally()
@@ -149,10 +153,11 @@ class Soak:
         )
         engine = self.engines.get((name, config))
         if engine is None:
-            if len(self.engines) >= 24:  # a bounded pool: engines come and go, and must leave nothing behind
+            if len(self.engines) >= POOL:  # engines come and go, and must leave nothing behind
                 self.engines.pop(draw.choice(list(self.engines)))
                 gc.collect()
-            engine = self.engines[name, config] = Engine(self.target, self.drafters[name], config)
+            engine = Engine(self.target, self.drafters[name], config, capacity=self.capacity)
+            self.engines[name, config] = engine
         requests = [self.request(index) for index in range(draw.randint(1, 7))]
         found = self.decode(engine, requests)
         self.compare(config, requests, found, f"{name} {asdict(config)}")
@@ -166,7 +171,7 @@ class Soak:
         else:
             text = draw.choice(self.texts)
             tokens = text[: draw.randint(1, len(text))] if draw.random() < 0.3 else text
-        return Request(index, tokens, draw.randrange(1 << 62), draw.choice((1, 2, 7, 20, 48)))
+        return Request(index, tokens, draw.randrange(1 << 62), draw.choice(LIMITS))
 
     def decode(self, engine: Engine, requests: list[Request]) -> list[Completion]:
         """All completions in the order of the requests; now and then one is cancelled, or the run is left and begun again."""
@@ -192,8 +197,11 @@ class Soak:
     ) -> None:
         """Book every answer: identical, a near tie, or a mismatch. Of cancelled ones the part that was decoded is compared."""
         tally = self.tally
-        settings = replace(config, shape="none", batch_size=1, lag=0, prefill_chunk=2048)
-        plain = self.plain.setdefault(settings, Engine(self.target, None, settings))
+        sampling = asdict(config.sampling())
+        settings = DecodeConfig(shape="none", **sampling)
+        if settings not in self.plain:
+            self.plain[settings] = Engine(self.target, None, settings, capacity=self.capacity)
+        plain = self.plain[settings]
         answers = {completion.request.index: completion.tokens for completion in plain.run(requests)}
         whole: list[tuple[Any, Any, Any]] = []
         for completion in found:
