@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch._inductor.config
 
 import inference.compiled
 from heads.api.errors import UserError
-from inference.compiled import CompiledStep
+from inference.compiled import CompiledStep, prefetching
 from inference.engine import DecodeConfig, Engine
 from inference.graphs import Pending
 from inference.lanes import Lanes
@@ -78,6 +78,14 @@ def test_the_bound_doubles_up_to_the_capacity() -> None:
     assert lanes is not None
     step = CompiledStep(lanes.runner.decoder, lanes.cache, lanes.rows)
     assert [step.bound(longest) for longest in (1, 255, 256, 511, 512, 699)] == [256, 256, 512, 512, 700, 700]
+
+
+def test_the_generator_of_products_can_still_be_told_to_prefetch() -> None:
+    """Speed, not meaning, hangs on it: a torch that writes its products otherwise shows here."""
+    with prefetching() as told:
+        assert told
+    with prefetching() as told_again:
+        assert told_again
 
 
 def test_without_a_compiler_the_error_says_what_to_do(
