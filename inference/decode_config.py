@@ -48,7 +48,7 @@ class DecodeConfig:
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
     nodes: int = 17
     """Nodes of a dynamic tree, the root included."""
-    width: int = 4
+    width: int = 8
     """Dynamic trees: nodes expanded per level, and children considered per node."""
     batch_size: int = 1
     """Rows decoded together; finished rows are refilled."""
