@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
@@ -24,7 +23,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.nn import init, losses
+from heads.nn import blocks, init, losses
 from heads.nn.drafting import Plan, PlanCache, last_valid
 from heads.nn.growth import fill
 
@@ -70,6 +69,7 @@ class Drafter(TrainableDrafter):
     """K residual heads over the target's last hidden state."""
 
     kind: ClassVar[str] = "medusa"
+    residual_blocks = staticmethod(blocks.residual_blocks)  # the decoder may put a kernel in its place
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
@@ -100,9 +100,7 @@ class Drafter(TrainableDrafter):
         """States [M, H] -> logits [heads, M, V] of the first `heads` heads."""
         states = hidden.to(self.residual_weight.dtype).expand(heads, *hidden.shape)
         for weight, bias in zip(self.residual_weight, self.residual_bias, strict=True):
-            states = states + F.silu(
-                torch.baddbmm(bias[:heads, None], states, weight[:heads].transpose(1, 2))
-            )
+            states = self.residual_blocks(states, weight[:heads], bias[:heads])
         if self.lm_heads is not None:
             return torch.bmm(states, self.lm_heads[:heads].transpose(1, 2))
         assert self._target is not None, "bind was not called"

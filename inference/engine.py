@@ -30,6 +30,7 @@ from inference.decode_config import DecodeConfig as DecodeConfig
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference_attention import TREE_ATTENTION
+from inference.kernels.reference_heads import decoding_kernels
 from inference.lanes import Lanes
 from inference.loading import TargetConfig, pick_device
 from inference.memory import drafter_state_bytes, free_bytes, plan_memory
@@ -196,7 +197,7 @@ class Engine:
         )
         self._run = run
         try:
-            with packed_linears(self.drafter):
+            with packed_linears(self.drafter), decoding_kernels(self.drafter):
                 while run.unfinished:
                     yield from self._advance(run)
                     if yield_steps:

@@ -35,7 +35,15 @@ def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False,
 
 
 def run_one(settings: Settings) -> int:
-    """Run one stage with its settings in this process; returns its exit status (most stages have none but 0)."""
+    """Run one stage with its settings in this process; returns its exit status (most stages have none but 0).
+
+    Raises `UserError` for a target split over processes: a stage gives every process work of its own.
+    """
+    if (settings.resolved.get("target") or {}).get("tensor_parallel"):
+        raise UserError(
+            f"target.tensor_parallel splits one target over the processes of a launch, but in `headstart {settings.stage.name}` "
+            "every process has work of its own. Decode with it from Python, under torchrun (docs/decoder.md, Targets)."
+        )
     return int(importlib.import_module(settings.stage.module).run(settings) or 0)
 
 

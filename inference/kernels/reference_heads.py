@@ -1,25 +1,17 @@
-"""The residual blocks of several draft heads at once, in plain torch. `heads_gemm.py` holds the Triton kernel.
+"""The residual blocks of several draft heads at once. `heads_gemm.py` holds the Triton kernel; the meaning is Medusa's own
+(`heads.nn.blocks.residual_blocks`).
 
 Legend: K heads, M rows, H hidden.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from heads.nn.blocks import residual_blocks
 from inference.kernels.dispatch import FLOATS, Op
-
-
-def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x + SiLU(U x + b) for K heads with weights of their own (Medusa, Cai et al., 2401.10774, section 2.1.1): [K, M, H].
-
-    states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as nn.Linear holds it, bias [K, H], all
-    of one dtype. In half precision this rounds after the product, after SiLU and after the sum.
-    """
-    return states + F.silu(torch.baddbmm(bias[:, None], states, weight.transpose(1, 2)))
-
 
 RESIDUAL_BLOCKS = Op(
     "residual_blocks",
@@ -28,3 +20,20 @@ RESIDUAL_BLOCKS = Op(
     FLOATS,
     by_default=False,  # no GPU has shown a gain: see heads_gemm.py
 )
+
+
+@contextmanager
+def decoding_kernels(drafter: Any) -> Iterator[None]:
+    """Let a drafter with residual blocks use the kernels' interface for the duration of the block: while it decodes, not while it
+    trains.
+    """
+    if not hasattr(drafter, "residual_blocks"):
+        yield
+        return
+    before = vars(drafter).get("residual_blocks")  # set by another engine that is in the middle of a run
+    drafter.residual_blocks = RESIDUAL_BLOCKS
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(drafter).pop("residual_blocks", None)

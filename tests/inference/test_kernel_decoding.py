@@ -47,7 +47,11 @@ print("kernels:", *sorted(name for _, name in used))
 @pytest.mark.parametrize(
     ("family", "shape", "kernels"),
     [
-        ("llama", "tree", {"tree_attention", "accept_walk", "compact", "gumbel_noise", "noise_pick"}),
+        (
+            "llama",
+            "tree",
+            {"tree_attention", "accept_walk", "compact", "gumbel_noise", "noise_pick", "residual_blocks"},
+        ),
         ("gemma2", "chain", {"tree_attention", "noise_pick"}),
     ],
 )
