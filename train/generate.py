@@ -156,7 +156,7 @@ def settings_of(job: Job, model: TargetModel, fingerprint: str) -> dict[str, Any
 def sampling_of(decode: DecodeConfig) -> dict[str, Any]:
     """The part of a decode configuration that decides the text."""
     return {
-        **asdict(decode.sampling()),
+        **json.loads(json.dumps(asdict(decode.sampling()))),  # as it is read back: lists, not tuples
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
     }

@@ -197,8 +197,8 @@ def test_weights_that_are_no_plain_parameters_are_not_packed() -> None:
     class Other(torch.Tensor):
         """Stands for a quantised weight or a slice of a split one."""
 
-    plain, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    other.weight = torch.nn.Parameter(torch.randn(4, 4).as_subclass(Other))
+    plain, other = (torch.nn.Linear(1024, 1024) for _ in range(2))  # small ones are left alone where packing does not pay
+    other.weight = torch.nn.Parameter(torch.randn(1024, 1024).as_subclass(Other))
     pack_linears(torch.nn.ModuleList([plain, other]))
     assert "forward" in plain.__dict__ and "forward" not in other.__dict__
 
