@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.api.drafter import Proposal, TargetStates
+from heads.api.drafter import Proposal, TargetStates, Verified
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
 from inference.clock import StepClock
@@ -127,7 +127,11 @@ class Decoder:
             cache.compact(rows.lengths, verdict.path, verdict.accepted)
         self.clock.mark("other")
         if self.drafter is not None:
-            state = self.drafter.commit(state, self._seen(proposal, result, verdict.path, rows, seen))
+            accepted = self._seen(proposal, result, verdict.path, rows, seen)
+            if self.needs.verified:
+                picks = self.noise.target_pick(logits, positions + 1)
+                accepted.verified = Verified(proposal.tokens, picks, proposal.tree, verdict.path)
+            state = self.drafter.commit(state, accepted)
         rows.advance(result)
         self.clock.mark("commit")
         self.clock.passes += 1

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import inference.attention as attention
 from heads.api.errors import UserError, suggest
-from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.target_info import Rotary, TargetInfo, TargetWeights
 from inference.parallel import (
     GatheredState,
     Ranks,
@@ -251,7 +251,17 @@ def shared_weights(model: Any) -> TargetWeights:
         lm_head=whole if tied else dense_weight(gathered(head), *size, what="LM head"),
         logits=head_function(model),
         state=GatheredState(dict(model.named_parameters())),
+        rotary=_rotary(model),
     )
+
+
+def _rotary(model: Any) -> Rotary | None:
+    """The one set of rotary frequencies of a model, or None."""
+    module = getattr(model.get_decoder(), "rotary_emb", None)
+    frequencies = getattr(module, "inv_freq", None)
+    if frequencies is None:
+        return None
+    return Rotary(frequencies.float(), float(getattr(module, "attention_scaling", 1.0)))
 
 
 def _vocabulary(model: Any) -> int:

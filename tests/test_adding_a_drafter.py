@@ -57,7 +57,8 @@ def batch_of(documents: list[list[int]]) -> PackedBatch:
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     inside = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return PackedBatch(tokens, positions, inside.int(), (positions >= 1) & inside.bool())
+    seeds = torch.arange(len(documents))
+    return PackedBatch(tokens, positions, inside.int(), (positions >= 1) & inside.bool(), seeds)
 
 
 @pytest.mark.usefixtures("bigram")

@@ -57,7 +57,9 @@ class OnlineFeatures:
         """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed."""
         device = self.target.device
         moved = {
-            item.name: getattr(packed, item.name).to(device, non_blocking=True) for item in fields(packed)
+            item.name: getattr(packed, item.name).to(device, non_blocking=True)
+            for item in fields(packed)
+            if item.name != "seeds"  # read on the host
         }
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             taps, last_hidden = self.target.features(
@@ -68,6 +70,7 @@ class OnlineFeatures:
             taps=None if taps is None else taps.to(self.dtype),
             last_hidden=None if last_hidden is None else last_hidden.to(self.dtype),
             target_logits=self._logits if self.needs.logits else None,
+            seeds=packed.seeds,
         )
 
     @torch.no_grad()

@@ -23,5 +23,7 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     wishes = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
-    results = [mallopt(option, value) for option, value in wishes]  # a refusal must not keep the others from being asked
+    results = [
+        mallopt(option, value) for option, value in wishes
+    ]  # a refusal must not keep the others from being asked
     return all(result == 1 for result in results)

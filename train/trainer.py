@@ -166,6 +166,7 @@ class Trainer:
         outputs = []
         for place, packed in enumerate(batches):
             batch = self.features.batch(packed)
+            batch.progress = index / max(1, self.limits.steps)
             outputs.append(self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1))
         tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
         figures = self.add_up(outputs, tokens, bool(request.number))

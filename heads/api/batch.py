@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,9 @@ class TrainBatch:
     number within the row starting at 1, 0 on padding; loss_mask [B, T] bool, True where the token AT this position belongs to a
     supervised answer; taps [B, T, n, H] or None; last_hidden [B, T, H] or None (post final norm).
     target_logits: maps last_hidden rows [M, H] to the target's logits [M, V]; None unless the drafter needs logits.
+    seeds [B] int64 on the host: one per row, from the step and the row's place in it, so that what a loss draws at random is the
+    same for any number of processes and after a restart; None: the row's number. progress: share of the training that is done
+    (0 to 1), for objectives that change on the way.
     """
 
     tokens: Tensor
@@ -28,13 +32,22 @@ class TrainBatch:
     taps: Tensor | None = None
     last_hidden: Tensor | None = None
     target_logits: Callable[[Tensor], Tensor] | None = None
+    seeds: Tensor | None = None
+    progress: float = 0.0
+
+    def generators(self) -> list[torch.Generator]:
+        """One CPU generator per row. Called twice it gives the same streams again: a recomputed loss draws the same."""
+        seeds = range(self.tokens.shape[0]) if self.seeds is None else self.seeds.tolist()
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def supervised(self, ahead: int) -> Tensor:
         """[B, T] bool: True at t when token t+ahead exists in the same document and is supervised."""
         mask = self.loss_mask.new_zeros(self.loss_mask.shape)
         if ahead >= self.tokens.shape[1]:
             return mask
-        same = (self.segments[:, ahead:] == self.segments[:, : self.segments.shape[1] - ahead]) & (self.segments[:, ahead:] > 0)
+        same = (self.segments[:, ahead:] == self.segments[:, : self.segments.shape[1] - ahead]) & (
+            self.segments[:, ahead:] > 0
+        )
         mask[:, : mask.shape[1] - ahead] = self.loss_mask[:, ahead:] & same
         return mask
 

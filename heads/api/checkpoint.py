@@ -27,7 +27,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
-def save_drafter(drafter: Any, directory: Path, info: TargetInfo, state: dict[str, Tensor] | None = None) -> None:
+def save_drafter(
+    drafter: Any, directory: Path, info: TargetInfo, state: dict[str, Tensor] | None = None
+) -> None:
     """Write `drafter` to `directory` (created; files replaced atomically).
 
     state: weights to write instead of the module's own, e.g. gathered from a sharded engine. A kind without weights writes only
@@ -35,7 +37,9 @@ def save_drafter(drafter: Any, directory: Path, info: TargetInfo, state: dict[st
     """
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(drafter, TrainableDrafter):
-        tensors = {name: value.detach().cpu().contiguous() for name, value in (state or drafter.state_dict()).items()}
+        tensors = {
+            name: value.detach().cpu().contiguous() for name, value in (state or drafter.state_dict()).items()
+        }
         partial = directory / (WEIGHTS_FILE + ".partial")
         save_file(tensors, str(partial), metadata={"format": "pt"})
         os.replace(partial, directory / WEIGHTS_FILE)
@@ -55,11 +59,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of another format."""
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder that training wrote.")
+        raise UserError(
+            f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder that training wrote."
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise UserError(f"'{path}' has checkpoint format {content['format']}; this version reads format {FORMAT}.")
+            raise UserError(
+                f"'{path}' has checkpoint format {content['format']}; this version reads format {FORMAT}."
+            )
         return {key: content[key] for key in ("format", "kind", "config", "needs", "target")}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is broken ({error!r}). Train or download the checkpoint again.") from error
@@ -76,7 +84,12 @@ def build_config(kind: str, values: dict[str, Any]) -> Any:
 
 
 def new_drafter(
-    kind: str, config: Any, info: TargetInfo, weights: TargetWeights, seed: int, token_counts: Tensor | None = None
+    kind: str,
+    config: Any,
+    info: TargetInfo,
+    weights: TargetWeights,
+    seed: int,
+    token_counts: Tensor | None = None,
 ) -> Any:
     """A freshly initialised drafter of `kind` on the device and in the dtype of the target's weights.
 
@@ -121,10 +134,14 @@ def load_weights(drafter: TrainableDrafter, path: Path) -> None:
     expected = drafter.state_dict()
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or unknown:
-        raise UserError(f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown tensors {unknown}.")
+        raise UserError(
+            f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown tensors {unknown}."
+        )
     for name, value in tensors.items():
         if value.shape != expected[name].shape:
-            raise UserError(f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}.")
+            raise UserError(
+                f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}."
+            )
     drafter.load_state_dict(tensors, strict=True)
     refuse_unset(drafter)
 
@@ -133,7 +150,9 @@ def refuse_unset(drafter: TrainableDrafter) -> None:
     """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are NaN)."""
     for name, value in drafter.state_dict().items():
         if value.is_floating_point() and not torch.isfinite(value).all():
-            raise UserError(f"weight '{name}' of kind '{drafter.kind}' holds values that are not finite: it was never set.")
+            raise UserError(
+                f"weight '{name}' of kind '{drafter.kind}' holds values that are not finite: it was never set."
+            )
 
 
 def unset_parameters(module: torch.nn.Module) -> None:

@@ -25,12 +25,28 @@ from heads.api.tree import DraftShape, TokenTree
 
 
 @dataclass
+class Verified:
+    """One verification as a whole, for drafters that learn from refused nodes too (Jacobi, lookahead).
+
+    tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target chose after each node (by the
+    match rule, whatever rule decides); tree: who follows whom; path [B, D+1] int64: the committed nodes, root first, of which
+    `TargetStates.lengths` count.
+    """
+
+    tokens: Tensor
+    picks: Tensor
+    tree: TokenTree
+    path: Tensor
+
+
+@dataclass
 class TargetStates:
     """A run of committed tokens and the target's states at them, right-padded to T.
 
     tokens [B, T] int64; next_tokens [B, T] int64, the token committed after each; positions [B, T] int64; valid [B, T] bool,
     False on padding; taps [B, T, n, H] in the order of `FeatureSpec.taps`, or None; last_hidden [B, T, H] or None.
-    Valid entries are a prefix of every row, and every row has at least one.
+    Valid entries are a prefix of every row, and every row has at least one. verified: the verification that committed this run,
+    for drafters whose `FeatureSpec.verified` asks for it; None after prefill.
     """
 
     tokens: Tensor
@@ -39,6 +55,7 @@ class TargetStates:
     valid: Tensor
     taps: Tensor | None = None
     last_hidden: Tensor | None = None
+    verified: Verified | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -53,12 +70,15 @@ class Proposal:
     logits [B, N, V'] float: row i is what the children of node i were drawn from (rows of leaves mean nothing), for rules that
     weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
     token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
+    confidence [B, N] float32 in [0, 1]: the drafter's own estimate that node i is accepted given that its parent was; the root's
+    means nothing. None from drafters that have none.
     """
 
     tokens: Tensor
     tree: TokenTree
     logits: Tensor | None = None
     token_ids: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class Noise(Protocol):
@@ -101,6 +121,26 @@ class Drafter(Protocol):
         ...
 
 
+class Reader(Drafter, Protocol):
+    """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the target), which another drafter
+    may speed up (`heads/cascade.py`).
+    """
+
+    def root_logits(self, state: Any) -> Tensor:
+        """Logits [B, V] of the token after the root."""
+        ...
+
+    def read(self, state: Any, tokens: Tensor, offset: Tensor) -> Tensor:
+        """Run drafted tokens [B, W] as a chain and give the logits [B, W, V] of the token after each.
+
+        Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It sees what is committed, the
+        root, and what was read before at smaller offsets; reading a position again replaces what was read there. The state must
+        have been started with a tree deep enough for all that is read (offset + W <= the tree's depth). Nothing read here
+        outlives the next `commit`. No host synchronisation.
+        """
+        ...
+
+
 class TrainableDrafter(nn.Module):
     """Base of the kinds with weights: adds sharing with the target, initialisation and the training contract.
 
@@ -115,6 +155,11 @@ class TrainableDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.info = info
+
+    @classmethod
+    def works_untrained(cls, config: Any) -> bool:
+        """Whether a drafter of this configuration drafts without any training (it consists of the target's own parts)."""
+        return False
 
     def bind(self, weights: TargetWeights) -> None:
         """Attach the target's frozen tensors this drafter shares (as non-persistent buffers). Called before any use."""

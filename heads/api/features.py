@@ -18,15 +18,19 @@ class FeatureSpec:
     taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final norm.
     last_hidden: whether the post-final-norm state is read.
     logits: whether training compares with the target's full distribution (computed from `last_hidden` on demand).
+    verified: whether `commit` is also told what the target picked at every verified node, kept or not (`TargetStates.verified`).
     """
 
     taps: tuple[int, ...] = ()
     last_hidden: bool = False
     logits: bool = False
+    verified: bool = False
 
     def __post_init__(self) -> None:
         if list(self.taps) != sorted(set(self.taps)):
-            raise UserError(f"taps must be ascending layer numbers without repetition; given: {list(self.taps)}.")
+            raise UserError(
+                f"taps must be ascending layer numbers without repetition; given: {list(self.taps)}."
+            )
 
     def check(self, num_layers: int) -> None:
         """Raise `UserError` when a tap does not exist in a target of `num_layers` layers."""

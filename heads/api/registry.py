@@ -29,10 +29,19 @@ class Kind:
         """False for kinds without weights (n-gram lookup), which have the decoding contract only."""
         return issubclass(self.drafter_class, TrainableDrafter)
 
+    def needs_training(self, config: Any) -> bool:
+        """Whether a drafter of this configuration has to be trained before it drafts."""
+        cls = self.drafter_class
+        return issubclass(cls, TrainableDrafter) and not cls.works_untrained(config)
+
 
 def kind_names() -> list[str]:
     """Names of all kinds, sorted, without importing them."""
-    return sorted(item.name for item in pkgutil.iter_modules(heads.__path__) if not item.ispkg and not item.name.startswith("_"))
+    return sorted(
+        item.name
+        for item in pkgutil.iter_modules(heads.__path__)
+        if not item.ispkg and not item.name.startswith("_")
+    )
 
 
 def get_kind(name: str) -> Kind:
@@ -42,5 +51,7 @@ def get_kind(name: str) -> Kind:
     module: Any = importlib.import_module(f"heads.{name}")
     for needed in ("Config", "Drafter"):
         if not hasattr(module, needed):
-            raise UserError(f"heads/{name}.py is not a drafter kind: it must define `{needed}` (see docs/adding_a_drafter.md).")
+            raise UserError(
+                f"heads/{name}.py is not a drafter kind: it must define `{needed}` (see docs/adding_a_drafter.md)."
+            )
     return Kind(name, module.Config, module.Drafter)

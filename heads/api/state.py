@@ -16,7 +16,9 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
 
     A state may live on another device than `rows` (a drafter placed elsewhere).
     """
-    assert is_dataclass(state) and type(state) is type(new), f"{type(state)} and {type(new)} are not the same dataclass"
+    assert is_dataclass(state) and type(state) is type(new), (
+        f"{type(state)} and {type(new)} are not the same dataclass"
+    )
     for item in fields(state):
         old_value, new_value = getattr(state, item.name), getattr(new, item.name)
         if isinstance(old_value, Tensor):

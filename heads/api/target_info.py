@@ -47,7 +47,9 @@ class TargetInfo:
         names = {f.name for f in fields(cls)}
         if set(values) != names:
             odd = sorted(names.symmetric_difference(values))
-            raise UserError(f"the stored target description is not readable: missing or unknown fields {odd}.")
+            raise UserError(
+                f"the stored target description is not readable: missing or unknown fields {odd}."
+            )
         return cls(**values)
 
     def require_same(self, other: TargetInfo) -> None:
@@ -64,6 +66,17 @@ class TargetInfo:
                 )
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary positions of a target as its own module computes them, scaling (Llama 3.1, YaRN) included.
+
+    inverse_frequencies [D / 2] float32; scale: factor on cosine and sine (1 but for YaRN).
+    """
+
+    inverse_frequencies: Tensor
+    scale: float = 1.0
+
+
 @dataclass
 class TargetWeights:
     """The target's frozen weights that drafters share or start from. Never saved with a drafter, never trained."""
@@ -74,3 +87,5 @@ class TargetWeights:
     """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling and bias included)."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Every named tensor of the target, for drafters that copy layers out of it."""
+    rotary: Rotary | None = None
+    """The target's rotary positions; None when it has none, or several (local and global layers)."""

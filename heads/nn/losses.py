@@ -101,6 +101,29 @@ def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
     return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
 
 
+def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one draft."""
+    log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
+    return torch.minimum(log_q, log_p).exp().sum(-1)
+
+
+def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha; methods.md 4). Gradients do not vanish where p and q
+    hardly overlap, as those of TV do.
+    """
+    smallest = torch.minimum(_log_softmax(logits), _log_softmax(target_logits.detach()))
+    return -smallest.logsumexp(-1)
+
+
+def annealed_lk(logits: Tensor, target_logits: Tensor, eta: float = 3.0) -> Tensor:
+    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha), alpha the mean acceptance rate of all
+    positions given, without gradient (LK losses, 2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
+    """
+    distance = total_variation(logits, target_logits)
+    weight = torch.exp(-eta * (1.0 - distance.detach().mean()))
+    return weight * forward_kl(logits, target_logits) + (1.0 - weight) * distance
+
+
 Sums = tuple[Tensor, ...]
 
 

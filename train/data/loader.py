@@ -28,13 +28,15 @@ class PackedBatch:
     """Rows of one micro-batch on the CPU, b rows of T positions: what `TrainBatch` needs, without the
     target's features.
 
-    tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b, T] bool.
+    tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b, T] bool;
+    seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`).
     """
 
     tokens: Tensor
     positions: Tensor
     segments: Tensor
     loss_mask: Tensor
+    seeds: Tensor
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same rows on another device."""
@@ -76,8 +78,15 @@ class StepLoader:
 
     def step(self, index: int) -> list[PackedBatch]:
         """This process's micro-batches of global step `index` (from 0)."""
-        rows = self.rows(index).reshape(-1, self.world_size, self.micro_batch)
-        return [self._batch(micro[self.rank]) for micro in rows]
+        shape = (-1, self.world_size, self.micro_batch)
+        rows, seeds = self.rows(index).reshape(shape), self.row_seeds(index).reshape(shape)
+        return [
+            self._batch(micro[self.rank], seed[self.rank]) for micro, seed in zip(rows, seeds, strict=True)
+        ]
+
+    def row_seeds(self, index: int) -> NDArray[np.int64]:
+        """Seeds [global_batch] of global step `index`: they follow from the step and the place in it alone."""
+        return np.random.SeedSequence([self.seed, index]).generate_state(self.global_batch).astype(np.int64)
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of the whole global step, all processes together."""
@@ -117,11 +126,12 @@ class StepLoader:
                 self._orders.pop(old, None)
         return order
 
-    def _batch(self, rows: NDArray[np.int64]) -> PackedBatch:
+    def _batch(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> PackedBatch:
         arrays = [self.data.row(int(row)) for row in rows]
         return PackedBatch(
             tokens=torch.from_numpy(np.stack([row.tokens for row in arrays])).long(),
             positions=torch.from_numpy(np.stack([row.positions for row in arrays])).long(),
             segments=torch.from_numpy(np.stack([row.segments for row in arrays])),
             loss_mask=torch.from_numpy(np.stack([row.loss_mask for row in arrays])),
+            seeds=torch.from_numpy(seeds),
         )
