@@ -29,7 +29,7 @@ class FeatureSpec:
     def __post_init__(self) -> None:
         if list(self.taps) != sorted(set(self.taps)):
             raise UserError(
-                f"taps must be ascending layer numbers without repetition; given: {list(self.taps)}."
+                f"head.taps must be ascending layer numbers without repetition; given: {list(self.taps)}."
             )
 
     def check(self, num_layers: int) -> None:

@@ -1,15 +1,89 @@
-"""Micro configurations of every recipe in conf/head/, for tiny random targets: recipe -> (kind, options).
+"""Every recipe of conf/head/ as a drafter of a tiny random target: what the tests that hold for every kind run over.
 
-The tests that hold for every kind run over this table; `test_contract.py` checks that no recipe and no kind is missing.
+A micro drafter is the recipe's own YAML with the few changes that a target of three layers needs, so that the
+recipes themselves are tested and not look-alikes. `test_contract.py` checks that no recipe and no kind is missing.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-MICRO: dict[str, tuple[str, dict[str, Any]]] = {
-    "distilled": ("distilled", {"from_target_layers": (0, 1)}),
-    "eagle3": ("eagle3", {"draft_vocab_size": 31}),
-    "medusa": ("medusa", {}),
-    "ngram": ("ngram", {}),
+import torch
+import yaml
+
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import TrainableDrafter
+from heads.api.registry import get_kind, kind_names
+from scripts.convert import to_dataclass
+
+RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
+
+MICRO: dict[str, dict[str, Any]] = {
+    "distilled": {"from_target_layers": [0, 1]},
+    "eagle3": {"draft_vocab_size": 31, "ttt_steps": 2},
+    "medusa": {},
+    "ngram": {},
 }
+"""Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
+All must draft at least 4 deep.
+"""
+
+
+@cache
+def recipe(name: str, whole_vocabulary: bool = False) -> tuple[str, Any]:
+    """(kind, configuration) of a recipe with its micro changes, through the same conversion as the command line's."""
+    values = yaml.safe_load((RECIPE_FILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    kind = values.pop("kind")
+    values |= MICRO.get(name, {})
+    if whole_vocabulary:
+        values.pop("draft_vocab_size", None)
+    return kind, to_dataclass(get_kind(kind).config_class, values, f"head ({name})")
+
+
+def recipe_names() -> list[str]:
+    """Every file of conf/head/."""
+    return sorted(path.stem for path in RECIPE_FILES.glob("*.yaml"))
+
+
+RECIPES = recipe_names()
+TRAINED = [name for name in RECIPES if get_kind(recipe(name)[0]).needs_training(recipe(name)[1])]
+"""Recipes that have to be trained: their loss must reach every weight."""
+WITH_WEIGHTS = [name for name in RECIPES if get_kind(recipe(name)[0]).trainable]
+"""Recipes whose kind is a module: they have the training contract, even if some need no training."""
+UNREACHED: dict[str, tuple[str, ...]] = {}
+"""Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
+SENSELESS: dict[str, list[dict[str, Any]]] = {
+    "distilled": [{"jsd_beta": 1.0}, {"forward_kl": 0.0}, {"from_target_layers": [1, 0]}, {"num_layers": 0}],
+    "eagle3": [
+        {"ttt_steps": 0},
+        {"taps": [99]},
+        {"draft_vocab_size": 10_000_000, "taps": [3, 1]},
+        {"decay": 0.0},
+    ],
+    "medusa": [{"num_heads": 0}, {"decay": 1.5}, {"num_heads": 3}],
+    "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
+}
+"""Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""
+
+
+def build(name: str, target: Any, seed: int = 0, shaken: float = 0.02, whole_vocabulary: bool = False) -> Any:
+    """A fresh drafter of recipe `name` for `target`; `shaken` out of its initial values, so that zeros take part.
+
+    A draft vocabulary, where there is one, is chosen from falling token counts.
+    """
+    kind, config = recipe(name, whole_vocabulary)
+    counts = torch.arange(target.info.vocab_size).flip(0)
+    drafter = new_drafter(kind, config, target.info, target.weights, seed, token_counts=counts)
+    if isinstance(drafter, TrainableDrafter):
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter += shaken * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return drafter
+
+
+def unnamed_kinds() -> list[str]:
+    """Kinds without a recipe of their own name."""
+    return [kind for kind in kind_names() if kind not in RECIPES]

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads.api.checkpoint import new_drafter
-from heads.api.registry import get_kind, kind_names
 from inference.engine import DecodeConfig, Engine
 from inference.graphs import SPLIT_STEPS, WARM_UP_STEPS
 from inference.loading import TargetConfig, describe, switch_attention
 from inference.target import TargetModel
+from tests.heads.recipes import RECIPES, build
 from tests.inference.test_lossless import requests
-from tests.inference.test_lossless_kinds import SMALL
 from tests.inference.test_no_sync import ALL_SHAPES
 from tests.models import TokenIds, random_model
 
@@ -34,8 +32,7 @@ def cuda_target(dtype: torch.dtype = torch.float32) -> TargetModel:
 
 
 def drafter_on(target: TargetModel, kind: str) -> Any:
-    config = get_kind(kind).config_class(**SMALL.get(kind, {}))
-    return new_drafter(kind, config, target.info, target.weights, 0)
+    return build(kind, target, shaken=0.0)
 
 
 @contextmanager
@@ -52,7 +49,7 @@ def tokens(engine: Engine, count: int = 5) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)
-@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("kind", RECIPES)
 def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str) -> None:
     target = cuda_target()
     drafter = drafter_on(target, kind)
@@ -66,7 +63,7 @@ def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str)
     assert all(text == texts[0] for text in texts)
 
 
-@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("kind", RECIPES)
 def test_a_step_never_synchronises(kind: str) -> None:
     target = cuda_target()
     engine = Engine(target, drafter_on(target, kind), DecodeConfig(batch_size=2, graph="off"), capacity=128)

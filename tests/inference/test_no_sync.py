@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads.api.registry import kind_names
 from inference.engine import DecodeConfig
+from tests.heads.recipes import RECIPES
 from tests.inference.steps import NoHost, step_on_device, under_way
 from tests.inference.test_lossless import SHAPES
 from tests.inference.test_lossless_kinds import drafter_of
@@ -28,11 +28,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", ALL_SHAPES)
-@pytest.mark.parametrize("kind", kind_names())
-def test_a_step_of_every_kind(kind: str, shape: str, temperature: float) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_of_every_kind(name: str, shape: str, temperature: float) -> None:
     target = random_target()
     config = DecodeConfig(temperature=temperature, batch_size=3, **ALL_SHAPES[shape])
-    lanes = under_way(target, drafter_of(kind, target), config)
+    lanes = under_way(target, drafter_of(name, target), config)
     with NoHost():
         step_on_device(lanes)
 
