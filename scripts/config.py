@@ -250,8 +250,12 @@ def check_choice(group: str, value: Any) -> None:
 
 def options(group: str) -> list[str]:
     """The options of a group: the names of its YAML files, without importing anything."""
-    folders = [Path(conf.__file__).parent, *extra_folders()]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+
+
+def conf_folders() -> list[Path]:
+    """Where configuration groups are looked for: this repository's conf/, then the user's own folders."""
+    return [Path(conf.__file__).parent, *extra_folders()]
 
 
 def extra_folders() -> list[Path]:

@@ -1,16 +1,19 @@
-"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and kinds without weights."""
+"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and recipes that need no training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import load_drafter, new_drafter, read_config
 from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
+from scripts.config import conf_folders, options
 from scripts.convert import to_dataclass
 from scripts.run import CONFIG_FILE, RunConfig
 from scripts.run import read_config as read_stage_config
@@ -26,11 +29,12 @@ DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
 
 @dataclass(frozen=True)
 class Found:
-    """A drafter to load: `checkpoint` is its folder, or None for a kind without weights."""
+    """A drafter to load: `checkpoint` is its folder, or None for one that needs no training; then `values` configure it."""
 
     name: str
     kind: str
     checkpoint: Path | None
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def stage_folder(self) -> Path | None:
@@ -53,30 +57,70 @@ def at(folder: Path) -> Found:
     return Found(name, kind, checkpoint)
 
 
-def find(given: str, run: RunConfig) -> Found:
-    """A drafter by the name it has in this run, by folder, or by kind if the kind has no weights."""
-    known = trained(run)
+def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
+    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe that needs no training."""
+    known, described = trained(run), heads or {}
+    if given in described:
+        return untrained(given, described[given])
     if given in known:
         return known[given]
     if Path(given).is_dir():
         return at(Path(given))
-    if "/" not in given:
-        try:
-            if not get_kind(given).trainable:
-                return Found(given, given, None)
-        except UserError:
-            pass  # the message below lists everything that would have been accepted
+    recipes = untrained_recipes()
+    if given in recipes:
+        return untrained(given, {})
     raise UserError(
         f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that name."
-        f"{suggest(given, known)} A kind without weights (ngram) is given by its name."
+        f"{suggest(given, known)} Recipes that need no training are given by their names: {', '.join(recipes)}."
     )
 
 
+def untrained(name: str, values: Mapping[str, Any]) -> Found:
+    """A drafter that needs no training, from plain values: `recipe` names the file of conf/head/ that they change
+    (default: `name`), or `kind` starts from the kind's own defaults. Raises `UserError` for one that has to be trained.
+    """
+    rest = dict(values)
+    recipe = rest.pop("recipe", None)
+    if recipe is None and "kind" not in rest:
+        recipe = name
+    if recipe is not None:
+        if recipe not in options("head"):
+            raise UserError(
+                f"measure.heads.{name}: there is no recipe '{recipe}'.{suggest(recipe, options('head'))}"
+            )
+        rest = recipe_values(recipe) | rest
+    kind = get_kind(str(rest.pop("kind")))
+    if kind.needs_training(to_dataclass(kind.config_class, rest, f"measure.heads.{name}")):
+        raise UserError(
+            f"'{name}' (kind '{kind.name}') has to be trained before it drafts: `headstart train head={recipe or kind.name}`."
+        )
+    return Found(name, kind.name, None, rest)
+
+
+def recipe_values(recipe: str) -> dict[str, Any]:
+    """The plain values of conf/head/<recipe>.yaml, `kind` among them."""
+    file = next(path for folder in conf_folders() if (path := folder / "head" / f"{recipe}.yaml").is_file())
+    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return values
+
+
+def untrained_recipes() -> list[str]:
+    """The recipes whose drafters work as they are; one that says nothing without more settings is not among them."""
+    found = []
+    for recipe in options("head"):
+        try:
+            found.append(untrained(recipe, {}).name)
+        except UserError:
+            continue
+    return found
+
+
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
-    """The drafter itself, for `target`. values: the configuration of a kind without weights (default: the kind's own)."""
+    """The drafter itself, for `target`. values: changes to the configuration of one without a checkpoint."""
     if found.checkpoint is not None:
         return load_drafter(found.checkpoint, target.info, target.weights)
-    config: Any = to_dataclass(get_kind(found.kind).config_class, dict(values or {}), f"head ({found.kind})")
+    merged = {**found.values, **(values or {})}
+    config: Any = to_dataclass(get_kind(found.kind).config_class, merged, f"head ({found.kind})")
     return new_drafter(found.kind, config, target.info, target.weights, seed=0)
 
 

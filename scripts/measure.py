@@ -30,7 +30,12 @@ class MeasureConfig:
     drafters: tuple[str, ...] = ()
     """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Kinds without weights that are measured beside them."""
+    """Drafters without training that are measured beside them: recipes of conf/head/, or names of `heads`."""
+    heads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What such a name means where it is not a recipe as it stands: name -> recipe (or kind) and changed keys, such as
+    {exit2: {recipe: early_exit, exit_layer: 2}}."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    """One draft for all in place of their own: shape, depth, choices, nodes, width; such as {shape: dynamic, nodes: 26}."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. Such as {ngram: {depth: 8}}."""
 
@@ -76,7 +81,7 @@ def measured(settings: Settings) -> Path:
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
     """The drafters to measure, trained ones first; raises `UserError` when there are none or two share a name."""
     named = [drafters.find(name, run) for name in config.drafters]
-    found = [*(named or drafters.trained(run).values()), *(drafters.find(kind, run) for kind in config.kinds)]
+    found = [*(named or drafters.trained(run).values()), *(drafters.find(kind, run, config.heads) for kind in config.kinds)]
     if not found:
         raise UserError(
             f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or set measure.drafters."
@@ -101,7 +106,7 @@ def arm(found: Found, target: TargetModel, decode: DecodeConfig, config: Measure
     """One contestant: the drafter with its own draft."""
     from inference.measure import Arm
 
-    own = drafters.draft_settings(found, decode, config.drafts.get(found.name))
+    own = drafters.draft_settings(found, decode, {**config.draft, **config.drafts.get(found.name, {})})
     path = shown(found.checkpoint) if found.checkpoint else ""
     return Arm(found.name, drafters.load(found, target), own, path)
 

@@ -15,7 +15,7 @@ from inference.engine import DecodeConfig
 from inference.target import TargetModel
 from scripts import drafters
 from scripts.drafters import Found
-from scripts.measure import MeasureConfig, chosen
+from scripts.measure import MeasureConfig, arm, chosen
 from scripts.push import choose
 from scripts.run import RunConfig
 from tests.models import random_target
@@ -46,6 +46,27 @@ def test_a_drafter_is_found_by_name_folder_or_kind(target: TargetModel, in_folde
     loaded = drafters.load(by_name, target)
     assert torch.isfinite(loaded.residual_weight).all()
     assert drafters.load(drafters.find("ngram", RUN), target, {"max_n": 3}).config.max_n == 3
+
+
+def test_untrained_drafters_are_described_by_values(target: TargetModel, in_folder: Path) -> None:
+    heads = {"long": {"recipe": "ngram", "max_n": 7}, "short": {"kind": "ngram", "max_n": 2}}
+    assert drafters.load(drafters.find("long", RUN, heads), target).config.max_n == 7
+    assert drafters.load(drafters.find("short", RUN, heads), target).config.max_n == 2
+    assert "ngram" in drafters.untrained_recipes() and "medusa" not in drafters.untrained_recipes()
+    for values, message in (
+        ({"recipe": "ngrm"}, r"measure\.heads\.x: there is no recipe 'ngrm'\. Did you mean 'ngram'"),
+        ({"recipe": "medusa"}, r"'x' \(kind 'medusa'\) has to be trained before it drafts"),
+        ({"kind": "ngram", "max": 2}, r"measure\.heads\.x\.max: there is no such key"),
+    ):
+        with pytest.raises(UserError, match=message):
+            drafters.find("x", RUN, {"x": values})
+
+
+def test_one_draft_for_all_and_changes_on_top(target: TargetModel, in_folder: Path) -> None:
+    config = MeasureConfig(draft={"shape": "dynamic", "nodes": 9}, drafts={"ngram": {"nodes": 5}})
+    own = [arm(drafters.find("ngram", RUN), target, DecodeConfig(), MeasureConfig(draft=config.draft)).decode]
+    own.append(arm(drafters.find("ngram", RUN), target, DecodeConfig(), config).decode)
+    assert [(decode.shape, decode.nodes) for decode in own] == [("dynamic", 9), ("dynamic", 5)]
 
 
 @pytest.mark.parametrize(
