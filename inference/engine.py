@@ -110,7 +110,9 @@ class Engine:
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
         model = target if isinstance(target, TargetModel) else TargetModel.load(target)
-        return cls(model, None if head is None else _load_head(head, model, head_device), decode, capacity=capacity)
+        return cls(
+            model, None if head is None else _load_head(head, model, head_device), decode, capacity=capacity
+        )
 
     # ---- text in, text out -------------------------------------------------------------------------------------------------
 
@@ -252,7 +254,9 @@ class Engine:
         like, info = self.target.weights.embedding, self.target.info
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
         kernel = choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
-        plan = plan_memory(info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel)
+        plan = plan_memory(
+            info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel
+        )
         plan.require(free, self.target.device)
 
     def _capacity(self, requests: list[Request]) -> int:
@@ -278,12 +282,15 @@ class Engine:
         return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's caches of the last run."""
+        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's caches of the last run.
+
+        What a drafter keeps beside its checkpoint (quantised copies of the target's weights) counts; what it shares does not.
+        """
         drafter = 0
         if isinstance(self.drafter, TrainableDrafter):
-            drafter = sum(
-                value.numel() * value.element_size() for value in self.drafter.state_dict().values()
-            )
+            shared = {parameter.data_ptr() for parameter in self.target.model.parameters()}
+            own = [*self.drafter.parameters(), *self.drafter.buffers()]
+            drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
         return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
 

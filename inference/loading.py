@@ -252,7 +252,17 @@ def shared_weights(model: Any) -> TargetWeights:
         logits=head_function(model),
         state=GatheredState(dict(model.named_parameters())),
         rotary=_rotary(model),
+        windows=_windows(config),
     )
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """The sliding window of every layer of a text config, 0 where a layer has none; empty when no layer has one."""
+    size = _first(config, "sliding_window")
+    if not size:
+        return ()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(int(size) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _rotary(model: Any) -> Rotary | None:

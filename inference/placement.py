@@ -176,7 +176,8 @@ def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights
     bias = getattr(target.model.get_output_embeddings(), "bias", None)
     bias = None if bias is None else bias.detach().to(device)
     logits = head_function(target.model, lambda states: linear(states, lm_head, bias))
-    return TargetWeights(embedding, lm_head, logits, _MovedState(weights.state, device))
+    state = _MovedState(weights.state, device)
+    return TargetWeights(embedding, lm_head, logits, state, weights.rotary, weights.windows)
 
 
 class _MovedState(Mapping[str, Tensor]):

@@ -89,3 +89,5 @@ class TargetWeights:
     """Every named tensor of the target, for drafters that copy layers out of it."""
     rotary: Rotary | None = None
     """The target's rotary positions; None when it has none, or several (local and global layers)."""
+    windows: tuple[int, ...] = ()
+    """Per layer, how many of the latest positions its attention sees, itself included; 0: all. Empty: all layers see all."""

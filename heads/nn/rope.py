@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads.api.target_info import Rotary
+
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll and two
 multiplications.
@@ -18,11 +20,24 @@ multiplications.
 
 
 class Rope:
-    """Rotations for one head size and base."""
+    """Rotations for one head size and base, or for given frequencies (`follow`)."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
+        self._given: Rotary | None = None
         self._table = torch.empty(0, 2, head_dim)
+
+    def follow(self, rotary: Rotary | None) -> None:
+        """Rotate as the target does, its scaled frequencies (Llama 3.1, YaRN) included; None: by the base alone.
+
+        For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for frequencies of another head size.
+        """
+        if rotary is not None and rotary.inverse_frequencies.shape != (self.head_dim // 2,):
+            raise ValueError(
+                f"{rotary.inverse_frequencies.numel()} rotary frequencies do not fit heads of size {self.head_dim}."
+            )
+        self._given = rotary
+        self._table = torch.empty(0, 2, self.head_dim)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Rotation for positions [B, T] int64, computed directly (training)."""
@@ -37,11 +52,17 @@ class Rope:
         return self._table
 
     def _angles(self, positions: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device).float()
-        frequencies = 1.0 / (self.theta ** (exponents / self.head_dim))
-        angles = positions[..., None].float() * frequencies
-        sine = angles.sin()
-        return torch.stack([angles.cos().repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2)
+        angles = positions[..., None].float() * self._frequencies(positions.device)
+        scale = 1.0 if self._given is None else self._given.scale
+        cosine, sine = angles.cos() * scale, angles.sin() * scale
+        return torch.stack([cosine.repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Inverse frequencies [D / 2] float32."""
+        if self._given is not None:
+            return self._given.inverse_frequencies.to(device)
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device).float()
+        return 1.0 / (self.theta ** (exponents / self.head_dim))
 
 
 def look_up(table: Tensor, positions: Tensor) -> Rotation:
