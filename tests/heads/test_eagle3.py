@@ -87,7 +87,7 @@ def explicit_outputs(
     def row(token: int, feature: Tensor, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         x = torch.cat(
             [
-                rms(layer.input_layernorm.weight, drafter._target.embedding[token]),
+                rms(layer.input_layernorm.weight, drafter.target.embedding[token]),
                 rms(layer.hidden_norm.weight, feature),
             ]
         )
@@ -131,7 +131,7 @@ def explicit_outputs(
 def test_unrolled_training_equals_the_explicit_loop(target: MicroTarget, options: dict) -> None:
     drafter = make(target, **options)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
-    outputs = drafter._unroll(batch, 3)
+    outputs = drafter.chain.unroll(batch, 3)
     for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
         first = 0
         for document in documents:
