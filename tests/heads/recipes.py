@@ -22,7 +22,9 @@ RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 
 MICRO: dict[str, dict[str, Any]] = {
     "distilled": {"from_target_layers": [0, 1]},
+    "eagle": {},
     "eagle3": {"draft_vocab_size": 31, "ttt_steps": 2},
+    "hass": {"align_steps": 2},
     "medusa": {},
     "ngram": {},
 }
@@ -56,6 +58,12 @@ UNREACHED: dict[str, tuple[str, ...]] = {}
 """Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
 SENSELESS: dict[str, list[dict[str, Any]]] = {
     "distilled": [{"jsd_beta": 1.0}, {"forward_kl": 0.0}, {"from_target_layers": [1, 0]}, {"num_layers": 0}],
+    "eagle": [
+        {"align_steps": 0},
+        {"feature_weight": 0.0, "logit_weight": 0.0},
+        {"noise": -0.1},
+        {"from_target_layer": 99},
+    ],
     "eagle3": [
         {"ttt_steps": 0},
         {"taps": [99]},

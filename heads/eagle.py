@@ -1,0 +1,228 @@
+"""EAGLE: one decoder layer that predicts the target's next last hidden state; the target's own LM head reads it.
+
+The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and in serving
+engines: it is what the LM head reads, so the drafter has no norm and no head of its own. Row t joins the embedding of
+token t+1 and f_t (2H to H) and its output stands for f_{t+1}, from which token t+2 is drafted; deeper tokens continue
+from that output. EAGLE-2 is the same weights with a dynamic tree (`decode=dynamic`).
+
+Loss (Li et al., 2401.15077; methods.md 2.4): SmoothL1 between the output and the target's feature, plus a tenth of the
+cross entropy against the target's distribution, with uniform noise on the features that are read. The paper trains one
+step (`align_steps=1`). HASS (2408.15766; methods.md 2.9) trains the same layer on what it meets when it drafts:
+`align_steps` steps in its harmonised context, which is that of `heads.nn.feature_chain`, and a top-K distillation
+loss. Parameter names: serving-formats.md, 3.1.
+
+Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.checkpoint import unset_parameters
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape
+from heads.nn import losses
+from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.feature_base import (
+    FeatureDrafter,
+    layer_shape,
+    layer_weights,
+    probabilities_of,
+    teacher_logits,
+    unrolled_loss,
+)
+from heads.nn.feature_chain import Chain, State
+from heads.nn.rope import Rope
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of EAGLE. Sizes of 0 are taken from the target."""
+
+    num_attention_heads: int = 0
+    """Query heads."""
+    num_key_value_heads: int = 0
+    """Key/value heads; must divide the query heads."""
+    head_dim: int = 0
+    """Size of a head (even)."""
+    intermediate_size: int = 0
+    """Width of the MLP."""
+    from_target_layer: int = -1
+    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and of the same
+    sizes. -1: random.
+    """
+    align_steps: int = 1
+    """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
+    step_decay: float = 1.0
+    """Step k (1-based) weighs step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
+    feature_weight: float = 1.0
+    """Weight of SmoothL1 between drafted and true features, a mean over their H entries (>= 0)."""
+    logit_weight: float = 0.1
+    """Weight of the cross entropy against the target's distribution (>= 0)."""
+    top_k_weight: float = 0.0
+    """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS: 1)."""
+    top_k: int = 10
+    """How many tokens that loss looks at (>= 1)."""
+    noise: float = 0.1
+    """Features read in training get noise from U(-noise, noise) (>= 0)."""
+
+    def __post_init__(self) -> None:
+        if self.align_steps < 1 or self.top_k < 1:
+            raise UserError(
+                "head.align_steps and head.top_k must be at least 1; "
+                f"given {self.align_steps} and {self.top_k}."
+            )
+        if not 0.0 < self.step_decay <= 1.0:
+            raise UserError(f"head.step_decay must lie in (0, 1]; given {self.step_decay}.")
+        weights = (self.feature_weight, self.logit_weight, self.top_k_weight, self.noise)
+        if min(weights) < 0 or max(weights[:3]) == 0:
+            raise UserError(
+                "head.feature_weight, head.logit_weight and head.top_k_weight must not be negative, nor all 0, and head.noise must "
+                f"not be negative; given {', '.join(map(str, weights))}."
+            )
+
+
+def top_k_cross_entropy(logits: Tensor, probabilities: Tensor, count: int) -> Tensor:
+    """-sum p log q over the `count` tokens that p holds most likely (HASS): logits [K, M, V], p [M, V] -> [K, M]."""
+    best, columns = probabilities.topk(min(count, probabilities.shape[-1]), dim=-1)  # [M, k]
+    scores = logits.to(probabilities.dtype)
+    chosen = scores.gather(-1, columns.expand(logits.shape[0], -1, -1))
+    return best.sum(-1) * scores.logsumexp(-1) - torch.linalg.vecdot(chosen, best.expand_as(chosen))
+
+
+class Layer(nn.Module):
+    """The decoder layer without a norm before its attention: its input is the fused vector itself."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP, both residual -> [B, T, H]."""
+        states = residual + self.self_attn.o_proj(attended)
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
+class Drafter(FeatureDrafter):
+    """An EAGLE draft head."""
+
+    kind: ClassVar[str] = "eagle"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        self.needs = FeatureSpec(last_hidden=True, logits=True)
+        shape = layer_shape(config, info)
+        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(shape)])
+        self.chain = Chain(self, Rope(shape.head_dim, info.rope_theta))
+        unset_parameters(self)
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """A random layer, or one of the target's; the fused vector starts as the feature with a little of both inputs."""
+        initialise_blocks(self, generator)
+        with torch.no_grad():
+            self.fc.weight.mul_(0.3)[:, self.info.hidden_size :].diagonal().add_(1.0)
+        if self.config.from_target_layer >= 0:
+            wanted = layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
+            self.copy_layer(weights, self.config.from_target_layer, wanted)
+
+    # --- the network, as `Chain` runs it ------------------------------------------------------------------------------
+
+    @property
+    def _layer(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+    @property
+    def attention(self) -> Attention:
+        """The layer's attention."""
+        return self._layer.self_attn
+
+    def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """The target's last hidden states [B, T, H] after its final norm."""
+        assert last_hidden is not None, "eagle needs the target's last hidden state"
+        return last_hidden.to(self.fc.weight.dtype)
+
+    def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] and features [B, T, H] -> the fused vector [B, T, H], which is both attention's input and residual."""
+        fused = self.fc(torch.cat([self.embed(tokens, feature.dtype), feature], -1))
+        return fused, fused
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer behind its attention -> [B, T, H]."""
+        return self._layer.finish(residual, attended)
+
+    def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The output is a feature: the LM head and the next step read it as they read the target's."""
+        return output, output
+
+    def logits(self, emitted: Tensor) -> Tensor:
+        """Drafted features [..., H] -> logits [..., V] through the target's frozen LM head."""
+        return self.target_logits(emitted)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Sum over steps k of step_decay^(k-1) times the weighted losses of feature and token t+k+1, over supervised tokens."""
+        config: Config = self.config
+        weights = config.step_decay ** torch.arange(config.align_steps, device=batch.tokens.device)
+        unrolled = self.chain.unroll(batch, config.align_steps, self._noisy(batch))
+        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, partial(self._judge, batch))
+
+    def _noisy(self, batch: TrainBatch) -> Tensor:
+        """The features of the batch [B, T, H] with uniform noise, drawn row by row from the batch's seeds."""
+        feature = self.features(None, batch.last_hidden)
+        if self.config.noise == 0:
+            return feature
+        drawn = torch.stack([torch.rand(feature.shape[1:], generator=each) for each in batch.generators()])
+        return feature + (2 * drawn - 1).mul_(self.config.noise).to(feature)
+
+    def _judge(self, batch: TrainBatch, outputs: Tensor, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and correctness [K, M] of drafted features [K, M, H] of the target's states [M]; see `Judge`."""
+        config: Config = self.config
+        logits = self.logits(outputs)  # [K, M, V]
+        wanted = teacher_logits(batch, states_at)
+        probabilities = probabilities_of(wanted)
+        parts = []
+        if config.feature_weight > 0:
+            assert batch.last_hidden is not None
+            exact = torch.promote_types(outputs.dtype, torch.float32)
+            true = batch.last_hidden.flatten(0, 1)[states_at].to(exact).expand_as(outputs)
+            distance = F.smooth_l1_loss(outputs.to(exact), true, reduction="none").mean(-1)
+            parts.append(config.feature_weight * distance)
+        if config.logit_weight > 0:
+            parts.append(config.logit_weight * losses.soft_cross_entropy(logits, probabilities))
+        if config.top_k_weight > 0:
+            parts.append(config.top_k_weight * top_k_cross_entropy(logits, probabilities, config.top_k))
+        counts = torch.ones_like(states_at, dtype=torch.bool)
+        return torch.stack(parts).sum(0), counts, losses.best_column(logits) == wanted.argmax(-1)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Logits [B, T, V] of unrolled steps 1..depth, without noise; see the contract."""
+        return [self.logits(output) for output in self.chain.unroll(batch, depth)]
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; see the protocol."""
+        return self.chain.start(seen, self.plans.of(tree), capacity)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Grow the tree level by level from the last committed row's output; see the protocol."""
+        return self.chain.propose(state, noise)
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Read the accepted run with the target's true states; see the protocol."""
+        return self.chain.commit(state, accepted)
