@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
 from heads.api.checkpoint import load_drafter, new_drafter, read_config
 from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
+from inference.manifest import MANIFEST_FILE, read_manifest
 from scripts.config import conf_folders, options
 from scripts.convert import to_dataclass
 from scripts.run import CONFIG_FILE, RunConfig
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from inference.target import TargetModel
 
 BEST = "best"
+SWEPT = "@"
+"""Between a row's name and its learning rate in the names of drafters that `loop.sweep` trains."""
 DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
 """The part of the decode settings that belongs to a drafter (its draft) and not to the measurement."""
 
@@ -47,6 +50,27 @@ def trained(run: RunConfig) -> dict[str, Found]:
     """Name -> drafter for every finished or unfinished training of a run that has a best checkpoint."""
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
     return {path.parents[1].name: at(path.parent) for path in folders}
+
+
+def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
+    """Of drafters named row@rate the one whose training measured the best tau, under the row's name; all others as they are.
+
+    A training that has not finished does not count.
+    """
+    kept: dict[str, Found] = {}
+    best: dict[str, float] = {}
+    for name, item in found.items():
+        row, mark, _ = name.partition(SWEPT)
+        if not mark:
+            kept[name] = item
+            continue
+        assert item.stage_folder is not None, "trained() looks into stage folders only"
+        if not (item.stage_folder / MANIFEST_FILE).is_file():
+            continue
+        tau = read_manifest(item.stage_folder, "train")["best"]["tau"] or 0.0
+        if tau > best.get(row, -1.0):
+            best[row], kept[row] = tau, replace(item, name=row)
+    return list(kept.values())
 
 
 def at(folder: Path) -> Found:

@@ -16,10 +16,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
+from scripts.drafters import SWEPT
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
 
 if TYPE_CHECKING:
     from scripts.config import Settings
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One drafter of a comparison, trained once per learning rate."""
+
+    rates: tuple[float, ...]
+    """Learning rates; the training with the best tau on the validation prompts stands for the row."""
+    head: str = ""
+    """Recipe of conf/head/; empty: the row's name."""
+    overrides: tuple[str, ...] = ()
+    """What this row sets besides, such as [head.num_layers=2]; values of the loop's own command line win."""
+
+    def __post_init__(self) -> None:
+        if not self.rates or min(self.rates) <= 0:
+            raise UserError(
+                f"loop.sweep.<row>.rates needs one or more learning rates above 0; given {self.rates}."
+            )
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,8 @@ class LoopConfig:
 
     recipes: tuple[str, ...] = ()
     """Experiments (conf/experiment/) that train one drafter each; empty: the one drafter that the other groups describe."""
+    sweep: dict[str, SweepRow] = field(default_factory=dict)
+    """Drafters to compare, by name: each is trained at several learning rates and measured once, at its best one."""
     measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Measurements beside the main one: folder name -> overrides, for instance {sampled: [decode.temperature=1]}."""
     launch: str = ""
@@ -75,21 +96,36 @@ def plan(settings: Settings) -> list[Step]:
     """The steps of the loop, in order; raises `UserError` for overrides that cannot apply to several recipes."""
     recipes, given = settings.loop.recipes, settings.overrides
     for key in ("head", "run.drafter"):
-        if recipes and any(override_key(item) == key for item in given):
+        several = [*recipes, *settings.loop.sweep]
+        if several and any(override_key(item) == key for item in given):
             raise UserError(
-                f"{key} is given, but this loop trains the recipes {', '.join(recipes)}, each with its own. "
+                f"{key} is given, but this loop trains the recipes {', '.join(several)}, each with its own. "
                 f"Leave {key} out, or train one drafter with loop.recipes=[]."
             )
     common = recipes[0] if recipes else None
     steps = [Step(STAGES["generate"], stage_overrides(settings, "generate", common), "generate")]
-    for recipe in recipes or (None,):
+    for recipe in recipes or ((None,) if not settings.loop.sweep else ()):
         title = f"train {recipe}" if recipe else "train"
         steps.append(Step(STAGES["train"], stage_overrides(settings, "train", recipe), title))
+    steps += sweep_steps(settings, stage_overrides(settings, "train", common))
     main = stage_overrides(settings, "measure", common)
     steps.append(Step(STAGES["measure"], main, "measure"))
     for name, extra in settings.loop.measures.items():
         steps.append(Step(STAGES["measure"], [*main, f"measure.name={name}", *extra], f"measure {name}"))
     steps.append(Step(STAGES["report"], stage_overrides(settings, "report", common), "report"))
+    return steps
+
+
+def sweep_steps(settings: Settings, common: list[str]) -> list[Step]:
+    """The trainings of `loop.sweep`: one per row and learning rate, named row@rate."""
+    steps = []
+    for name, row in settings.loop.sweep.items():
+        for rate in row.rates:
+            drafter = f"{name}{SWEPT}{rate:g}"
+            own = [f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]
+            steps.append(
+                Step(STAGES["train"], [*own, *common, f"run.drafter='{drafter}'"], f"train {drafter}")
+            )
     return steps
 
 

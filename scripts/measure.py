@@ -28,7 +28,7 @@ class MeasureConfig:
     name: str = "measure"
     """Folder of this measurement below <root>/<name>/. The main one is called measure."""
     drafters: tuple[str, ...] = ()
-    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained."""
+    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained, of a sweep's row the best."""
     kinds: tuple[str, ...] = ("ngram",)
     """Drafters without training that are measured beside them: recipes of conf/head/, or names of `heads`."""
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,7 +81,10 @@ def measured(settings: Settings) -> Path:
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
     """The drafters to measure, trained ones first; raises `UserError` when there are none or two share a name."""
     named = [drafters.find(name, run) for name in config.drafters]
-    found = [*(named or drafters.trained(run).values()), *(drafters.find(kind, run, config.heads) for kind in config.kinds)]
+    found = [
+        *(named or drafters.best_of_sweeps(drafters.trained(run))),
+        *(drafters.find(kind, run, config.heads) for kind in config.kinds),
+    ]
     if not found:
         raise UserError(
             f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or set measure.drafters."

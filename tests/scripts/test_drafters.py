@@ -12,6 +12,7 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.engine import DecodeConfig
+from inference.manifest import write_manifest
 from inference.target import TargetModel
 from scripts import drafters
 from scripts.drafters import Found
@@ -119,3 +120,15 @@ def test_a_push_needs_to_know_which_drafter(target: TargetModel, in_folder: Path
     assert choose(RunConfig(name="x", drafter="a")).name == "a"
     with pytest.raises(UserError, match=r"has trained no 'c'"):
         choose(RunConfig(name="x", drafter="c"))
+
+
+def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folder: Path) -> None:
+    for name, tau in (("m@0.001", 1.2), ("m@0.01", 1.4), ("m@0.1", None), ("other", 1.0)):
+        folder = train_folder(target, name)
+        write_manifest(folder, "train", {"best": {"tau": tau}})
+    train_folder(target, "unfinished@0.01")
+    found = drafters.best_of_sweeps(drafters.trained(RUN))
+    assert [(item.name, item.checkpoint.parent.name) for item in found if item.checkpoint] == [
+        ("m", "m@0.01"),
+        ("other", "other"),
+    ]

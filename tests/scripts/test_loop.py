@@ -9,7 +9,7 @@ import pytest
 
 from heads.api.errors import UserError
 from scripts.config import Settings
-from scripts.loop import LoopConfig, Step, launched, plan
+from scripts.loop import LoopConfig, Step, SweepRow, launched, plan
 from scripts.run import RunConfig
 from scripts.stages import STAGES
 
@@ -74,3 +74,19 @@ def test_a_launcher_that_fails_or_is_missing_is_one_clear_error() -> None:
         launched("false", step())
     with pytest.raises(UserError, match="'no-such-launcher' is not a command here"):
         launched("no-such-launcher", step())
+
+
+def test_a_sweep_trains_every_row_at_every_rate() -> None:
+    loop = LoopConfig(sweep={"a": SweepRow((1e-3, 0.01)), "b_long": SweepRow((3e-3,), "b", ("train.epochs=6",))})
+    assert shown(plan(settings(loop, ["experiment=demo", "run.name=x"], "demo"))) == [
+        "generate experiment=[demo] run.name=x",
+        "train head=a optim.lr=0.001 experiment=[demo] run.name=x run.drafter='a@0.001'",
+        "train head=a optim.lr=0.01 experiment=[demo] run.name=x run.drafter='a@0.01'",
+        "train head=b train.epochs=6 optim.lr=0.003 experiment=[demo] run.name=x run.drafter='b_long@0.003'",
+        "measure experiment=[demo] run.name=x",
+        "report experiment=[demo] run.name=x",
+    ]
+    with pytest.raises(UserError, match="head is given, but this loop trains the recipes a, b_long"):
+        plan(settings(loop, ["head=medusa"]))
+    with pytest.raises(UserError, match=r"loop\.sweep\.<row>\.rates needs one or more learning rates above 0"):
+        SweepRow(())
