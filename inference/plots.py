@@ -226,3 +226,37 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
     grid[0][0].set_ylabel("speedup over plain decoding")
     _legend_beside(figure, grid[0])
     return figure
+
+
+def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """One PNG: for every drafter (row) a dot per measurement; tau left, speedup right.
+
+    rows: name -> measurement's title -> tau, and "speedup"; drawn from top to bottom in the order given.
+    """
+    names = list(rows)
+    titles = [title for title in next(iter(rows.values())) if title != "speedup"]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 0.32 * len(names) + 1.6), sharey=True, width_ratios=(3, 1)
+    )
+    places = range(len(names), 0, -1)
+    for index, title in enumerate(titles):
+        left.plot(
+            [rows[name][title] for name in names],
+            places,
+            linestyle="none",
+            marker=MARKERS[index],
+            color=COLOURS[index],
+            label=title,
+        )
+    right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
+    right.axvline(1.0, color="#555555", linewidth=1.0)
+    left.set_yticks(list(places), names)
+    left.set_xlabel("tau (committed tokens per verify pass)")
+    right.set_xlabel("speedup, chain, T=0")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="both", color="#DDDDDD", linewidth=0.8)
+        axes.set_axisbelow(True)
+    left.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    return _save(figure, path)
