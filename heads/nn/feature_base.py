@@ -84,7 +84,9 @@ def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
 
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
-    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their matrices, norms one each."""
+    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their matrices, norms one
+    each.
+    """
     names = {
         "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
         "mlp": [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
@@ -97,7 +99,8 @@ def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
 
 
 def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
-    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's prediction from each flat state lies.
+    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's prediction from each flat
+    state lies.
 
     Step k at row t predicts from state t+k, so the row is k places back; states without such a row are not supervised.
     """
@@ -108,7 +111,8 @@ def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
 def sum_by_state(
     outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, correct and supervised predictions per step [K], each target state being looked at once for all its steps.
+    """Loss, correct and supervised predictions per step [K], each target state being looked at once for all its
+    steps.
 
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat state at each step; wanted
     [B*T, K] bool: which of these are supervised; columns: elements of one [K, columns] row that `judge` works on.
@@ -128,7 +132,7 @@ def sum_by_state(
 def unrolled_loss(
     batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge
 ) -> LossOutput:
-    """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
+    Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
     of the logits that `judge` makes.
     """
     steps = len(unrolled)

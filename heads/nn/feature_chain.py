@@ -67,7 +67,7 @@ class Network(Protocol):
 
 @dataclass
 class State:
-    """keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1, H]: the layer's output at the
+    keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1, H]: the layer's output at the
     last seen row, which predicts the root's children. root, root_position [B] int64.
     """
 
@@ -127,7 +127,8 @@ class Chain:
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run, attention and MLP of its last row only: that one predicts the root's children.
+        """Keys and values of the whole run, attention and MLP of its last row only: that one predicts the root's
+        children.
 
         Padded entries are written behind the run, where the next one overwrites them before anything sees them.
         """

@@ -21,11 +21,17 @@ from scripts.convert import to_dataclass
 RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 
 MICRO: dict[str, dict[str, Any]] = {
+    "early_exit": {},
+    "kangaroo": {},
+    "layer_skip": {},
     "distilled": {"from_target_layers": [0, 1]},
     "eagle": {},
     "eagle3": {"draft_vocab_size": 31, "ttt_steps": 2},
+    "fastmtp": {"depths": 2},
     "hass": {"align_steps": 2},
+    "jacobi": {},
     "medusa": {},
+    "mtp": {},
     "ngram": {},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
@@ -57,6 +63,18 @@ WITH_WEIGHTS = [name for name in RECIPES if get_kind(recipe(name)[0]).trainable]
 UNREACHED: dict[str, tuple[str, ...]] = {}
 """Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
 SENSELESS: dict[str, list[dict[str, Any]]] = {
+    "early_exit": [
+        {"exit_layer": 6},
+        {"exit_layer": 2, "layers": [0, 1]},
+        {"layers": [2, 1]},
+        {"layers": [0, 7]},
+        {"layers": [0, 1], "adapter": "attention"},
+        {"adapter": "mlp"},
+        {"layers": [0, 2], "without_mlp": [1]},
+        {"layers": [0, 2], "without_attention": [0, 2]},
+        {"skip_ratio": 1.0},
+        {"hard_label_weight": 2.0},
+    ],
     "distilled": [{"jsd_beta": 1.0}, {"forward_kl": 0.0}, {"from_target_layers": [1, 0]}, {"num_layers": 0}],
     "eagle": [
         {"align_steps": 0},
@@ -71,6 +89,8 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"decay": 0.0},
     ],
     "medusa": [{"num_heads": 0}, {"decay": 1.5}, {"num_heads": 3}],
+    "mtp": [{"depths": 0}, {"beta": 1.5}, {"depths": 3}, {"shared": True, "from_target_layer": 99}],
+    "jacobi": [{"fill": "promt"}],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
 }
 """Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""
