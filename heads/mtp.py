@@ -140,7 +140,7 @@ class Drafter(FeatureDrafter):
         )
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        Random blocks or a layer of the target; a block's input starts as the state with a little of both, its final norm as the
+        """Random blocks or a layer of the target; a block's input starts as the state with a little of both, its final norm as the
         target's.
         """
         initialise_blocks(self, generator)

@@ -132,7 +132,7 @@ def sum_by_state(
 def unrolled_loss(
     batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge
 ) -> LossOutput:
-    Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
+    """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
     of the logits that `judge` makes.
     """
     steps = len(unrolled)

@@ -67,7 +67,7 @@ class Network(Protocol):
 
 @dataclass
 class State:
-    keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1, H]: the layer's output at the
+    """keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1, H]: the layer's output at the
     last seen row, which predicts the root's children. root, root_position [B] int64.
     """
 

@@ -61,8 +61,8 @@ class Owner(Protocol):
 
 @dataclass
 class State:
-    keys, values: per module in use [B, S, g, d], column t in slot t, behind them room for drafted nodes. outputs [B, 1, E, H]: what
-    each module gave in the last committed column. root, root_position [B] int64.
+    """keys, values: per module in use [B, S, g, d], column t in slot t, behind them room for drafted nodes.
+    outputs [B, 1, E, H]: what each module gave in the last committed column. root, root_position [B] int64.
     """
 
     keys: list[Tensor]
