@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from heads.api.drafter import Drafter, Noise, Proposal, TargetStates
+from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
@@ -67,6 +67,7 @@ class PlacedDrafter:
         self.needs: FeatureSpec = drafter.needs
         self.transfer = Transfer()
         self._tree: tuple[DraftShape, DraftShape] | None = None
+        self._proposed: TokenTree | None = None  # the last proposal's tree, where the drafter lives
         self._noise: tuple[Noise, Any, dict[str, tuple[Tensor, int]]] | None = None
         if isinstance(drafter, nn.Module):
             drafter.to(self.device).eval()
@@ -78,6 +79,7 @@ class PlacedDrafter:
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
         proposal = self.drafter.propose(state, self._keyed(noise))
+        self._proposed = proposal.tree
         assert self._tree is not None
         given, placed = self._tree
         tree = given if proposal.tree is placed else self._tree_back(proposal.tree)
@@ -87,6 +89,8 @@ class PlacedDrafter:
             tree,
             None if proposal.logits is None else self._back(proposal.logits),
             None if proposal.token_ids is None else self._back(proposal.token_ids),
+            None if proposal.confidence is None else self._back(proposal.confidence),
+            None if proposal.limit is None else self._back(proposal.limit),
         )
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
@@ -106,7 +110,14 @@ class PlacedDrafter:
             valid.bool(),
             self._over(seen.taps) if self.needs.taps and seen.taps is not None else None,
             self._over(seen.last_hidden) if wants_hidden and seen.last_hidden is not None else None,
+            None if seen.verified is None else self._verification(seen.verified),
         )
+
+    def _verification(self, verified: Verified) -> Verified:
+        """A verification on the drafter's device; its tree is the drafter's own and stayed there."""
+        assert self._proposed is not None
+        tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
+        return Verified(tokens, picks, self._proposed, self._over(verified.path))
 
     def _shape(self, tree: DraftShape) -> DraftShape:
         """The shape to fill on the drafter's device; remembered, as it rarely changes."""

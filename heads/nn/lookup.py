@@ -1,0 +1,96 @@
+"""The text of every row, for drafters that look things up in it instead of computing (n-gram, Jacobi, lookahead, suffix).
+
+Legend: B rows, S slots of a row's history, T positions, D depth of a draft, M tokens asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.api.tree import DraftShape, TokenTree
+
+_SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
+
+
+@dataclass
+class History:
+    """tokens [B, S] int64: prompt and answer so far, the root last; length [B] int64: how many of them are set.
+
+    Slots behind the length hold leftovers that nobody may read.
+    """
+
+    tokens: Tensor
+    length: Tensor
+
+    @classmethod
+    def start(cls, seen: TargetStates, max_depth: int, capacity: int) -> History:
+        """The history after prefill, with room for `capacity` positions and a draft of `max_depth`."""
+        batch, width = seen.tokens.shape
+        # Padded entries of a commit are written behind the length, hence the extra room.
+        slots = max(capacity, width) + max_depth + 2
+        history = cls(seen.tokens.new_zeros(batch, slots), torch.zeros_like(seen.lengths))
+        history.tokens[:, :width] = seen.tokens
+        history.append(seen)
+        return history
+
+    def append(self, run: TargetStates) -> None:
+        """Take over a committed run, in place."""
+        first = run.positions[:, :1] + 1
+        slots = first + torch.arange(run.tokens.shape[1], device=first.device)
+        self.tokens.scatter_(1, slots, run.next_tokens)
+        self.length.copy_(first[:, 0] + run.lengths)
+
+    @property
+    def last(self) -> Tensor:
+        """Slots of the roots [B, 1]."""
+        return (self.length - 1)[:, None]
+
+    @property
+    def root(self) -> Tensor:
+        """The newest tokens [B, 1]."""
+        return self.tokens.gather(1, self.last)
+
+    def newest(self, count: int) -> Tensor:
+        """The last `count` tokens [B, count], the root last; -1 before the text's beginning."""
+        slots = self.last + torch.arange(1 - count, 1, device=self.length.device)
+        return torch.where(slots >= 0, self.tokens.gather(1, slots.clamp(min=0)), -1)
+
+    def drawn(self, positions: Tensor) -> Tensor:
+        """Tokens of the text [B, M] chosen as if at random, by the positions [B, M] they are wanted for alone."""
+        return self.tokens.gather(1, positions * _SPREAD % self.length[:, None])
+
+    def following(self, tokens: Tensor, otherwise: Tensor) -> Tensor:
+        """What followed the last earlier occurrence of each of `tokens` [B, M]; `otherwise` [B, M] where there is none."""
+        slots = torch.arange(self.tokens.shape[1], device=tokens.device)
+        same = (self.tokens[:, None] == tokens[..., None]) & (slots < self.last)[:, None]  # [B, M, S]
+        best, slot = torch.where(same, slots, -1).max(-1)
+        return torch.where(best >= 0, self.tokens.gather(1, slot + 1), otherwise)
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """A tree that does not change while a batch is decoded; shared between its rows."""
+
+    tree: TokenTree
+    shared_between_rows: ClassVar[bool] = True
+
+
+class ChainCache:
+    """The longest chain within a shape, for drafters with one continuation. Remembers the last one, since every refilled row starts
+    with the same shape.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[DraftShape, Fixed] | None = None
+
+    def of(self, shape: DraftShape, device: torch.device) -> Fixed:
+        if self._known is None or self._known[0] is not shape:
+            own = isinstance(shape, TokenTree) and shape.is_chain
+            depth = min(shape.max_depth, shape.num_nodes - 1)
+            self._known = shape, Fixed(shape if own else TokenTree.chain(depth, device))  # type: ignore[arg-type]
+        return self._known[1]
