@@ -1,0 +1,255 @@
+"""Early exit: the target's first layers, or any set of its layers, draft for all of them.
+
+Three methods are settings of this kind. Exit after layer E, straight into the target's final norm and LM head
+(LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept layers, found by a search, the
+residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/search_layers.py`).
+Exit after layer E into a small trained adapter: one attention block and norms of its own in front of the LM head
+(Kangaroo, 2404.18911). Nothing of the target is copied: `heads.nn.target_drafting` says how.
+
+Loss: cross entropy of the exit's logits against the target's distribution at every supervised position. With an
+adapter it trains the adapter. Without one there is nothing of this drafter's own to train, and the loss flows into
+the taps: what a joint finetuning of the target lowers (LayerSkip).
+
+Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.checkpoint import unset_parameters
+from heads.api.errors import UserError, suggest
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.nn import init, losses
+from heads.nn.attention import packed_mask, sequence_attention
+from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.rope import Rotation
+from heads.nn.target_drafting import SelfDrafter
+from heads.nn.target_layers import Block, KeptLayer
+
+ADAPTERS = ("none", "attention", "layer")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of an early exit. Layers are numbered from 0."""
+
+    exit_layer: int = 0
+    """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of them."""
+    layers: tuple[int, ...] = ()
+    """Keep exactly these layers instead (ascending); what `python -m scripts.search_layers` finds."""
+    skip_ratio: float = 0.0
+    """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last are kept. A set to start from
+    when none was searched."""
+    without_attention: tuple[int, ...] = ()
+    """Kept layers whose attention is left out."""
+    without_mlp: tuple[int, ...] = ()
+    """Kept layers whose MLP is left out."""
+    adapter: str = "none"
+    """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or layer (with an MLP as well).
+    An adapter has to be trained; it needs `exit_layer`."""
+    hard_label_weight: float = 0.0
+    """Share of the loss taken against the answer's token instead of the target's distribution (0 to 1)."""
+
+    def __post_init__(self) -> None:
+        if self.adapter not in ADAPTERS:
+            raise UserError(f"head.adapter '{self.adapter}' is unknown.{suggest(self.adapter, ADAPTERS)}")
+        if self.exit_layer < 0:
+            raise UserError(
+                f"head.exit_layer must be at least 1, or 0 for half the layers; given {self.exit_layer}."
+            )
+        if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:
+            raise UserError(
+                "head.exit_layer, head.layers and head.skip_ratio exclude each other: give one of them."
+            )
+        if not 0.0 <= self.skip_ratio < 1.0:
+            raise UserError(f"head.skip_ratio must be at least 0 and below 1; given {self.skip_ratio}.")
+        left_out = self.layers or self.skip_ratio
+        if self.adapter != "none" and (left_out or self.without_attention or self.without_mlp):
+            raise UserError(
+                "head.adapter continues the target's true stream after head.exit_layer, so no layer before it can be left out: "
+                "drop head.layers, head.skip_ratio, head.without_attention and head.without_mlp, or set head.adapter=none."
+            )
+        if not 0.0 <= self.hard_label_weight <= 1.0:
+            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
+
+
+def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
+    """The layers that a configuration keeps of a target; raises `UserError` for ones that make no sense."""
+    every = info.num_layers
+    layers = config.layers or tuple(range(config.exit_layer or max(1, every // 2)))
+    if config.skip_ratio:
+        kept = max(2, every - round(config.skip_ratio * every))
+        layers = tuple(sorted({round(place * (every - 1) / (kept - 1)) for place in range(kept)}))
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < every:
+        name = "layers" if config.layers else "exit_layer"
+        given = list(config.layers) if config.layers else config.exit_layer
+        raise UserError(
+            f"head.{name} must name layers of the target in ascending order: it has {every} layers, numbered from 0; given {given}."
+        )
+    for name in ("without_attention", "without_mlp"):
+        stray = sorted(set(getattr(config, name)) - set(layers))
+        if stray:
+            raise UserError(f"head.{name} names layers {stray} that are not kept; kept are {list(layers)}.")
+    if not set(layers) - set(config.without_attention):
+        raise UserError(
+            "head.without_attention leaves no layer with attention: a draft would not see its own prefix."
+        )
+    return tuple(
+        KeptLayer(layer, layer not in config.without_attention, layer not in config.without_mlp)
+        for layer in layers
+    )
+
+
+class Adapter(nn.Module):
+    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `Block` of a drafter's stack."""
+
+    attends = True
+    window = 0
+
+    def __init__(self, shape: LayerShape, with_mlp: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps) if with_mlp else None
+        self.mlp = MLP(shape) if with_mlp else None
+        self.cache_shape = (shape.num_key_value_heads, shape.head_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.input_layernorm.weight.dtype
+
+    def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return self.self_attn.key_value(self.input_layernorm(states.to(self.dtype)), self._cast(rotation))
+
+    def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        normed, rotation = self.input_layernorm(states.to(self.dtype)), self._cast(rotation)
+        return self.self_attn.query(normed, rotation), *self.self_attn.key_value(normed, rotation)
+
+    def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
+        out: Tensor = states.to(self.dtype) + self.self_attn.o_proj(attended)
+        if self.mlp is not None and self.post_attention_layernorm is not None:
+            out = out + self.mlp(self.post_attention_layernorm(out))
+        return out
+
+    def _cast(self, rotation: Rotation) -> Rotation:
+        return rotation[0].to(self.dtype), rotation[1].to(self.dtype)
+
+
+class Drafter(SelfDrafter):
+    """Some of the target's layers, its LM head, and an adapter between them if it has one."""
+
+    kind: ClassVar[str] = "early_exit"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        kept = kept_layers(config, info)
+        super().__init__(config, info, kept)
+        self.exit = kept[-1].layer + 1
+        self.whole = kept == tuple(KeptLayer(layer) for layer in range(self.exit))
+        taps = {item.layer for item in kept if item.attention}
+        # Training reads the stream at the exit, whether an adapter or the target itself is trained.
+        self.needs = FeatureSpec(tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True)
+        self.adapter: Adapter | None = None
+        self.norm: RMSNorm | None = None
+        if config.adapter != "none":
+            shape = LayerShape(
+                info.hidden_size,
+                info.num_attention_heads,
+                info.num_key_value_heads,
+                info.head_dim,
+                info.intermediate_size,
+                info.rms_norm_eps,
+            )
+            self.adapter = Adapter(shape, with_mlp=config.adapter == "layer")
+            self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
+        unset_parameters(self)
+
+    @classmethod
+    def works_untrained(cls, config: Any) -> bool:
+        """Without an adapter it consists of the target's own parts."""
+        return bool(config.adapter == "none")
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """A random adapter that adds little to the exit's state at first, so that training starts from the plain exit."""
+        initialise_blocks(self, generator)
+        if self.adapter is None or self.norm is None:
+            return
+        init.copy(self.norm.weight, self._final_norm)
+        with torch.no_grad():
+            self.adapter.self_attn.o_proj.weight.mul_(0.1)
+            if self.adapter.mlp is not None:
+                self.adapter.mlp.down_proj.weight.mul_(0.1)
+
+    def _own_blocks(self) -> Sequence[tuple[Block, int]]:
+        return () if self.adapter is None else ((self.adapter, self.exit),)
+
+    def _normalise(self, states: Tensor) -> Tensor:
+        if self.norm is None:
+            return super()._normalise(states)
+        out: Tensor = self.norm(states)
+        return out
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def _sequence(self, batch: TrainBatch) -> Tensor:
+        """What enters the LM head [B, T, H] when the first layers are whole: the entry at t predicts token t+1.
+
+        Up to the exit the drafter computes what the target computes, so the tap there is its state at every depth.
+        """
+        assert batch.taps is not None, "early_exit needs the target's taps"
+        states = batch.taps[:, :, -1]
+        if self.adapter is not None:
+            query, key, value = self.adapter.project(
+                states, self._rope.at(batch.positions, self.adapter.dtype)
+            )
+            mask = packed_mask(batch.segments)
+            states = self.adapter.finish(states, sequence_attention(query, key, value, mask))
+        return self._normalise(states)
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Cross entropy of the exit's prediction against the target's, at every position whose next token is supervised.
+
+        Gradients reach the adapter, and the taps if they ask for them. With layers left out it is the first drafted token's
+        loss: one step behind the true states.
+        """
+        ahead = 1 if self.whole else 2
+        outputs = (self._sequence(batch) if self.whole else self._unroll(batch, 1)[0]).flatten(
+            0, 1
+        )  # [B*T, H]
+        wanted = batch.supervised(ahead).flatten()
+        tokens, weight = batch.tokens.flatten(), self.config.hard_label_weight
+        assert batch.last_hidden is not None, "early_exit trains against the target's distribution"
+        assert batch.target_logits is not None, "early_exit trains against the target's distribution"
+        word, last_hidden = batch.target_logits, batch.last_hidden.flatten(0, 1)
+
+        def part(rows: Tensor) -> losses.Sums:
+            logits = self._logits(outputs.index_select(0, rows))  # [M, V]
+            with torch.no_grad():
+                target_logits = word(last_hidden.index_select(0, rows + ahead - 1))
+                wide = torch.promote_types(target_logits.dtype, torch.float32)
+                probabilities = target_logits.softmax(-1, dtype=wide)
+            values = losses.soft_cross_entropy(logits, probabilities)
+            if weight > 0:
+                values = torch.lerp(values, losses.cross_entropy(logits, tokens[rows + ahead]), weight)
+            hits = losses.best_column(logits) == losses.best_column(target_logits)
+            return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
+
+        rows = wanted.nonzero().squeeze(1)
+        total, correct = losses.sum_over_rows(part, rows, self.info.vocab_size)
+        return LossOutput(
+            total.sum(), losses.depth_metrics(total, correct, torch.full_like(correct, rows.shape[0]))
+        )
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Depth k at t is the exit's prediction from token t+k [B, T, V]; entries past the end mean nothing."""
+        if not self.whole:
+            return super().train_logits(batch, depth)
+        logits = self._logits(self._sequence(batch))
+        return [logits.roll(-k, 1) for k in range(1, depth + 1)]
