@@ -193,7 +193,7 @@ def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], m
     def part(first: int) -> Tensor:
         end = min(first + rows, length)
         allowed = None if mask is None else mask[:, :, first:end, :end]
-        return _chained_rows(
+        return chained_rows(
             grouped[:, first:end],
             own[:, first:end],
             own_values[:, first:end],
@@ -208,7 +208,7 @@ def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], m
     return torch.cat(pieces, 1).flatten(2)
 
 
-def _chained_rows(
+def chained_rows(
     grouped: Tensor, own: Tensor, own_values: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values [B, Q, g,
