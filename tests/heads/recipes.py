@@ -21,9 +21,12 @@ from scripts.convert import to_dataclass
 RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 
 MICRO: dict[str, dict[str, Any]] = {
+    "cascade": {},
+    "cascade_join": {"branches": [2]},
     "early_exit": {},
     "kangaroo": {},
     "layer_skip": {},
+    "quantized_self": {"group_size": 8},
     "distilled": {"from_target_layers": [0, 1]},
     "eagle": {},
     "eagle3": {"draft_vocab_size": 31, "ttt_steps": 2},
@@ -32,6 +35,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "jacobi": {},
     "medusa": {},
     "mtp": {},
+    "peagle": {"draft_vocab_size": 31, "num_layers": 2, "depths": 4},
     "ngram": {},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
@@ -63,6 +67,25 @@ WITH_WEIGHTS = [name for name in RECIPES if get_kind(recipe(name)[0]).trainable]
 UNREACHED: dict[str, tuple[str, ...]] = {}
 """Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
 SENSELESS: dict[str, list[dict[str, Any]]] = {
+    "quantized_self": [
+        {"bits": 3},
+        {"group_size": 5},
+        {"group_size": 32},
+        {"layers": [1, 0]},
+        {"layers": [99]},
+    ],
+    "cascade": [
+        {},
+        {"mode": "sideways"},
+        {"parts": [{"kind": "ngram"}]},
+        {"parts": [{"kind": "ngram"}, {"kind": "ngram"}]},  # cannot judge tokens
+        {"parts": [{"kind": "early_exit"}, {"kind": "early_exit"}]},  # reads states that do not exist
+        {"parts": [{"kind": "ngram"}, {"kind": "ngram"}, {"kind": "ngram"}]},
+        {"parts": [{"kind": "ngram"}, {"checkpoint": "x", "kind": "ngram"}], "mode": "join"},
+        {"parts": [{"kind": "ngram"}, {"kind": "jacobi"}], "mode": "join"},
+        {"parts": [{"kind": "ngram"}, {"kind": "early_exit"}], "proposed": 0},
+        {"parts": [{"kind": "ngram"}, {"kind": "early_exit"}], "mode": "join", "branches": []},
+    ],
     "early_exit": [
         {"exit_layer": 6},
         {"exit_layer": 2, "layers": [0, 1]},
@@ -90,6 +113,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
     ],
     "medusa": [{"num_heads": 0}, {"decay": 1.5}, {"num_heads": 3}],
     "mtp": [{"depths": 0}, {"beta": 1.5}, {"depths": 3}, {"shared": True, "from_target_layer": 99}],
+    "peagle": [{"depths": 0}, {"keep": 0.0}, {"taps": [99]}, {"hard_label_weight": 2.0}],
     "jacobi": [{"fill": "promt"}],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
 }

@@ -1,0 +1,132 @@
+"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they attend to, where their predictions go.
+
+Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask row j predicts token
+t+2+j. It attends to the true rows up to its anchor and to the mask rows of its own anchor up to itself. A row of mask
+rows per position would multiply the work by the depths, so training keeps fewer anchors the deeper it goes (COD,
+conditional drop: a share r^j of them, never less than a floor; methods.md 2.9 and 2.10). What is kept at one depth is
+kept at all before it, because the mask rows of an anchor read each other.
+
+Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g key/value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads.api.batch import TrainBatch
+from heads.nn import attention, losses
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows first; sizes: how
+    many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size] bool, False where a row of the batch
+    has fewer.
+    """
+
+    order: Tensor
+    sizes: tuple[int, ...]
+    kept: tuple[Tensor, ...]
+
+    @classmethod
+    def everywhere(cls, batch: TrainBatch, depths: int) -> Anchors:
+        """Every position at every depth, as drafting would have it."""
+        rows, length = batch.tokens.shape
+        order = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
+        kept = torch.ones_like(order, dtype=torch.bool)
+        return cls(order, (length,) * (depths - 1), (kept,) * (depths - 1))
+
+    @classmethod
+    def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> Anchors:
+        """A random share max(keep^j, floor) of the useful anchors for mask row j, drawn from the batch's seeds.
+
+        Useful is an anchor with a supervised token beyond its own prediction. The numbers are rounded up row by row, so
+        that they do not depend on what else is in the batch. Asks the device once; for training only.
+        """
+        device, length = batch.tokens.device, batch.tokens.shape[1]
+        useful = torch.zeros_like(batch.loss_mask)
+        for depth in range(2, depths + 1):
+            useful |= batch.supervised(depth + 1)
+        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()]).to(device)
+        order = (drawn + 2.0 * ~useful).argsort(1)
+        counts = useful.sum(1).tolist()
+        sizes, kept = [], []
+        for row in range(1, depths):
+            share = max(keep**row, floor)
+            per_row = [math.ceil(share * count) for count in counts]
+            sizes.append(max(per_row))
+            places = torch.arange(sizes[-1], device=device)
+            kept.append(places < torch.tensor(per_row, device=device)[:, None])
+        return cls(order[:, : max(sizes, default=0)], tuple(sizes), tuple(kept))
+
+    def at(self, values: Tensor, row: int) -> Tensor:
+        """Values [B, T] of the anchors that mask row `row` (1-based) has -> [B, size]."""
+        return values.gather(1, self.order[:, : self.sizes[row - 1]])
+
+    def visible(self, segments: Tensor) -> Tensor:
+        """[B, 1, A, T] bool: the true rows that an anchor's mask rows see, for segments [B, T]."""
+        own = segments.gather(1, self.order)
+        earlier = torch.arange(segments.shape[1], device=segments.device) <= self.order[..., None]
+        return ((segments[:, None, :] == own[..., None]) & earlier)[:, None]
+
+    def places(self, batch: TrainBatch, depths: int) -> tuple[Tensor, Tensor]:
+        """(places, wanted) for `sum_by_state`: [K, B*T] int64, where among all outputs the one of each depth that
+        predicts from each flat state lies; [B*T, K] bool, which of these exist and are supervised.
+
+        All outputs: the true rows [B, T], then the mask rows depth by depth [B, size], each flattened.
+        """
+        rows, length = batch.tokens.shape
+        device, states = batch.tokens.device, rows * length
+        first_of_row = torch.arange(rows, device=device)[:, None] * length
+        places = [(torch.arange(states, device=device) - 1).clamp(min=0)]
+        exists = [torch.ones(states, dtype=torch.bool, device=device)]
+        offset = states
+        for row, size in enumerate(self.sizes[: depths - 1], start=1):
+            ahead = self.order[:, :size] + row + 1
+            inside = (ahead < length) & self.kept[row - 1]
+            # What lies outside is written behind the last state and cut off.
+            at = torch.where(inside, first_of_row + ahead, states).flatten()
+            numbers = offset + torch.arange(rows * size, device=device)
+            places.append(numbers.new_zeros(states + 1).scatter_(0, at, numbers)[:states])
+            found = torch.zeros(states + 1, dtype=torch.bool, device=device)
+            exists.append(found.scatter_(0, at, torch.ones_like(at, dtype=torch.bool))[:states])
+            offset += rows * size
+        return torch.stack(places), losses.supervised_states(batch, depths) & torch.stack(exists, 1)
+
+
+def anchored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    visible: Tensor,
+) -> Tensor:
+    """Attention of mask rows at one depth -> [B, M, h * D].
+
+    query [B, M, h, D]; key, value [B, T, g, D]: of the true rows, seen where `visible` [B, 1, M, T] says so; own_keys,
+    own_values: [B, M, g, D] of the same anchors' mask rows up to this depth.
+    """
+    batch, rows, heads, size = query.shape
+    kv_heads, length = key.shape[2], key.shape[1]
+    grouped = query.view(batch, rows, kv_heads, heads // kv_heads, size) * size**-0.5
+    own = torch.stack([(grouped * each[:, :, :, None]).sum(-1) for each in own_keys], -1)
+    values = torch.stack(own_values, 3)  # [B, M, g, j, D]
+    chunk = max(1, attention.CHUNK_ELEMENTS // (batch * heads * length))
+
+    def part(first: int) -> Tensor:
+        span = slice(first, min(first + chunk, rows))
+        return attention.chained_rows(
+            grouped[:, span], own[:, span], values[:, span], key, value, visible[:, :, span]
+        )
+
+    if chunk >= rows:
+        return part(0).flatten(2)
+    pieces: list[Tensor] = [checkpoint(part, first, use_reentrant=False) for first in range(0, rows, chunk)]
+    return torch.cat(pieces, 1).flatten(2)
