@@ -1,0 +1,118 @@
+"""Quantised self: the target with 8-bit or 4-bit weights drafts for itself.
+
+A quantised copy of the target picks the target's own token nearly always, so chains are accepted almost whole
+(QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading weights a draft costs a half or
+a quarter of a plain step. Weights are quantised when the drafter is bound (`heads.nn.quantized`), nothing is trained
+or stored. Its key/value cache is full precision: of committed tokens it holds the true streams' keys and values as
+seen through the quantised projections, of drafted tokens its own (`heads.nn.target_drafting`).
+
+It pays only where the packed product is faster than the plain one; where torch has none for the device and dtype,
+weights are unpacked for every product, and drafting is slower than the target.
+
+Legend: B rows, T positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.nn.quantized import Int4Linear, Int8Linear, PackedLinear
+from heads.nn.target_drafting import SelfDrafter
+from heads.nn.target_layers import KeptLayer, MakeProduct
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of a quantised self."""
+
+    bits: int = 4
+    """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
+    group_size: int = 64
+    """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have fast products on CPUs."""
+    quantize_head: bool = True
+    """Quantise the LM head as well; otherwise the target's own is used."""
+    layers: tuple[int, ...] = ()
+    """Run only these layers of the target (ascending, 0-based); empty: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise UserError(f"head.bits must be 4 or 8; given {self.bits}.")
+        if self.group_size < 2 or self.group_size % 2:
+            raise UserError(
+                f"head.group_size must be an even number of weights, such as 64; given {self.group_size}."
+            )
+
+
+class Drafter(SelfDrafter):
+    """The target itself in fewer bits."""
+
+    kind: ClassVar[str] = "quantized_self"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        layers = config.layers or tuple(range(info.num_layers))
+        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < info.num_layers:
+            raise UserError(
+                f"head.layers must name layers of the target in ascending order: it has {info.num_layers} layers, numbered "
+                f"from 0; given {list(layers)}."
+            )
+        super().__init__(config, info, tuple(KeptLayer(layer) for layer in layers))
+        inputs = {info.hidden_size, info.intermediate_size, info.num_attention_heads * info.head_dim}
+        odd = sorted(size for size in inputs if size % config.group_size)
+        if config.bits == 4 and odd:
+            raise UserError(
+                f"head.group_size {config.group_size} does not divide the target's sizes {odd}. Give one that divides "
+                f"{sorted(inputs)}, or use head.bits=8."
+            )
+        self.needs = FeatureSpec(layers)
+        self.packed = nn.ModuleList()
+        self._head: PackedLinear | None = None
+
+    @classmethod
+    def works_untrained(cls, config: Any) -> bool:
+        """It has no weights but the target's."""
+        return True
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Quantise the target's layers, and its LM head if asked for. Takes a moment for large targets."""
+        self.packed = nn.ModuleList()
+        super().bind(weights)
+        self._head = None
+        if self.config.quantize_head:
+            self._head = self._pack(weights.lm_head, None)
+
+    def _maker(self, weights: TargetWeights) -> MakeProduct:
+        return self._pack
+
+    @torch.no_grad()
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        packed = (
+            Int8Linear(weight, bias)
+            if self.config.bits == 8
+            else Int4Linear(weight, bias, self.config.group_size)
+        )
+        self.packed.append(packed)
+        return packed
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Nothing: all weights come from the target when it is bound."""
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        if self._head is None:
+            return super()._logits(normed)
+        out: Tensor = self._head(normed)
+        return out
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """There is none; raises `UserError`."""
+        raise UserError(
+            "kind 'quantized_self' has no weights of its own, so there is nothing to train. Measure it as it is: "
+            "name it in measure.heads."
+        )
