@@ -71,7 +71,10 @@ class Proposal:
     weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
     token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
     confidence [B, N] float32 in [0, 1]: the drafter's own estimate that node i is accepted given that its parent was; the root's
-    means nothing. None from drafters that have none.
+    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.adaptive`).
+    None from drafters that have none.
+    limit [B] int64: the deepest level of each row that counts; deeper nodes are dead: neither kept nor tested. None: all levels.
+    It may depend on what was drafted down to that level and on nothing deeper.
     """
 
     tokens: Tensor
@@ -79,6 +82,7 @@ class Proposal:
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     confidence: Tensor | None = None
+    limit: Tensor | None = None
 
 
 class Noise(Protocol):
@@ -150,6 +154,8 @@ class TrainableDrafter(nn.Module):
 
     kind: ClassVar[str]
     needs: FeatureSpec
+    trains: ClassVar[bool] = True
+    """False for kinds that hold weights without training any (cascades: their parts are trained on their own)."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__()

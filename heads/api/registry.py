@@ -26,8 +26,8 @@ class Kind:
 
     @property
     def trainable(self) -> bool:
-        """False for kinds without weights (n-gram lookup), which have the decoding contract only."""
-        return issubclass(self.drafter_class, TrainableDrafter)
+        """False for kinds with the decoding contract only: without weights (n-gram lookup) or without weights of their own."""
+        return issubclass(self.drafter_class, TrainableDrafter) and self.drafter_class.trains
 
     def needs_training(self, config: Any) -> bool:
         """Whether a drafter of this configuration has to be trained before it drafts."""

@@ -27,5 +27,7 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
             for old_part, new_part in zip(old_value, new_value, strict=True):
                 if isinstance(old_part, Tensor):
                     old_part[rows.to(old_part.device)] = new_part
+                elif is_dataclass(old_part) and not getattr(old_part, "shared_between_rows", False):
+                    write_rows(old_part, rows, new_part)
         elif is_dataclass(old_value) and not getattr(old_value, "shared_between_rows", False):
             write_rows(old_value, rows, new_value)

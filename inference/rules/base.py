@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
@@ -32,6 +33,18 @@ class Verdict:
     accepted: Tensor
     refused: Tensor
     tokens: Tensor
+
+
+def without_dead(proposal: Proposal) -> Tensor:
+    """The drafted tokens [B, N], -1 (which no target picks) at nodes behind `Proposal.limit`."""
+    if proposal.limit is None:
+        return proposal.tokens
+    return torch.where(proposal.tree.depth <= proposal.limit[:, None], proposal.tokens, -1)
+
+
+def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
+    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was left to be tested."""
+    return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
 class Rule(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from inference.kernels.reference_commit import ACCEPT_WALK
 from inference.noise import SharedNoise, Stream
-from inference.rules.base import Verdict
+from inference.rules.base import Verdict, tested, without_dead
 
 
 class Match:
@@ -29,7 +29,9 @@ class Match:
     def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
         """See `Rule.judge`."""
         picks = noise.target_pick(logits, positions + 1)
-        found = ACCEPT_WALK(proposal.tokens, picks, proposal.tree)
+        found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
         # accepted drafts ARE the picks before them
         tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
-        return Verdict(found.path, found.accepted, found.has_children, tokens)
+        return Verdict(
+            found.path, found.accepted, tested(found.has_children, found.accepted, proposal), tokens
+        )

@@ -55,13 +55,15 @@ class SpecInfer:
         walking = torch.ones_like(node, dtype=torch.bool)
         refused = torch.zeros_like(walking)
         path, left, behind = [node], logits.new_zeros(()), node
-        for width in (*self._widths, 0):  # behind the deepest level nothing is tried
+        for level, width in enumerate((*self._widths, 0)):  # behind the deepest level nothing is tried
             p = target_probabilities(at_node(logits, node), settings)
             rest, position = p, positions.gather(1, node[:, None]) + 1
             found, child = torch.zeros_like(walking), node
             if width:
                 children = self._children[node, :width]
                 there = children > 0
+                if proposal.limit is not None:
+                    there = there & (level < proposal.limit)[:, None]
                 scores = draft_logits(
                     at_node(proposal.logits, node), settings, proposal.token_ids, p.shape[-1]
                 )

@@ -21,7 +21,7 @@ from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from inference.accept import walk
 from inference.noise import SharedNoise, Stream
-from inference.rules.base import Verdict
+from inference.rules.base import Verdict, tested
 from inference.rules.match import Match
 from inference.rules.weights import committed, target_probabilities
 
@@ -55,13 +55,14 @@ class Typical:
         row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         likely = p[row, parents, tokens]
         kept = likely > enough.gather(1, parents)
+        if proposal.limit is not None:
+            kept = kept & (tree.depth <= proposal.limit[:, None])
         found = walk(self._best_path(kept, likely, proposal).to(torch.int64), torch.ones_like(tokens), tree)
         last = found.path.gather(1, found.accepted[:, None])
         bonus = noise.target_pick(logits[row, last], positions.gather(1, last) + 1)[:, 0]
         drafted = tokens.gather(1, found.path[:, 1:])
-        return Verdict(
-            found.path, found.accepted, found.has_children, committed(drafted, found.accepted, bonus)
-        )
+        refused = tested(found.has_children, found.accepted, proposal)
+        return Verdict(found.path, found.accepted, refused, committed(drafted, found.accepted, bonus))
 
     def _best_path(self, kept: Tensor, likely: Tensor, proposal: Proposal) -> Tensor:
         """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the likeliest."""

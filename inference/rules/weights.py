@@ -74,8 +74,9 @@ def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
 class Chain:
     """A drafted chain with its weights.
 
-    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft, where nothing was drafted;
-    p_drafted, q_drafted [B, D]: the probabilities of the drafts where they were drawn.
+    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft that counts, where nothing was drafted;
+    p_drafted, q_drafted [B, D]: the probabilities of the drafts where they were drawn; 0 and 1 at dead ones, which are never kept.
+    limit [B] int64: `Proposal.limit`, or None.
     """
 
     drafted: Tensor
@@ -83,6 +84,7 @@ class Chain:
     q: Tensor
     p_drafted: Tensor
     q_drafted: Tensor
+    limit: Tensor | None = None
 
     @classmethod
     def of(cls, proposal: Proposal, logits: Tensor, settings: SamplingSettings) -> Chain:
@@ -92,8 +94,18 @@ class Chain:
         p = target_probabilities(logits, settings)
         scores = draft_logits(proposal.logits[:, :-1], settings, proposal.token_ids, p.shape[-1])
         q = torch.nn.functional.pad(scores.softmax(-1), (0, 0, 0, 1))
-        at = drafted[..., None]
-        return cls(drafted, p, q, p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0])
+        at, limit = drafted[..., None], proposal.limit
+        p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
+        if limit is not None:
+            live = (
+                torch.arange(p.shape[1], device=p.device) < limit[:, None]
+            )  # [B, N]: a draft follows that counts
+            q = torch.where(live[..., None], q, 0.0)
+            p_drafted, q_drafted = (
+                torch.where(live[:, :-1], p_drafted, 0.0),
+                torch.where(live[:, :-1], q_drafted, 1.0),
+            )
+        return cls(drafted, p, q, p_drafted, q_drafted, limit)
 
     def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
         """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p - q, 0).
@@ -113,5 +125,5 @@ class Chain:
         bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)
         place = torch.arange(self.p.shape[1], device=rest.device)
         path = torch.where(place <= at, place, 0)
-        refused = accepted < self.drafted.shape[1]
+        refused = accepted < (self.drafted.shape[1] if self.limit is None else self.limit)
         return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))

@@ -1,0 +1,235 @@
+"""Cascades: a drafter sped up by another drafter, or several drafters in one verification. Any depth, still lossless.
+
+`speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of two levels drafts a chain, and
+the lower one speculates for it just as the upper speculates for the target. `join` (horizontal): the trees of all parts stand
+behind one root and are verified together, for instance a neural tree and what a lookup found.
+
+A part is any kind, a cascade included, from a checkpoint or without weights. A cascade trains nothing: its parts are trained as
+themselves. Its checkpoint holds all of them.
+
+Legend: B rows, N nodes, W tokens that the upper level reads per round, R rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
+from heads.api.errors import UserError, suggest
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.nn.cascade_chain import Quiet, draft_chain, fill_tree
+from heads.nn.cascade_join import join, split_shape
+from heads.nn.cascade_parts import bind_part, build_part, initialise_part, modules_of, told, union
+from heads.nn.drafting import TreePlan, last_valid
+
+MODES = ("speed_up", "join")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of a cascade."""
+
+    mode: str = "speed_up"
+    """speed_up: the first part drafts for the second one, which drafts for the target. join: all parts draft for the target."""
+    parts: tuple[Mapping[str, Any], ...] = ()
+    """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training. speed_up: two, the smaller
+    first. join: two or more; the first one gets the asked shape, the others branches beside it."""
+    proposed: int = 3
+    """speed_up: tokens that the lower level proposes per inner round (>= 1)."""
+    rounds: int = 2
+    """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens, each further one 1 to
+    proposed + 1."""
+    branches: tuple[int, ...] = (5,)
+    """join: drafted tokens of each part after the first (>= 1); the last number also counts for those without one."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"head.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
+        if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):
+            raise UserError(
+                "head.parts of a cascade must list two parts (head.mode=speed_up: the smaller first) or more "
+                f"(head.mode=join); given: {len(self.parts)}. Longer chains are cascades of cascades."
+            )
+        if self.proposed < 1 or self.rounds < 1 or not self.branches or min(self.branches) < 1:
+            raise UserError(
+                "head.proposed, head.rounds and every entry of head.branches must be at least 1; given: "
+                f"{self.proposed}, {self.rounds}, {list(self.branches)}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most `rounds` rounds. Shared between the
+    rows of a batch.
+    """
+
+    shapes: list[DraftShape]
+    tree: TreePlan | None = None
+    rounds: int = 0
+    shared_between_rows: ClassVar[bool] = True
+
+
+@dataclass
+class State:
+    """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that were drafted and passes of the
+    upper level that this took since prefill (speed_up), for those who measure what the lower level saves.
+    """
+
+    parts: list[Any]
+    root: Tensor
+    root_position: Tensor
+    drafted: Tensor
+    passes: Tensor
+    plan: Plan
+
+
+class Drafter(TrainableDrafter):
+    """A cascade of other drafters; see the module."""
+
+    kind: ClassVar[str] = "cascade"
+    trains: ClassVar[bool] = False
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        parts = [build_part(given, info) for given in config.parts]
+        super().__init__(replace(config, parts=tuple(part.described for part in parts)), info)
+        self._parts = parts
+        self.drafters = [part.drafter for part in parts]
+        self.parts = modules_of(parts)
+        specs = [drafter.needs for drafter in self.drafters]
+        self._check(specs)
+        self.needs = union(specs)
+        self._plan: tuple[DraftShape, Plan] | None = None  # of the last shape asked for
+
+    def _check(self, specs: list[FeatureSpec]) -> None:
+        """Refuse parts that cannot do what this mode asks of them."""
+        for number, (drafter, needs) in enumerate(zip(self.drafters, specs, strict=True)):
+            if needs.verified:
+                raise UserError(
+                    f"head.parts[{number}] is of kind '{drafter.kind}', which learns from the verification of its own tree alone; "
+                    "in a cascade it would be shown another one. Use it by itself."
+                )
+        if self.config.mode == "join":
+            return
+        lower, upper = self.drafters
+        if specs[0].taps or specs[0].last_hidden:
+            raise UserError(
+                f"head.parts[0], kind '{lower.kind}', reads the target's inner states, which do not exist for what the level above "
+                "drafts. The lower level must draft from tokens alone: ngram, suffix, distilled, pard, or a cascade of those."
+            )
+        if not (hasattr(upper, "read") and hasattr(upper, "root_logits")):
+            raise UserError(
+                f"head.parts[1], kind '{upper.kind}', cannot judge tokens that another level drafted. The upper level must be a "
+                "language model of its own or a part of the target: distilled, early_exit, quantized_self."
+            )
+
+    @classmethod
+    def works_untrained(cls, config: Config) -> bool:
+        """A cascade trains nothing of its own."""
+        return True
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Attach the target's tensors to every part."""
+        for part in self._parts:
+            bind_part(part, weights)
+
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Fix the draft vocabularies of the parts that have no checkpoint."""
+        for part in self._parts:
+            if part.folder is None and isinstance(part.drafter, TrainableDrafter):
+                part.drafter.choose_vocabulary(counts)
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Load the parts' checkpoints, and set the weights of the parts that have none."""
+        for part in self._parts:
+            initialise_part(part, weights, generator)
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Raises `UserError`: the parts are trained as themselves."""
+        raise UserError(
+            "a cascade has nothing of its own to train: train its parts (`headstart train head=...`) and give their folders as "
+            "head.parts=[{checkpoint: FOLDER}, ...]."
+        )
+
+    # --- drafting ---------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; see the protocol."""
+        plan = self._plan_of(tree, seen.tokens.device)
+        # parts are told runs of the whole tree's depth, and the lower level also what the upper one chose beyond the root
+        room = capacity + tree.max_depth + 1
+        if plan.tree is not None:
+            room += plan.shapes[1].max_depth + self.config.proposed + 2
+        states = [
+            drafter.start(told(seen, drafter.needs, self.needs), shape, room)
+            for drafter, shape in zip(self.drafters, plan.shapes, strict=True)
+        ]
+        _, _, root, position = last_valid(seen)
+        counts = torch.zeros_like(root)
+        return State(states, root.clone(), position.clone(), counts, counts.clone(), plan)
+
+    def _plan_of(self, shape: DraftShape, device: torch.device) -> Plan:
+        """Remembered, because every refilled row starts with the same shape."""
+        if self._plan is None or self._plan[0] is not shape:
+            self._plan = (
+                shape,
+                (self._join_plan if self.config.mode == "join" else self._speed_plan)(shape, device),
+            )
+        return self._plan[1]
+
+    def _join_plan(self, shape: DraftShape, device: torch.device) -> Plan:
+        more = len(self.drafters) - 1
+        branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
+        return Plan(split_shape(shape, branches, device))
+
+    def _speed_plan(self, shape: DraftShape, device: torch.device) -> Plan:
+        if isinstance(shape, DynamicShape):  # there is one continuation: a chain as long as fits
+            shape = TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)
+        rounds = max(0, min(self.config.rounds, shape.max_depth - 1))  # every round adds at least one token
+        lower = TokenTree.chain(self.config.proposed, device)
+        upper = TokenTree.chain(max(1, rounds * (self.config.proposed + 1)), device)
+        return Plan([lower, upper], TreePlan.of(shape), rounds)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Draft; see the protocol. speed_up gives the upper level's own chain as far as it got (`Proposal.limit`)."""
+        if state.plan.tree is None:
+            return self._joined(state, noise)
+        plan, (lower, upper) = state.plan.tree, self.drafters
+        drafted = draft_chain(
+            lower,
+            state.parts[0],
+            upper,
+            state.parts[1],
+            state.root,
+            state.root_position,
+            state.plan.rounds,
+            noise,
+            keep=noise.keeps_logits or plan.max_rank > 0,
+        )
+        state.drafted.add_(drafted.live.clamp(max=plan.max_depth))
+        state.passes.add_(state.plan.rounds)
+        return fill_tree(plan, drafted, state.root_position, noise)
+
+    def _joined(self, state: State, noise: Noise) -> Proposal:
+        """All parts that got a share of the nodes; a single one drafts as if it were alone."""
+        asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
+        told_noise = noise if len(asked) == 1 else Quiet(noise)
+        return join([self.drafters[number].propose(state.parts[number], told_noise) for number in asked])
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Tell every part what was committed; see the protocol."""
+        for drafter, part in zip(self.drafters, state.parts, strict=True):
+            drafter.commit(part, told(accepted, drafter.needs, self.needs))
+        _, _, root, position = last_valid(accepted)
+        state.root.copy_(root)
+        state.root_position.copy_(position)
+        return state
