@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +14,16 @@ from heads.api.tree import TokenTree
 from heads.eagle3 import Config, Drafter
 from heads.nn import attention
 from inference.parity import check_parity
+from tests.heads.explicit import (
+    DOCUMENTS,
+    Rows,
+    attend,
+    behind_attention,
+    check_paths_of_a_tree,
+    project,
+    rms,
+)
 from tests.heads.micro import (
-    ForcedNoise,
     MicroTarget,
     PlainNoise,
     micro_target,
@@ -25,11 +31,6 @@ from tests.heads.micro import (
     seen_states,
 )
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
 VARIANTS = [
     {},
     {"tap_norm": False, "post_norm_recurrence": False},
@@ -59,21 +60,6 @@ def make(target: MicroTarget, **options: object) -> Drafter:
     return drafter.eval()
 
 
-def rms(weight: Tensor, x: Tensor) -> Tensor:
-    return x / (x.pow(2).mean() + 1e-6).sqrt() * weight
-
-
-def turn(x: Tensor, position: int) -> Tensor:
-    """Rotary embedding of one head vector by its definition."""
-    half = x.shape[0] // 2
-    out = x.clone()
-    for i in range(half):
-        angle = torch.tensor(position * 10000.0 ** (-2 * i / x.shape[0]), dtype=torch.float64)
-        out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
-        out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
-    return out
-
-
 def explicit_outputs(
     drafter: Drafter, document: list[int], taps: Tensor, steps: int
 ) -> dict[tuple[int, int], Tensor]:
@@ -81,49 +67,26 @@ def explicit_outputs(
     own tokens.
     """
     layer, attn = drafter.midlayer, drafter.midlayer.self_attn
-    size = attn.head_dim
-    groups = attn.q_proj.out_features // attn.k_proj.out_features
-
-    def row(token: int, feature: Tensor, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        x = torch.cat(
-            [
-                rms(layer.input_layernorm.weight, drafter.target.embedding[token]),
-                rms(layer.hidden_norm.weight, feature),
-            ]
-        )
-        heads = [(proj.weight @ x).split(size) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)]
-        return [turn(q, position) for q in heads[0]], [turn(k, position) for k in heads[1]], list(heads[2])
-
-    context: list[tuple[list[Tensor], list[Tensor]]] = []
+    context: Rows = []
     found = {}
     for t in range(len(document) - 1):
         parts = [taps[t, i] for i in range(taps.shape[1])]
         if drafter.fc_norm:
             parts = [rms(norm.weight, part) for norm, part in zip(drafter.fc_norm, parts, strict=True)]
         feature = drafter.fc.weight @ torch.cat(parts)
-        chain: list[tuple[list[Tensor], list[Tensor]]] = []
+        seen = list(context)
         for k in range(1, steps + 1):
             if t + k >= len(document):
                 break
-            query, key, value = row(document[t + k], feature, t + k - 1)
-            (context if k == 1 else chain).append((key, value))
-            seen = context + chain
-            attended = []
-            for head, q in enumerate(query):
-                scores = torch.stack([q @ keys[head // groups] for keys, _ in seen]) / math.sqrt(size)
-                weights = scores.softmax(0)
-                attended.append(
-                    sum(w * values[head // groups] for w, (_, values) in zip(weights, seen, strict=True))
-                )
-            x = feature + attn.o_proj.weight @ torch.cat(attended)
-            normed = rms(layer.post_attention_layernorm.weight, x)
-            mlp = layer.mlp
-            x = x + mlp.down_proj.weight @ (
-                F.silu(mlp.gate_proj.weight @ normed) * (mlp.up_proj.weight @ normed)
-            )
-            out = rms(drafter.norm.weight, x)
-            found[(k, t)] = out
-            feature = out if drafter.config.post_norm_recurrence else x
+            embedded = rms(layer.input_layernorm.weight, drafter.target.embedding[document[t + k]])
+            x = torch.cat([embedded, rms(layer.hidden_norm.weight, feature)])
+            query, key, value = project(attn, x, t + k - 1)
+            seen.append((key, value))
+            if k == 1:
+                context.append((key, value))
+            output = behind_attention(layer, feature, attend(attn, query, seen))
+            found[(k, t)] = rms(drafter.norm.weight, output)
+            feature = found[(k, t)] if drafter.config.post_norm_recurrence else output
     return found
 
 
@@ -199,28 +162,11 @@ def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 26}])
-@torch.no_grad()
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, options: dict) -> None:
-    """A node's logits depend on its ancestors alone: drafting each path as a forced chain gives the same
-    siblings.
-    """
     drafter = make(target, **options)
     choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    tree = TokenTree.from_choices(choices)
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
-    tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
-    order = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
     ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
-    for row, end in enumerate((8, 5)):
-        known = {path: int(tokens[row, 1 + i]) for i, path in enumerate(order)}
-        for path in order:
-            above = [known[path[: i + 1]] for i in range(len(path) - 1)]
-            documents = [DOCUMENTS[0][:9] + above, DOCUMENTS[1][:6] + above]
-            noise = ForcedNoise(documents)
-            state = drafter.start(seen, TokenTree.chain(len(path)), 32)
-            drafter.propose(state, noise)
-            logits = noise.logits[(row, end + len(path))]
-            assert known[path] == int(ids[logits.topk(path[-1] + 1).indices[-1]])
+    check_paths_of_a_tree(target, drafter, choices, ids)
 
 
 @torch.no_grad()
