@@ -3,10 +3,10 @@
 A quantised copy of the target picks the target's own token nearly always, so chains are accepted almost whole
 (QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading weights a draft costs a half or
 a quarter of a plain step. Weights are quantised when the drafter is bound (`heads.nn.quantized`), nothing is trained
-or stored. Its key/value cache is full precision: of committed tokens it holds the true streams' keys and values as
-seen through the quantised projections, of drafted tokens its own (`heads.nn.target_drafting`).
+or stored. Of committed tokens its cache holds the target's own keys and values, by the target's own projections of
+the true streams; of drafted tokens it holds what the quantised layers gave (`heads.nn.target_drafting`).
 
-It pays only where the packed product is faster than the plain one; where torch has none for the device and dtype,
+It pays only where the packed product is faster than the plain one (bfloat16; on CPUs for one or a few rows); elsewhere
 weights are unpacked for every product, and drafting is slower than the target.
 
 Legend: B rows, T positions, H hidden, V vocabulary.

@@ -1,10 +1,14 @@
 """Linear maps with weights of 8 or 4 bits, quantised when a drafter is bound to its target.
 
 Eight bits: one scale per output, symmetric. Four bits: groups along the inputs, each with a scale and an offset. The
-packed numbers and their scales are all that is kept; where torch has a product for them on this device and in this
-dtype (checked on a probe when the weight is packed) it multiplies without unpacking, elsewhere the weight is
-unpacked for every product, which saves memory and costs time. They are buffers that no checkpoint holds: the target's
-weights give them again.
+packed numbers and their scales are all that is kept. In bfloat16 torch multiplies without unpacking them, where
+it has such a product for the device (checked on a probe when the weight is packed); elsewhere the weight is unpacked
+for every product, which saves memory and costs time. They are buffers that no checkpoint holds: the target's weights
+give them again.
+
+On a CPU with AVX-512 one row times [4096, 4096] in bfloat16 takes 3.0 ms plain, 1.3 ms with 8 bits and 0.9 ms with 4;
+12 rows take 7.0, 10.2 and 8.8 ms. In float32 and float16 torch's packed products are 8 to 40 times slower than plain ones, so they
+are not used.
 
 Legend: O outputs, I inputs, G groups (I / group size), M rows.
 """
@@ -15,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PROBE_ROWS = 3
+PROBE_ROWS, PROBE_TOLERANCE = 3, 2e-2
+FAST_DTYPES = (torch.bfloat16,)
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +52,9 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _works(self, like: Tensor) -> bool:
-        """Whether `_multiply` runs on this device in this dtype, and gives what the unpacked weight gives."""
+        """Whether `_multiply` is worth using in this dtype, runs on this device, and gives what the unpacked weight gives."""
+        if like.dtype not in FAST_DTYPES:
+            return False
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(PROBE_ROWS, self.in_features, generator=generator).to(like)
         try:
@@ -56,7 +63,7 @@ class PackedLinear(nn.Module):
             return False
         expected = F.linear(probe, self.unpacked(like.dtype))
         gap = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        return bool(gap <= (1e-4 if like.dtype == torch.float32 else 2e-2))
+        return bool(gap <= PROBE_TOLERANCE)
 
 
 class Int8Linear(PackedLinear):

@@ -70,11 +70,11 @@ class Block(Protocol):
     def cache_shape(self) -> tuple[int, int]: ...
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, g, D] from the layer's input states [B, T, H]."""
+        """Keys and values [B, T, g, D] of what is committed, from the layer's true input states [B, T, H]."""
         ...
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, D], keys and values [B, T, g, D] from the layer's input states [B, T, H]."""
+        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens, from the layer's input states [B, T, H]."""
         ...
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
@@ -91,9 +91,14 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """A target layer's attention: its norm, its four products, and the norms of queries and keys if it has them."""
+    """A target layer's attention: its norm, its products, and the norms of queries and keys if it has them.
+
+    true_key and true_value refer to the target's own weights, whatever the others do: what is committed has the target's keys.
+    """
 
     norm: Tensor
+    true_key: Product
+    true_value: Product
     query: Product
     key: Product
     value: Product
@@ -130,14 +135,15 @@ class TargetLayer:
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         part = self.attention
         assert part is not None
-        return self._key_value(part, rms_norm(states.to(self.dtype), part.norm, self.eps), rotation)
+        normed = rms_norm(states.to(self.dtype), part.norm, self.eps)
+        return self._cached(part, part.true_key(normed), part.true_value(normed), rotation)
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         part = self.attention
         assert part is not None
         normed = rms_norm(states, part.norm, self.eps)
         query = self._heads(part.query(normed), part.query_norm)
-        return rotate(query, rotation), *self._key_value(part, normed, rotation)
+        return rotate(query, rotation), *self._cached(part, part.key(normed), part.value(normed), rotation)
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
         if self.attention is not None:
@@ -148,9 +154,11 @@ class TargetLayer:
             states = states + self.mlp.down(F.silu(self.mlp.gate(normed)) * self.mlp.up(normed))
         return states
 
-    def _key_value(self, part: AttentionPart, normed: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        key = rotate(self._heads(part.key(normed), part.key_norm), rotation)
-        return key, self._heads(part.value(normed), None)
+    def _cached(
+        self, part: AttentionPart, key: Tensor, value: Tensor, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """Projected keys and values as the cache holds them."""
+        return rotate(self._heads(key, part.key_norm), rotation), self._heads(value, None)
 
     def _heads(self, states: Tensor, norm: Tensor | None) -> Tensor:
         states = states.unflatten(-1, (-1, self.cache_shape[1]))
@@ -203,7 +211,8 @@ def _read_layer(
         query, key, value, output = (reader.product(f"self_attn.{name}_proj") for name in "qkvo")
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
         norm = reader.tensor("input_layernorm.weight")
-        attention = AttentionPart(norm, query, key, value, output, query_norm, key_norm)
+        true = [SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
+        attention = AttentionPart(norm, true[0], true[1], query, key, value, output, query_norm, key_norm)
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLPPart(reader.tensor("post_attention_layernorm.weight"), gate, up, down)
@@ -248,5 +257,8 @@ class _Reader:
         assert value is not None, name
         return value
 
+    def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.tensor(f"{name}.weight"), self.optional(f"{name}.bias")
+
     def product(self, name: str) -> Product:
-        return self.make(self.tensor(f"{name}.weight"), self.optional(f"{name}.bias"))
+        return self.make(*self.linear(name))
