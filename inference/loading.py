@@ -6,7 +6,6 @@ What cannot be a target is refused by name from its config, before any weights a
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import inference.attention as attention
 from heads.api.errors import UserError, suggest
-from heads.api.target_info import Rotary, TargetInfo, TargetWeights
+from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
 from inference.parallel import (
     GatheredState,
     Ranks,
@@ -348,15 +347,6 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
         if value is not None:
             return value
     return default
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of everything that decides how text becomes ids: vocabulary, special tokens."""
-    content = [
-        sorted(tokenizer.get_vocab().items()),
-        {k: str(v) for k, v in sorted(tokenizer.special_tokens_map.items())},
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def revision_of(model: Any, config: TargetConfig) -> str:

@@ -96,13 +96,21 @@ def group_fields(group: str, values: Any) -> list[Field]:
 
 @cache
 def fields_of(file: Path, name: str) -> list[Field]:
-    """Fields and their docstrings of a dataclass that a source file defines or imports; empty when it does neither."""
+    """Fields and their docstrings of a dataclass that a source file defines or imports, inherited ones first; empty when it does
+    neither.
+    """
     if not file.is_file():
         return []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
+            inherited = [
+                field
+                for base in node.bases
+                if isinstance(base, ast.Name)
+                for field in fields_of(file, base.id)
+            ]
             found = class_fields(node)
-            return [replace(item, below=tuple(below(file, item.kind))) for item in found]
+            return inherited + [replace(item, below=tuple(below(file, item.kind))) for item in found]
         if isinstance(node, ast.ImportFrom) and any(
             (alias.asname or alias.name) == name for alias in node.names
         ):

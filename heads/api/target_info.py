@@ -5,6 +5,8 @@ The values are filled in by `inference.target`; a checkpoint stores the facts, s
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -91,3 +93,12 @@ class TargetWeights:
     """The target's rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
     """Per layer, how many of the latest positions its attention sees, itself included; 0: all. Empty: all layers see all."""
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of everything that decides how text becomes ids: vocabulary, special tokens."""
+    content = [
+        sorted(tokenizer.get_vocab().items()),
+        {k: str(v) for k, v in sorted(tokenizer.special_tokens_map.items())},
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

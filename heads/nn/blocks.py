@@ -19,7 +19,9 @@ from heads.nn.rope import Rotation, rotate
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer."""
+    """Sizes of a decoder layer. qk_norm: RMSNorm on every query and key head (Qwen3); attention_bias: queries, keys and
+    values have biases (Qwen2).
+    """
 
     hidden_size: int
     num_attention_heads: int
@@ -27,6 +29,8 @@ class LayerShape:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
+    qk_norm: bool = False
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads != 0:
@@ -58,21 +62,27 @@ class Attention(nn.Module):
 
     def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
         super().__init__()
-        width = input_size or shape.hidden_size
+        width, bias = input_size or shape.hidden_size, shape.attention_bias
         self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
     def query(self, states: Tensor, rotation: Rotation) -> Tensor:
         """[B, T, width] -> rotated queries [B, T, h, D]."""
-        return rotate(self.q_proj(states).unflatten(-1, (-1, self.head_dim)), rotation)
+        return rotate(self._heads(self.q_proj(states), self.q_norm), rotation)
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[B, T, width] -> rotated keys and values [B, T, g, D]."""
-        key = rotate(self.k_proj(states).unflatten(-1, (-1, self.head_dim)), rotation)
-        return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+        key = rotate(self._heads(self.k_proj(states), self.k_norm), rotation)
+        return key, self._heads(self.v_proj(states), None)
+
+    def _heads(self, states: Tensor, norm: RMSNorm | None) -> Tensor:
+        states = states.unflatten(-1, (-1, self.head_dim))
+        return states if norm is None else norm(states)
 
 
 class MLP(nn.Module):
@@ -139,12 +149,14 @@ class FusingLayer(nn.Module):
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
-    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's parameters."""
+    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's parameters; biases to zero."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             init.constant(part.weight, 1.0)
         elif isinstance(part, nn.Linear):
             init.normal(part.weight, part.in_features**-0.5, generator)
+            if part.bias is not None:
+                init.constant(part.bias, 0.0)
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

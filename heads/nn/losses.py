@@ -115,12 +115,17 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     return -smallest.logsumexp(-1)
 
 
-def annealed_lk(logits: Tensor, target_logits: Tensor, eta: float = 3.0) -> Tensor:
-    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha), alpha the mean acceptance rate of all
-    positions given, without gradient (LK losses, 2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
+def annealed_lk(
+    logits: Tensor, target_logits: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
+) -> Tensor:
+    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses, 2602.23881: L_lambda): KL while the
+    drafter is poor, TV once it is good.
+
+    acceptance [M], without gradient: each position's alpha, a mean over many of them; None: the mean of all positions given.
     """
     distance = total_variation(logits, target_logits)
-    weight = torch.exp(-eta * (1.0 - distance.detach().mean()))
+    alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
+    weight = torch.exp(-eta * alpha)
     return weight * forward_kl(logits, target_logits) + (1.0 - weight) * distance
 
 

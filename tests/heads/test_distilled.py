@@ -112,9 +112,9 @@ def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, o
     expected, right, count = torch.zeros((), dtype=torch.float64), 0, 0
     for document in DOCUMENTS:
         alone = packed_batch(target, replace(drafter.needs, last_hidden=True), [[document]])
-        states = drafter._sequence(alone)[0]
+        states = drafter.sequence(alone)[0]
         for t in range(1, len(document) - 1):
-            raw, teacher = drafter._logits(states[t]), target.weights.logits(alone.last_hidden[0, t])
+            raw, teacher = drafter.logits(states[t]), target.weights.logits(alone.last_hidden[0, t])
             q, p = (raw / config.temperature).softmax(-1), (teacher / config.temperature).softmax(-1)
             m = config.jsd_beta * p + (1 - config.jsd_beta) * q
             expected += (

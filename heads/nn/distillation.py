@@ -1,0 +1,233 @@
+"""Distilling the target's next-token distribution into a drafter: a weighted mix of divergences over many predictions.
+
+The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461; methods.md, 4). The LK losses
+(2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter can pick the tokens that are worth
+learning (AdaSPEC, 2510.19779): of two drafters of one size, the one that was distilled before shows which tokens can be learnt at
+all, and the share of tokens on which the training drafter is furthest behind it is kept.
+
+Legend: B rows, T positions, M predictions, R outputs, K depths, H hidden of the drafter, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.errors import UserError
+from heads.nn import losses
+from heads.nn.feature_base import next_tokens, teacher_logits
+
+OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What the drafter's distribution q is trained towards, p being the target's: a weighted sum."""
+
+    forward_kl: float = 1.0
+    """Weight of KL(target || drafter)."""
+    reverse_kl: float = 0.0
+    """Weight of KL(drafter || target)."""
+    jsd: float = 0.0
+    """Weight of the generalised Jensen-Shannon divergence."""
+    jsd_beta: float = 0.5
+    """Its mixture weight of the target's distribution (0 < beta < 1)."""
+    tv: float = 0.0
+    """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see lk_annealed."""
+    lk: float = 0.0
+    """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses: L_alpha)."""
+    lk_annealed: float = 0.0
+    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK losses: L_lambda)."""
+    lk_eta: float = 3.0
+    """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
+    ce: float = 0.0
+    """Weight of the cross entropy against the answer's tokens."""
+    temperature: float = 1.0
+    """Both distributions of the soft objectives are taken at this temperature (> 0)."""
+
+    def __post_init__(self) -> None:
+        weights = [getattr(self, name) for name in OBJECTIVES]
+        if min(weights) < 0 or max(weights) == 0:
+            raise UserError(
+                "a distilled drafter needs an objective: give a positive weight to one or more of "
+                f"head.{', head.'.join(OBJECTIVES)}, and none below 0; given {weights}."
+            )
+        if not 0.0 < self.jsd_beta < 1.0 or self.temperature <= 0.0 or self.lk_eta <= 0.0:
+            raise UserError(
+                "head.jsd_beta must lie in (0, 1), head.temperature and head.lk_eta above 0; "
+                f"given {self.jsd_beta}, {self.temperature} and {self.lk_eta}."
+            )
+
+    @property
+    def soft(self) -> bool:
+        """Whether any objective compares with the target's distribution."""
+        return any(getattr(self, name) > 0 for name in OBJECTIVES if name != "ce")
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is to be judged.
+
+    outputs [R, H]: the drafter's normalised states; at [M] int64: the output of each prediction; states [M] int64: the flat
+    state (row x T + t) of the target that predicts the same token; depth [M] int64: 0 for the first drafted token, below `depths`.
+    """
+
+    outputs: Tensor
+    at: Tensor
+    states: Tensor
+    depth: Tensor
+    depths: int
+
+    @classmethod
+    def next_token(cls, outputs: Tensor, states: Tensor) -> Predictions:
+        """Predictions of the next token from outputs [B, T, H] at flat states [M]."""
+        return cls(outputs.flatten(0, 1), states, states, torch.zeros_like(states), 1)
+
+    def only(self, chosen: Tensor) -> Predictions:
+        """The predictions with these numbers [M']."""
+        return Predictions(
+            self.outputs, self.at[chosen], self.states[chosen], self.depth[chosen], self.depths
+        )
+
+
+Head = Callable[[Tensor], Tensor]
+"""Normalised states [M, H] -> logits [M, V]."""
+
+
+def distillation_loss(
+    config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
+) -> LossOutput:
+    """The weighted objectives summed over all predictions, with metrics per depth; columns: V."""
+    acceptance = _mean_acceptance(config, batch, predictions, head, columns)
+
+    def part(rows: Tensor) -> losses.Sums:
+        chosen = predictions.only(rows)
+        logits, wanted, labels = _look(config, batch, chosen, head)
+        alpha = None if acceptance is None else acceptance[rows]
+        values = objective(config, logits, wanted, labels, alpha)
+        best = labels if wanted is None else wanted.argmax(-1)
+        hits = losses.best_column(logits) == best
+        if predictions.depths == 1:
+            return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
+        depths = F.one_hot(chosen.depth, predictions.depths)
+        return (values[:, None] * depths).sum(0), (hits[:, None] * depths).sum(0)
+
+    rows = torch.arange(predictions.at.shape[0], device=predictions.at.device)
+    total, correct = losses.sum_over_rows(part, rows, columns)
+    if predictions.depths == 1:
+        count = torch.full_like(correct, rows.shape[0])
+    else:
+        count = F.one_hot(predictions.depth, predictions.depths).sum(0)
+    return LossOutput(total.sum(), losses.depth_metrics(total, correct, count))
+
+
+def objective(
+    config: ObjectiveConfig, logits: Tensor, wanted: Tensor | None, labels: Tensor, alpha: Tensor | None
+) -> Tensor:
+    """Weighted sum of the objectives per prediction [M]: logits and the target's `wanted` [M, V] (None: no soft objective),
+    labels [M] int64, alpha [M]: mean acceptance rates for lk_annealed.
+    """
+    values = [config.ce * losses.cross_entropy(logits, labels)] if config.ce > 0 else []
+    if wanted is None:
+        return torch.stack(values).sum(0)
+    drafted, wanted = logits / config.temperature, wanted / config.temperature
+    if config.forward_kl > 0:
+        values.append(config.forward_kl * losses.forward_kl(drafted, wanted))
+    if config.reverse_kl > 0:
+        values.append(config.reverse_kl * losses.reverse_kl(drafted, wanted))
+    if config.jsd > 0:
+        values.append(config.jsd * losses.jensen_shannon(drafted, wanted, config.jsd_beta))
+    if config.tv > 0:
+        values.append(config.tv * losses.total_variation(drafted, wanted))
+    if config.lk > 0:
+        values.append(config.lk * losses.acceptance_nll(drafted, wanted))
+    if config.lk_annealed > 0:
+        values.append(config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha))
+    return torch.stack(values).sum(0)
+
+
+def _look(
+    config: ObjectiveConfig, batch: TrainBatch, chosen: Predictions, head: Head
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The drafter's logits, the target's (None without soft objectives) and the labels of some predictions."""
+    wanted = teacher_logits(batch, chosen.states) if config.soft else None
+    return head(chosen.outputs.index_select(0, chosen.at)), wanted, next_tokens(batch, chosen.states)
+
+
+@torch.no_grad()
+def _mean_acceptance(
+    config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
+) -> Tensor | None:
+    """[M]: the mean acceptance rate of the predictions of the same depth in the same packed row, when lk_annealed needs it.
+
+    The paper means over the batch; a row is what does not depend on how rows are dealt to processes.
+    """
+    if config.lk_annealed == 0:
+        return None
+
+    def rates(chosen: Predictions) -> Tensor:
+        logits, wanted, _ = _look(config, batch, chosen, head)
+        assert wanted is not None
+        return losses.acceptance_rate(logits / config.temperature, wanted / config.temperature)
+
+    found = _in_chunks(rates, predictions, columns)
+    group = (predictions.states // batch.tokens.shape[1]) * predictions.depths + predictions.depth
+    size = batch.tokens.shape[0] * predictions.depths
+    total = found.new_zeros(size).index_add_(0, group, found)
+    count = found.new_zeros(size).index_add_(0, group, torch.ones_like(found))
+    return (total / count.clamp(min=1))[group]
+
+
+def _in_chunks(
+    per_prediction: Callable[[Predictions], Tensor], predictions: Predictions, columns: int
+) -> Tensor:
+    """A value per prediction [M], without ever holding more than a chunk of [M, V]."""
+    rows = torch.arange(predictions.at.shape[0], device=predictions.at.device)
+    pieces = rows.split(max(1, losses.CHUNK_ELEMENTS // columns))
+    return torch.cat([per_prediction(predictions.only(piece)) for piece in pieces])
+
+
+@torch.no_grad()
+def furthest_behind(
+    config: ObjectiveConfig,
+    batch: TrainBatch,
+    drafted: tuple[Predictions, Head],
+    reference: tuple[Predictions, Head],
+    share: float,
+    columns: int,
+) -> Tensor:
+    """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with the largest loss of the
+    drafter minus loss of the reference, as AdaSPEC selects them (in a document where the paper says batch, so that the choice
+    does not depend on what is packed or dealt together).
+    """
+
+    def values(side: tuple[Predictions, Head]) -> Tensor:
+        def one(chosen: Predictions) -> Tensor:
+            logits, wanted, labels = _look(config, batch, chosen, side[1])
+            return objective(config, logits, wanted, labels, None)
+
+        return _in_chunks(one, side[0], columns)
+
+    gap = values(drafted) - values(reference)
+    document = _documents(batch, drafted[0].states)
+    order = gap.sort(descending=True, stable=True).indices
+    order = order[document[order].sort(stable=True).indices]  # by document, the furthest behind first
+    counts = torch.bincount(document, minlength=int(document.max()) + 1 if document.numel() else 1)
+    first = counts.cumsum(0) - counts
+    sorted_document = document[order]
+    rank = torch.arange(order.shape[0], device=order.device) - first[sorted_document]
+    kept: Tensor = order[rank < (counts[sorted_document] * share).ceil()].sort().values
+    return kept
+
+
+def _documents(batch: TrainBatch, states: Tensor) -> Tensor:
+    """A number [M] for the document that each flat state stands in."""
+    segments = batch.segments.long()
+    most = segments.max() + 1
+    rows = torch.arange(segments.shape[0], device=segments.device)[:, None]
+    return (rows * most + segments).flatten()[states]

@@ -1,0 +1,121 @@
+"""The shape of a small language model that drafts: its sizes, what it starts from, its rotary positions.
+
+Legend: D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heads.api.errors import UserError
+from heads.api.target_info import Rotary, TargetInfo
+from heads.nn.blocks import LayerShape
+
+QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
+"""Model types whose attention has norms of queries and keys, or biases."""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The network of a small language model. Sizes of 0 follow the target."""
+
+    num_layers: int = 2
+    """Decoder layers; ignored when `from_target_layers` is given."""
+    hidden_size: int = 0
+    """Width of the residual stream."""
+    num_attention_heads: int = 0
+    """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
+    num_key_value_heads: int = 0
+    """Key/value heads; 0: the target's number if it divides the query heads, else as many as query heads."""
+    head_dim: int = 0
+    """Size of a head (even)."""
+    intermediate_size: int = 0
+    """Width of the MLP; 0: in proportion to hidden_size as in the target."""
+    rms_norm_eps: float = 0.0
+    """Added to mean squares in every norm; 0: the target's."""
+    rope_theta: float = 0.0
+    """Base of the rotary positions; 0: the target's. Copied layers rotate exactly as the target does, scaling included."""
+    rope_scaling: tuple[float, ...] = ()
+    """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings; empty: none.
+    """
+    qk_norm: bool = False
+    """RMSNorm on every query and key head, as in Qwen3; layers copied from a Qwen3 have it in any case."""
+    attention_bias: bool = False
+    """Biases on queries, keys and values, as in Qwen2; layers copied from a Qwen2 have them in any case."""
+    from_target_layers: tuple[int, ...] = ()
+    """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and LM head;
+    all sizes are then the target's.
+    """
+    from_model: str = ""
+    """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format (safetensors), or the checkpoint
+    of a small-model drafter. Sizes and rotary positions come from there, and the vocabulary is padded or trimmed to the target's.
+    """
+    any_tokenizer: bool = False
+    """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other words at the start."""
+    share_embeddings: bool = False
+    """Use the target's frozen embedding and LM head instead of own ones (needs the target's hidden_size)."""
+    tie_embeddings: bool = False
+    """Let the own embedding serve as LM head as well."""
+
+    def __post_init__(self) -> None:
+        if self.share_embeddings and self.tie_embeddings:
+            raise UserError(
+                "head.share_embeddings and head.tie_embeddings exclude each other: what is shared is not own."
+            )
+        if self.from_target_layers and list(self.from_target_layers) != sorted(set(self.from_target_layers)):
+            raise UserError(
+                f"head.from_target_layers must ascend without repetition; given {self.from_target_layers}."
+            )
+        if self.num_layers < 1:
+            raise UserError(f"head.num_layers must be at least 1; given {self.num_layers}.")
+        if self.rope_scaling and (len(self.rope_scaling) != 4 or min(self.rope_scaling) <= 0):
+            raise UserError(
+                "head.rope_scaling must hold four numbers above 0 (factor, low_freq_factor, high_freq_factor, "
+                f"original_max_position_embeddings) or nothing; given {list(self.rope_scaling)}."
+            )
+        if self.from_model and self.from_target_layers:
+            raise UserError(
+                "head.from_model and head.from_target_layers exclude each other: a drafter starts from one of the two."
+            )
+
+
+def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
+    """Sizes of the drafter's layers; what is not given follows the target."""
+    eps = config.rms_norm_eps or info.rms_norm_eps
+    if config.from_target_layers:
+        return LayerShape(
+            info.hidden_size,
+            info.num_attention_heads,
+            info.num_key_value_heads,
+            info.head_dim,
+            info.intermediate_size,
+            eps,
+            config.qk_norm or info.model_type in QK_NORM_FAMILIES,
+            config.attention_bias or info.model_type in BIAS_FAMILIES,
+        )
+    hidden = config.hidden_size or info.hidden_size
+    head_dim = config.head_dim or info.head_dim
+    heads = config.num_attention_heads or max(1, hidden // head_dim)
+    kv_heads = config.num_key_value_heads
+    if not kv_heads:
+        kv_heads = info.num_key_value_heads if heads % info.num_key_value_heads == 0 else heads
+    intermediate = config.intermediate_size or max(
+        1, round(hidden * info.intermediate_size / info.hidden_size)
+    )
+    return LayerShape(
+        hidden, heads, kv_heads, head_dim, intermediate, eps, config.qk_norm, config.attention_bias
+    )
+
+
+def scaled_frequencies(theta: float, head_dim: int, scaling: tuple[float, ...]) -> Rotary:
+    """Llama 3.1's rotary frequencies: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    factor, low, high, original = scaling
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
+    frequencies = 1.0 / (theta ** (exponents / head_dim))
+    wavelength = 2 * math.pi / frequencies
+    kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)  # 1: short waves, 0: long ones
+    return Rotary((1.0 - kept) * frequencies / factor + kept * frequencies)
