@@ -39,6 +39,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "mtp": {},
     "peagle": {"draft_vocab_size": 31, "num_layers": 2, "depths": 4},
     "ngram": {},
+    "suffix": {},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
 All must draft at least 4 deep.
@@ -66,6 +67,8 @@ TRAINED = [name for name in RECIPES if get_kind(recipe(name)[0]).needs_training(
 """Recipes that have to be trained: their loss must reach every weight."""
 WITH_WEIGHTS = [name for name in RECIPES if get_kind(recipe(name)[0]).trainable]
 """Recipes whose kind is a module: they have the training contract, even if some need no training."""
+REMEMBERING = ["suffix"]
+"""Recipes that learn from one request for the next, so that what they draft depends on the rows beside and before."""
 UNREACHED: dict[str, tuple[str, ...]] = {}
 """Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
 SENSELESS: dict[str, list[dict[str, Any]]] = {
@@ -139,6 +142,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
     "mtp": [{"depths": 0}, {"beta": 1.5}, {"depths": 3}, {"shared": True, "from_target_layer": 99}],
     "peagle": [{"depths": 0}, {"keep": 0.0}, {"taps": [99]}, {"hard_label_weight": 2.0}],
     "jacobi": [{"fill": "promt"}],
+    "suffix": [{"min_n": 0}, {"history_tokens": 20}, {"backoff": 2.0}, {"occurrences": 0}],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
 }
 """Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""

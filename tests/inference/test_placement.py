@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from heads.api.checkpoint import new_drafter
-from heads.api.registry import get_kind, kind_names
+from heads.api.registry import kind_names
 from inference.engine import Completion, DecodeConfig, Engine
 from inference.placement import PlacedDrafter, weights_on
 from inference.target import TargetModel
+from tests.heads.recipes import recipe
 from tests.inference.test_lossless import SHAPES, decode, requests
-from tests.inference.test_lossless_kinds import SMALL, drafter_of
+from tests.inference.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
 
 CPU = torch.device("cpu")
@@ -149,8 +150,8 @@ def test_cpu_and_cuda_work_together(kind: str, target_device: str, device: str) 
     """Another device rounds differently, so drafts may differ; the text may not."""
     target = random_target(device=target_device)
     items = requests(5)
-    config_class = get_kind(kind).config_class
-    inner = new_drafter(kind, config_class(**SMALL.get(kind, {})), target.info, weights_on(target, device), 0)
+    counts = torch.arange(VOCAB)
+    inner = new_drafter(*recipe(kind), target.info, weights_on(target, device), 0, counts)
     drafter = PlacedDrafter(inner, device, target_device)
     for temperature in (0.0, 1.0):
         settings = DecodeConfig(temperature=temperature, batch_size=2, graph="off")
