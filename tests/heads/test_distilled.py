@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.api.checkpoint import new_drafter
+from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.state import write_rows
 from heads.api.tree import TokenTree
@@ -101,7 +104,21 @@ MIXES = [
     {"forward_kl": 0.5, "jsd": 2.0, "jsd_beta": 0.3},
     {"forward_kl": 0.0, "tv": 1.0, "ce": 0.25, "temperature": 2.0},
     {"forward_kl": 0.0, "ce": 1.0},
+    {"forward_kl": 0.0, "lk": 1.0},
+    {"forward_kl": 0.0, "lk_annealed": 2.0, "lk_eta": 1.5},
 ]
+
+
+def mean_rates(target: MicroTarget, drafter: Drafter) -> list[Tensor]:
+    """Per document the mean acceptance rate of its row: the first two are packed into one."""
+    rates = []
+    for document in DOCUMENTS:
+        alone = packed_batch(target, replace(drafter.needs, last_hidden=True), [[document]])
+        q = drafter.logits(drafter.sequence(alone)[0, 1:-1]).softmax(-1)
+        p = target.weights.logits(alone.last_hidden[0, 1:-1]).softmax(-1)
+        rates.append(torch.minimum(p, q).sum(-1).detach())
+    first = torch.cat(rates[:2]).mean()
+    return [first, first, rates[2].mean()]
 
 
 @pytest.mark.parametrize("options", MIXES)
@@ -110,7 +127,8 @@ def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, o
     config = drafter.config
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     expected, right, count = torch.zeros((), dtype=torch.float64), 0, 0
-    for document in DOCUMENTS:
+    rates = mean_rates(target, drafter)
+    for number, document in enumerate(DOCUMENTS):
         alone = packed_batch(target, replace(drafter.needs, last_hidden=True), [[document]])
         states = drafter.sequence(alone)[0]
         for t in range(1, len(document) - 1):
@@ -122,7 +140,9 @@ def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, o
             )
             expected += config.jsd * config.jsd_beta * (p * (p / m).log()).sum()
             expected += config.jsd * (1 - config.jsd_beta) * (q * (q / m).log()).sum()
-            expected += config.tv * (1 - torch.minimum(p, q).sum())
+            rate, weight = torch.minimum(p, q).sum(), (-config.lk_eta * rates[number]).exp()
+            expected += config.tv * (1 - rate) - config.lk * rate.log()
+            expected += config.lk_annealed * (weight * (p * (p / q).log()).sum() + (1 - weight) * (1 - rate))
             expected -= config.ce * raw.log_softmax(-1)[document[t + 1]]
             best = teacher.argmax() if config.soft else document[t + 1]
             right, count = right + int(raw.argmax() == best), count + 1
@@ -134,7 +154,7 @@ def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, o
 def test_chunked_loss_has_the_same_value_and_gradients(
     target: MicroTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = make(target, reverse_kl=0.5)
+    drafter = make(target, reverse_kl=0.5, lk_annealed=0.5)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     results = []
     for limit in (1 << 25, 41 * 4):
@@ -213,3 +233,59 @@ def test_drafter_learns_its_target(target: MicroTarget) -> None:
     correct, count = output.metrics["accuracy/depth1"]
     assert correct / count > 0.9
     assert all(value.grad is None for value in (target.weights.lm_head, target.weights.embedding))
+
+
+# --- token selection ----------------------------------------------------------------------------------------
+
+
+def selective(target: MicroTarget, folder: Path, share: float, **options: object) -> tuple[Drafter, Drafter]:
+    """A drafter that is trained on a share of the tokens, and its reference."""
+    reference = make(target, from_target_layers=(0, 2, 3))
+    save_drafter(reference, folder, target.info)
+    return make(target, token_share=share, reference=str(folder), **options), reference
+
+
+@pytest.mark.parametrize("share", [0.4, 0.01, 0.99])
+def test_tokens_furthest_behind_the_reference_are_trained_on(
+    target: MicroTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """AdaSPEC's selection, document by document, against a plain sort; in one piece and in chunks."""
+    drafter, reference = selective(target, tmp_path, share)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    expected, kept = torch.zeros((), dtype=torch.float64), 0
+    for document in DOCUMENTS:
+        alone = packed_batch(target, drafter.needs, [[document]])
+        wanted = target.weights.logits(alone.last_hidden[0, 1:-1])
+        mine, theirs = (
+            losses.forward_kl(model.logits(model.sequence(alone)[0, 1:-1]), wanted)
+            for model in (drafter, reference)
+        )
+        best = (mine - theirs).argsort(descending=True)[: math.ceil(share * wanted.shape[0])]
+        expected, kept = expected + mine[best].sum(), kept + len(best)
+    for limit in (1 << 25, 41 * 4):
+        monkeypatch.setattr(losses, "CHUNK_ELEMENTS", limit)
+        output = drafter.loss(batch)
+        torch.testing.assert_close(output.loss_sum, expected)
+        assert int(output.metrics["accuracy/depth1"][1]) == kept
+
+
+def test_the_reference_is_no_part_of_the_drafter(target: MicroTarget, tmp_path: Path) -> None:
+    drafter, _ = selective(target, tmp_path / "reference", 0.5)
+    drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum.backward()
+    assert not any("reference" in name for name in drafter.state_dict())
+    assert not any(p.requires_grad for p in drafter._reference[0].parameters())
+    save_drafter(drafter, tmp_path / "drafter", target.info)
+    (tmp_path / "reference" / "model.safetensors").unlink()
+    load_drafter(tmp_path / "drafter", target.info, target.weights)  # who drafts needs no reference
+    fresh, _ = selective(target, tmp_path / "other", 0.5)
+    assert float(fresh.loss(packed_batch(target, fresh.needs, [DOCUMENTS], prompt=99)).loss_sum) == 0.0
+
+
+def test_selection_needs_a_reference() -> None:
+    for options in ({"token_share": 0.5}, {"reference": "x"}):
+        with pytest.raises(UserError, match="belong together"):
+            Config(**options)
+    with pytest.raises(UserError, match=r"\(0, 1\]"):
+        Config(token_share=0.0, reference="x")
+    with pytest.raises(UserError, match="lk_annealed"):
+        Config(token_share=0.5, reference="x", lk_annealed=1.0)

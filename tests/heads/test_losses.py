@@ -21,6 +21,8 @@ PAIRS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Ten
         ),
     ),
     "tv": (losses.total_variation, lambda q, p: 1 - torch.minimum(p, q).sum()),
+    "acceptance_rate": (losses.acceptance_rate, lambda q, p: torch.minimum(p, q).sum()),
+    "acceptance_nll": (losses.acceptance_nll, lambda q, p: -torch.minimum(p, q).sum().log()),
     "soft_cross_entropy": (
         lambda a, b: losses.soft_cross_entropy(a, b.softmax(-1)),
         lambda q, p: -(p * q.log()).sum(),
@@ -49,7 +51,41 @@ def test_gradient_equals_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: PAIRS[name][0](x, target), drafted.requires_grad_())
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
+def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
+    """w = exp(-eta alpha) with alpha over all positions (SpecForge's reading of 2602.23881) or as given, and no gradient in w."""
+    drafted, target = logits()
+    q, p = drafted.softmax(-1), target.softmax(-1)
+    rates = torch.minimum(p, q).sum(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    for alpha in (rates.mean(), rates):
+        weight = torch.exp(-2.0 * alpha)
+        given = None if alpha.dim() == 0 else alpha
+        found = losses.annealed_lk(drafted, target, 2.0, given)
+        torch.testing.assert_close(found, weight * kl + (1 - weight) * (1 - rates))
+    fixed = torch.exp(-3.0 * rates.mean())
+
+    def expected(x: Tensor) -> Tensor:
+        return (fixed * losses.forward_kl(x, target) + (1 - fixed) * losses.total_variation(x, target)).sum()
+
+    grads = [
+        torch.autograd.grad(loss(drafted.requires_grad_()).sum(), drafted)[0]
+        for loss in (expected, lambda x: losses.annealed_lk(x, target))
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_acceptance_nll_has_a_gradient_where_total_variation_has_none() -> None:
+    """The reason for L_alpha: where p and q hardly overlap, TV is flat."""
+    drafted = torch.tensor([[20.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0.0, 20.0, 0.0]], dtype=torch.float64)
+    steep, flat = (
+        torch.autograd.grad(loss(drafted, target).sum(), drafted)[0].abs().max()
+        for loss in (losses.acceptance_nll, losses.total_variation)
+    )
+    assert steep > 0.4 and flat < 1e-7
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv", "acceptance_nll"])
 def test_a_distribution_has_no_distance_from_itself(name: str) -> None:
     drafted, _ = logits()
     torch.testing.assert_close(PAIRS[name][0](drafted, drafted + 2.5), torch.zeros(5, dtype=torch.float64))
