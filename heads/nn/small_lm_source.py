@@ -153,7 +153,10 @@ def fill_from(module: nn.Module, source: Source, info: TargetInfo) -> None:
     wanted = dict(module.named_parameters())
     if "lm_head.weight" not in wanted:
         tensors.pop("lm_head.weight", None)  # some files repeat a tied head
-    known = {*wanted, *(name for name, _ in module.named_buffers())}
+    numbers = {
+        name for name, value in tensors.items() if not value.is_floating_point()
+    }  # facts of another kind
+    known = {*wanted, *numbers}
     odd = sorted({*wanted} - {*tensors}) or sorted(
         name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
     )
@@ -172,6 +175,9 @@ def fill_from(module: nn.Module, source: Source, info: TargetInfo) -> None:
                 f"{list(parameter.shape)}."
             )
         init.copy(parameter, value)
+    for name, buffer in module.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])
 
 
 def _fit_vocabulary(rows: Tensor, size: int) -> Tensor:

@@ -35,10 +35,13 @@ MICRO: dict[str, dict[str, Any]] = {
     "fastmtp": {"depths": 2},
     "hass": {"align_steps": 2},
     "jacobi": {},
+    "hydra_heads": {},
+    "hydra_pp": {"num_layers": 2},
     "medusa": {},
     "mtp": {},
     "peagle": {"draft_vocab_size": 31, "num_layers": 2, "depths": 4},
     "ngram": {},
+    "pard": {"from_target_layers": [0, 1], "depth": 5},
     "suffix": {},
 }
 """Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
@@ -138,11 +141,26 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"draft_vocab_size": 10_000_000, "taps": [3, 1]},
         {"decay": 0.0},
     ],
+    "hydra_heads": [
+        {"num_heads": 0},
+        {"num_heads": 3},
+        {"decay": 1.5},
+        {"hard_label_weight": -0.5},
+        {"noise": -1.0},
+        {"prefix_layer": True, "head_dim": 7},
+    ],
     "medusa": [{"num_heads": 0}, {"decay": 1.5}, {"num_heads": 3}],
     "mtp": [{"depths": 0}, {"beta": 1.5}, {"depths": 3}, {"shared": True, "from_target_layer": 99}],
     "peagle": [{"depths": 0}, {"keep": 0.0}, {"taps": [99]}, {"hard_label_weight": 2.0}],
     "jacobi": [{"fill": "promt"}],
     "suffix": [{"min_n": 0}, {"history_tokens": 20}, {"backoff": 2.0}, {"occurrences": 0}],
+    "pard": [
+        {"depth": 1},
+        {"keep": 0.5, "keep_least": 0.6},
+        {"keep": 0.0},
+        {"pard_token": 41},
+        {"forward_kl": 0.0},
+    ],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
 }
 """Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""

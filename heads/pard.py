@@ -1,0 +1,161 @@
+"""PARD: a small language model that drafts all its tokens in one pass, with mask tokens behind the text (2504.18583).
+
+The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the output at x_t gives the first
+drafted token, the output at mask k the one k places further, so that drafting K tokens costs one pass instead of K. The tokens do
+not see each other, only their places; a tree is filled from the independent distributions. All masks are one token of the
+vocabulary, told apart by position, so that a drafter trained for K tokens can draft more (methods.md, 2.10). Serving engines read
+the mask's id as `pard_token` (serving-formats.md, `draft_model` with `parallel_drafting`).
+
+Training runs the true tokens and, beside them, masks behind every place, with a falling share of places for deeper ones
+(conditional drop); the objective is the same mix as in distillation, summed over all kept predictions.
+
+Legend: B rows, T positions, W width of a run, E mask tokens per row, K drafted tokens, H hidden of the drafter, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo
+from heads.nn.attention import packed_mask, sequence_attention
+from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
+from heads.nn.drafting import Plan, last_valid
+from heads.nn.growth import fill
+from heads.nn.parallel_masks import Masks
+from heads.nn.small_lm import SmallLM, State
+from heads.nn.small_lm_config import NetworkConfig
+
+
+@dataclass(frozen=True)
+class Config(NetworkConfig, ObjectiveConfig):
+    """Configuration of PARD. Sizes of 0 follow the target."""
+
+    depth: int = 8
+    """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or more."""
+    keep: float = 0.7
+    """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all) ..."""
+    keep_least: float = 0.2
+    """... but at least this (0 to keep)."""
+    pard_token: int = -1
+    """Id of the token that serves as mask; -1: the rarest token of the training data, the highest id among equals."""
+
+    def __post_init__(self) -> None:
+        ObjectiveConfig.__post_init__(self)
+        NetworkConfig.__post_init__(self)
+        if self.depth < 2:
+            raise UserError(
+                f"head.depth must be at least 2, or nothing is drafted in parallel; given {self.depth}."
+            )
+        if not 0.0 < self.keep <= 1.0 or not 0.0 <= self.keep_least <= self.keep:
+            raise UserError(
+                "head.keep must lie in (0, 1] and head.keep_least between 0 and head.keep; "
+                f"given {self.keep} and {self.keep_least}."
+            )
+
+
+class Drafter(SmallLM):
+    """A small language model with mask tokens."""
+
+    kind: ClassVar[str] = "pard"
+    pard_token: Tensor
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        if not -1 <= config.pard_token < info.vocab_size:
+            raise UserError(
+                f"head.pard_token must be a token id of the target (0 to {info.vocab_size - 1}) or -1; given {config.pard_token}."
+            )
+        self.needs = FeatureSpec(logits=config.soft)  # drafting takes tokens alone
+        self.register_buffer("pard_token", torch.tensor(config.pard_token % info.vocab_size))
+
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Take the rarest token as mask, unless one was given."""
+        if self.config.pard_token < 0:
+            self.pard_token.fill_(counts.shape[0] - 1 - int(counts.flip(0).argmin()))
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def _outputs(self, batch: TrainBatch, masks: Masks) -> Tensor:
+        """Normalised states [B, T + E, H]: those of the sequence, which predict the next token, and those of the masks."""
+        length = batch.tokens.shape[1]
+        tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
+        positions = torch.cat([batch.positions, batch.positions.gather(1, masks.place) + masks.step], 1)
+        causal, visible = packed_mask(batch.segments), masks.visible(batch.segments)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            text = sequence_attention(query[:, :length], key[:, :length], value[:, :length], causal)
+            return torch.cat([text, sequence_attention(query[:, length:], key, value, visible)], 1)
+
+        states = self.embed(tokens)
+        rotation = self._rope.at(positions, states.dtype)
+        for layer in self.model.layers:
+            states = layer(states, rotation, attend)
+        out: Tensor = self.model.norm(states)
+        return out
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """The weighted objectives at every supervised next token and at every kept mask that predicts a supervised one."""
+        config: Config = self.config
+        masks = Masks.sample(batch, config.depth, config.keep, config.keep_least)
+        outputs = self._outputs(batch, masks)
+        length, width = batch.tokens.shape[1], outputs.shape[1]
+        row, place = batch.supervised(1).nonzero().unbind(1)
+        mask_row, number = masks.supervised(batch).nonzero().unbind(1)
+        step = masks.step[mask_row, number]
+        predictions = Predictions(
+            outputs=outputs.flatten(0, 1),
+            at=torch.cat([row * width + place, mask_row * width + length + number]),
+            states=torch.cat(
+                [row * length + place, mask_row * length + masks.place[mask_row, number] + step]
+            ),
+            depth=torch.cat([torch.zeros_like(place), step]),
+            depths=config.depth,
+        )
+        return distillation_loss(config, batch, predictions, self.logits, self.info.vocab_size)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Depth 1 at t is the prediction from token t+1, depth k that of mask k-1 behind it [B, T, V]; entries past the end
+        mean nothing.
+        """
+        length = batch.tokens.shape[1]
+        outputs = self._outputs(batch, Masks.everywhere(batch.tokens, depth - 1))
+        text, masks = outputs[:, :length], outputs[:, length:].unflatten(1, (length, depth - 1))
+        found = [text, *masks.unbind(2)]
+        return [self.logits(states).roll(-1, 1) for states in found]
+
+    # --- drafting -------------------------------------------------------------------------------------------
+
+    def outputs(self, plan: Plan) -> int:
+        """Outputs that a state keeps per row: one for every drafted depth."""
+        return plan.max_depth
+
+    def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
+        """Run `tokens` [B, W] at positions first [B, 1] and on, with the masks behind each row's root, in one pass.
+
+        Padded tokens would stand where the masks do: they are written to the last slot, which nothing ever sees.
+        """
+        _, _, root, root_position = last_valid(run)
+        batch, width = tokens.shape
+        end = root_position[:, None]
+        slots = first + torch.arange(width, device=tokens.device)
+        slots = torch.where(slots <= end, slots, state.keys[0].shape[1] - 1)
+        numbers = torch.arange(state.output.shape[1] - 1, device=tokens.device)
+        all_tokens = torch.cat([tokens, self.pard_token.expand(batch, numbers.shape[0])], 1)
+        wanted = torch.cat([end - first, (width + numbers).expand(batch, -1)], 1)
+        all_slots = torch.cat([slots, end + 1 + numbers], 1)
+        state.output.copy_(self.run(state, all_tokens, all_slots, wanted))
+        state.root.copy_(root)
+        state.root_position.copy_(root_position)
+        return state
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Fill the tree from the outputs at the root and its masks; see the protocol."""
+        return fill(state.plan, state.root, state.root_position, self.logits(state.output), noise)
