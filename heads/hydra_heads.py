@@ -1,0 +1,359 @@
+"""Hydra: heads like Medusa's, each of which also reads the tokens that were drafted before it (2402.05109).
+
+Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens t+1 to t+k, and
+predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps these k+1 vectors to one, a linear map
+plus SiLU of another one; residual blocks as in Medusa may follow. All start so that every head begins at the target's own
+prediction. Behind them stands the target's frozen LM head or an own one. Hydra++ is a set of options: several blocks, the
+target's distribution as label, and a decoder layer of its own (`prefix_layer`) over the target's true states, so that the
+heads read the whole text and not one position alone (methods.md, 2.2). Loss: sum over heads of decay^k times cross entropy.
+
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, W width of a committed run, P nodes run
+at one level, S cache slots, g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.checkpoint import unset_parameters
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape
+from heads.nn import init, losses
+from heads.nn.attention import (
+    Place,
+    additive,
+    cache_attention,
+    packed_mask,
+    sequence_attention,
+    write_cache,
+)
+from heads.nn.blocks import DecoderLayer, RMSNorm, initialise_blocks
+from heads.nn.drafting import Plan, last_valid
+from heads.nn.feature_base import FeatureDrafter, layer_shape, probabilities_of, teacher_logits
+from heads.nn.growth import grow
+from heads.nn.rope import Rope, look_up
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of Hydra heads. Sizes of 0 are taken from the target."""
+
+    num_heads: int = 4
+    """Heads K, the deepest token that can be drafted (>= 1)."""
+    num_layers: int = 1
+    """Blocks per head (>= 1; 4 in Hydra++). The first one reads k+1 vectors, the others one."""
+    own_lm_head: bool = False
+    """Give every head an LM head of its own, started from the target's (V * H weights each, as in the paper's code); otherwise
+    share the frozen one."""
+    embedding_norm: bool = True
+    """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller than the state beside them."""
+    prefix_layer: bool = False
+    """Run the target's states through a decoder layer of one's own before the heads read them (Hydra++)."""
+    num_attention_heads: int = 0
+    """Query heads of the prefix layer."""
+    num_key_value_heads: int = 0
+    """Key/value heads of the prefix layer; must divide the query heads."""
+    head_dim: int = 0
+    """Size of a head of the prefix layer (even)."""
+    intermediate_size: int = 0
+    """Width of the prefix layer's MLP."""
+    decay: float = 0.8
+    """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
+    hard_label_weight: float = 1.0
+    """Share of the loss taken against the answer's token; the rest against the target's distribution (0 to 1; Hydra++: 0)."""
+    noise: float = 0.0
+    """States read in training get noise from U(-noise, noise) (>= 0)."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise UserError(
+                "hydra_heads needs head.num_heads >= 1 and head.num_layers >= 1; "
+                f"given {self.num_heads} and {self.num_layers}."
+            )
+        if not 0.0 < self.decay <= 1.0:
+            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
+        if not 0.0 <= self.hard_label_weight <= 1.0:
+            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
+        if self.noise < 0:
+            raise UserError(f"head.noise must not be negative; given {self.noise}.")
+
+
+class FirstBlock(nn.Module):
+    """The state and k embeddings to one state: R x + SiLU(U x + b), [..., (k+1)H] -> [..., H]."""
+
+    def __init__(self, hidden: int, tokens: int) -> None:
+        super().__init__()
+        self.residual = nn.Linear((tokens + 1) * hidden, hidden, bias=False)
+        self.linear = nn.Linear((tokens + 1) * hidden, hidden)
+
+    def initialise(self) -> None:
+        """Pass the state on and ignore the tokens."""
+        for weight in (self.residual.weight, self.linear.weight, self.linear.bias):
+            init.constant(weight, 0.0)
+        hidden = self.residual.out_features
+        with torch.no_grad():
+            self.residual.weight[:, :hidden].fill_diagonal_(1.0)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.residual(states) + F.silu(self.linear(states))
+        return out
+
+
+class Block(nn.Module):
+    """Medusa's block: x + SiLU(U x + b), [..., H] -> [..., H]."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+
+    def initialise(self) -> None:
+        """Pass everything on."""
+        init.constant(self.linear.weight, 0.0)
+        init.constant(self.linear.bias, 0.0)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + F.silu(self.linear(states))
+
+
+class Head(nn.Module):
+    """Head k: one `FirstBlock` of k tokens, then plain blocks, then its LM head if it has one."""
+
+    def __init__(self, hidden: int, tokens: int, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.first = FirstBlock(hidden, tokens)
+        self.deeper = nn.ModuleList(Block(hidden) for _ in range(layers - 1))
+        self.lm_head = nn.Linear(hidden, vocab, bias=False) if vocab else None
+
+    def initialise(self, lm_head: Tensor) -> None:
+        """Pass the state on to the target's LM head [V, H]."""
+        self.first.initialise()
+        for block in self.deeper:
+            assert isinstance(block, Block)
+            block.initialise()
+        if self.lm_head is not None:
+            init.copy(self.lm_head.weight, lm_head)
+
+    def forward(self, read: Tensor) -> Tensor:
+        """State and k embeddings side by side [..., (k+1)H] -> what the LM head reads [..., H]."""
+        states: Tensor = self.first(read)
+        for block in self.deeper:
+            states = block(states)
+        return states
+
+
+@dataclass
+class State:
+    """hidden [B, H]: what the heads read of the last seen position; root, root_position [B] int64. keys, values [B, S, g, D]: the
+    prefix layer's, position t in slot t; None without one.
+    """
+
+    hidden: Tensor
+    root: Tensor
+    root_position: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    plan: Plan
+
+
+class Drafter(FeatureDrafter):
+    """K heads over the target's last hidden state, each fed with the tokens before its own."""
+
+    kind: ClassVar[str] = "hydra_heads"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        self.needs = FeatureSpec(last_hidden=True, logits=config.hard_label_weight < 1.0)
+        hidden, vocab = info.hidden_size, info.vocab_size if config.own_lm_head else 0
+        self.heads = nn.ModuleList(
+            Head(hidden, k, config.num_layers, vocab) for k in range(1, config.num_heads + 1)
+        )
+        self.embedding_norm = RMSNorm(hidden, info.rms_norm_eps) if config.embedding_norm else None
+        shape = layer_shape(config, info)
+        self.prefix_layer = DecoderLayer(shape) if config.prefix_layer else None
+        self.rope = Rope(shape.head_dim, info.rope_theta)
+        unset_parameters(self)
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Every head starts as the target's own next-token prediction; the prefix layer's outputs start at zero."""
+        for k in range(1, self.config.num_heads + 1):
+            self._head(k).initialise(weights.lm_head)
+        if self.embedding_norm is not None:
+            init.constant(self.embedding_norm.weight, 1.0)
+        if self.prefix_layer is not None:
+            initialise_blocks(self.prefix_layer, generator)
+            for output in (self.prefix_layer.self_attn.o_proj, self.prefix_layer.mlp.down_proj):
+                init.constant(output.weight, 0.0)
+
+    # --- the network ----------------------------------------------------------------------------------------
+
+    def _head(self, k: int) -> Head:
+        """Head k, counted from 1."""
+        head = self.heads[k - 1]
+        assert isinstance(head, Head)
+        return head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the drafter's own weights."""
+        return self._head(1).first.linear.weight.dtype
+
+    def _tokens(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] -> what the heads read of them [..., H]."""
+        embedded = self.embed(tokens, self.dtype)
+        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
+
+    def _head_logits(self, read: Tensor) -> Tensor:
+        """State and k embeddings side by side [..., (k+1)H] -> logits [..., V] of head k."""
+        head = self._head(read.shape[-1] // self.info.hidden_size - 1)
+        states = head(read)
+        logits: Tensor = self.target_logits(states) if head.lm_head is None else head.lm_head(states)
+        return logits
+
+    def _read_sequence(self, batch: TrainBatch, noisy: bool) -> Tensor:
+        """What the heads read of the target's states [B, T, H]."""
+        assert batch.last_hidden is not None, "hydra_heads needs the target's last hidden state"
+        hidden = batch.last_hidden.to(self.dtype)
+        if noisy and self.config.noise > 0:
+            drawn = torch.stack([torch.rand(hidden.shape[1:], generator=one) for one in batch.generators()])
+            hidden = hidden + (2 * drawn - 1).mul_(self.config.noise).to(hidden)
+        if self.prefix_layer is None:
+            return hidden
+        mask = packed_mask(batch.segments)
+        rotation = self.rope.at(batch.positions, hidden.dtype)
+        out: Tensor = self.prefix_layer(hidden, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
+        return out
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised tokens."""
+        config: Config = self.config
+        count, tokens = config.num_heads, batch.tokens.flatten()
+        hidden = self._read_sequence(batch, noisy=True).flatten(0, 1)  # [B*T, H]
+        wanted = torch.stack(
+            [batch.supervised(k + 1).flatten() for k in range(1, count + 1)], dim=1
+        )  # [B*T, K]
+        ahead = torch.arange(1, count + 1, device=tokens.device)
+
+        def part(rows: Tensor) -> losses.Sums:
+            mask = wanted[rows].T  # [K, M]
+            # Rows near the end of the batch wrap to the last token; the mask excludes them.
+            places = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)  # [M, K]
+            read = torch.cat([hidden[rows], self._tokens(tokens[places]).flatten(1)], -1)  # [M, (K+1)H]
+            size = hidden.shape[-1]
+            logits = torch.stack([self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)])
+            labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
+            values, best = self._label_loss(logits, labels, places.T, batch)
+            hits = (losses.best_column(logits) == best) & mask
+            return losses.masked_sum(values.T, mask.T), hits.sum(1), mask.sum(1)
+
+        rows = wanted.any(1).nonzero().squeeze(1)
+        per_head, correct, counts = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
+        weights = config.decay ** ahead.to(per_head.dtype)
+        return LossOutput((weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts))
+
+    def _label_loss(
+        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's distributions at `states_at`
+        [K, M], and the tokens that count as right: the target's likeliest where it is asked, else the answer's.
+        """
+        flat, weight = logits.flatten(0, 1), self.config.hard_label_weight
+        if weight == 1:
+            return losses.cross_entropy(flat, labels.flatten()).view(labels.shape), labels
+        # Token t+k+1 is drawn from the target's distribution at state t+k.
+        teacher = teacher_logits(batch, states_at.flatten())
+        values = losses.soft_cross_entropy(flat, probabilities_of(teacher))
+        if weight > 0:
+            values = torch.lerp(values, losses.cross_entropy(flat, labels.flatten()), weight)
+        return values.view(labels.shape), losses.best_column(teacher).view(labels.shape)
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Logits [B, T, V] of heads 1..depth, without noise; see the contract."""
+        assert depth <= self.config.num_heads, f"{depth} depths asked of {self.config.num_heads} heads"
+        read, found = self._read_sequence(batch, noisy=False), []
+        for k in range(1, depth + 1):
+            # The last rows have no token this far ahead; whatever they read means nothing.
+            read = torch.cat([read, self._tokens(batch.tokens.roll(-k, 1))], -1)
+            found.append(self._head_logits(read))
+        return found
+
+    # --- drafting -------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
+        if tree.max_depth > self.config.num_heads:
+            raise UserError(
+                f"a hydra_heads drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens. "
+                f"Set decode.depth to {self.config.num_heads} or less, or train with head.num_heads={tree.max_depth}."
+            )
+        batch, width = seen.tokens.shape
+        plan, weight = self.plans.of(tree), self._head(1).first.linear.weight
+        keys = values = None
+        if self.prefix_layer is not None:
+            attention = self.prefix_layer.self_attn
+            heads = attention.k_proj.out_features // attention.head_dim
+            cache = (batch, max(capacity, width) + plan.room + 1, heads, attention.head_dim)
+            keys, values = weight.new_zeros(cache), weight.new_zeros(cache)
+        state = State(
+            hidden=weight.new_zeros(batch, self.info.hidden_size),
+            root=seen.tokens.new_zeros(batch),
+            root_position=seen.tokens.new_zeros(batch),
+            keys=keys,
+            values=values,
+            plan=plan,
+        )
+        return self.commit(state, seen)
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Move to the last accepted token's true state; see the protocol."""
+        assert accepted.last_hidden is not None, "hydra_heads needs the target's last hidden state"
+        rows, last, root, root_position = last_valid(accepted)
+        hidden = accepted.last_hidden.to(self.dtype)
+        state.hidden.copy_(
+            hidden[rows, last] if self.prefix_layer is None else self._run_prefix(state, accepted, hidden)
+        )
+        state.root.copy_(root)
+        state.root_position.copy_(root_position)
+        return state
+
+    def _run_prefix(self, state: State, accepted: TargetStates, hidden: Tensor) -> Tensor:
+        """The prefix layer over a committed run [B, W, H]: keys and values of all of it, the output [B, H] of its last row.
+
+        Padded entries are written behind the run, where the next one overwrites them before anything sees them.
+        """
+        layer = self.prefix_layer
+        assert layer is not None and state.keys is not None and state.values is not None
+        rows, last, _, root_position = last_valid(accepted)
+        row, place = rows[:, None], last[:, None]
+        slots = accepted.positions[:, :1] + torch.arange(hidden.shape[1], device=hidden.device)
+        rotation = look_up(self.rope.table(state.keys.shape[1], hidden.device, hidden.dtype), slots)
+        normed = layer.input_layernorm(hidden)
+        key, value = layer.self_attn.key_value(normed, rotation)
+        write_cache(state.keys, row, slots, key)
+        write_cache(state.values, row, slots, value)
+        query = layer.self_attn.query(normed[row, place], (rotation[0][row, place], rotation[1][row, place]))
+        seen = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
+        attended = cache_attention(query, state.keys, state.values, additive(seen, query.dtype))
+        return layer.finish(hidden[row, place], attended).squeeze(1)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Grow the draft level by level; what a node hands to its children is all that its own head read."""
+
+        def step(place: Place, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+            read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]
+            return self._head_logits(read), read
+
+        logits, read = step(
+            Place.nowhere(state.root.device), state.root[:, None], state.hidden[:, None]
+        )  # the root's children
+        return grow(state.plan, state.root, state.root_position, logits, read, step, noise)
