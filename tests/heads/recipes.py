@@ -147,7 +147,6 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"decay": 1.5},
         {"hard_label_weight": -0.5},
         {"noise": -1.0},
-        {"prefix_layer": True, "head_dim": 7},
     ],
     "medusa": [{"num_heads": 0}, {"decay": 1.5}, {"num_heads": 3}],
     "mtp": [{"depths": 0}, {"beta": 1.5}, {"depths": 3}, {"shared": True, "from_target_layer": 99}],
