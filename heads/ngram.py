@@ -21,6 +21,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from heads.nn.drafting import TreePlan
+from heads.nn.lookup import History
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,9 @@ class Config:
 
 @dataclass
 class State:
-    """history [B, S] int64: committed tokens, the root last; length [B] int64: how many of them are set."""
+    """history: the row's text; plan: the tree that is filled."""
 
-    history: Tensor
-    length: Tensor
+    history: History
     plan: TreePlan
 
 
@@ -62,16 +62,7 @@ class Drafter:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
-        batch, width = seen.tokens.shape
-        # Padded entries of a commit are written behind the length, hence the extra room.
-        slots = max(capacity, width) + tree.max_depth + 2
-        state = State(
-            history=seen.tokens.new_zeros(batch, slots),
-            length=seen.lengths,
-            plan=self._plan_of(tree, seen.tokens.device),
-        )
-        state.history[:, :width] = seen.tokens
-        return self._append(state, seen)
+        return State(History.start(seen, tree.max_depth, capacity), self._plan_of(tree, seen.tokens.device))
 
     def _plan_of(self, shape: DraftShape, device: torch.device) -> TreePlan:
         """A lookup has one continuation: of a dynamic shape it fills a chain as long as fits."""
@@ -83,32 +74,26 @@ class Drafter:
         return self._plan[1]
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root."""
-        drafted = self._continuation(state)  # [B, D + 1], the root first
+        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root.
+
+        Without a match nothing is drafted: the root is repeated and all levels are dead.
+        """
+        drafted, found = self._continuation(state)  # [B, D + 1], the root first
         plan = state.plan
         tokens = drafted[:, plan.node_depth]
         if not plan.tree.is_chain:
             tokens = torch.where(plan.best_path, tokens, drafted[:, :1])
-        return Proposal(tokens, plan.tree)
+        return Proposal(tokens, plan.tree, limit=found * plan.max_depth)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the accepted run to the history; see the protocol."""
-        return self._append(state, accepted)
-
-    def _append(self, state: State, run: TargetStates) -> State:
-        first = run.positions[:, :1] + 1
-        slots = first + torch.arange(run.tokens.shape[1], device=first.device)
-        state.history.scatter_(1, slots, run.next_tokens)
-        state.length.copy_(first[:, 0] + run.lengths)
+        state.history.append(accepted)
         return state
 
-    def _continuation(self, state: State) -> Tensor:
-        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is
-        repeated.
-        """
-        history, length = state.history, state.length
+    def _continuation(self, state: State) -> tuple[Tensor, Tensor]:
+        """The root and the tokens that followed the best match [B, D + 1], or the root repeated; and whether there is one [B]."""
+        history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)
-        last = (length - 1)[:, None]
         run = slots < last  # a match must end before the newest token, so that something follows it
         matched = torch.zeros_like(history)
         for back in range(self.config.max_n):
@@ -122,5 +107,5 @@ class Drafter:
         steps = torch.arange(1, state.plan.tree.max_depth + 1, device=history.device)
         wanted = end + 1 + (steps - 1) % (last - end).clamp(min=1)
         drafted = history.gather(1, wanted.clamp(max=history.shape[1] - 1))
-        root = history.gather(1, last)
-        return torch.cat([root, torch.where(best >= 0, drafted, root)], dim=1)
+        root, found = state.history.root, best >= 0
+        return torch.cat([root, torch.where(found, drafted, root)], dim=1), found[:, 0]
