@@ -131,10 +131,16 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random layer, or one of the target's; the fused vector starts as the feature with a little of both inputs."""
+        """A random layer, or one of the target's. The fused vector starts as the feature with a little of both inputs,
+        the embedding being brought to the size of one first: embeddings are many times smaller than features, and no
+        norm stands between them here.
+        """
         initialise_blocks(self, generator)
+        hidden = self.info.hidden_size
+        size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)
         with torch.no_grad():
-            self.fc.weight.mul_(0.3)[:, self.info.hidden_size :].diagonal().add_(1.0)
+            self.fc.weight[:, :hidden].div_(size)
+            self.fc.weight[:, hidden:].mul_(0.3).diagonal().add_(1.0)
         if self.config.from_target_layer >= 0:
             wanted = layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
             self.copy_layer(weights, self.config.from_target_layer, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,3 +180,13 @@ def test_the_feature_is_learnt(target: MicroTarget) -> None:
     assert F.mse_loss(drafted, batch.last_hidden[0, 3:12]) < 0.05 * batch.last_hidden[0].pow(2).mean()
     correct, count = drafter.loss(batch).metrics["accuracy/depth1"]
     assert correct / count > 0.8
+
+
+def test_a_fresh_drafter_hears_the_token_as_well_as_the_feature(target: MicroTarget) -> None:
+    """Embeddings of real targets are many times smaller than features; without a norm the token would go unheard."""
+    small = target.weights.embedding * 0.01
+    weights = dataclasses.replace(target.weights, embedding=small)
+    drafter = new_drafter("eagle", Config(), target.info, weights, seed=0)
+    heard = F.linear(small, drafter.fc.weight[:, :16])
+    assert 0.5 < heard.pow(2).mean().sqrt() < 2.0
+    assert torch.allclose(drafter.fc.weight[:, 16:].diagonal().mean(), torch.tensor(1.0).double(), atol=0.1)
