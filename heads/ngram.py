@@ -74,24 +74,23 @@ class Drafter:
         return self._plan[1]
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root.
-
-        Without a match nothing is drafted: the root is repeated and all levels are dead.
-        """
-        drafted, found = self._continuation(state)  # [B, D + 1], the root first
+        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root."""
+        drafted = self._continuation(state)  # [B, D + 1], the root first
         plan = state.plan
         tokens = drafted[:, plan.node_depth]
         if not plan.tree.is_chain:
             tokens = torch.where(plan.best_path, tokens, drafted[:, :1])
-        return Proposal(tokens, plan.tree, limit=found * plan.max_depth)
+        return Proposal(tokens, plan.tree)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the accepted run to the history; see the protocol."""
         state.history.append(accepted)
         return state
 
-    def _continuation(self, state: State) -> tuple[Tensor, Tensor]:
-        """The root and the tokens that followed the best match [B, D + 1], or the root repeated; and whether there is one [B]."""
+    def _continuation(self, state: State) -> Tensor:
+        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is repeated, which is now and
+        then right where a repetition begins.
+        """
         history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)
         run = slots < last  # a match must end before the newest token, so that something follows it
@@ -107,5 +106,5 @@ class Drafter:
         steps = torch.arange(1, state.plan.tree.max_depth + 1, device=history.device)
         wanted = end + 1 + (steps - 1) % (last - end).clamp(min=1)
         drafted = history.gather(1, wanted.clamp(max=history.shape[1] - 1))
-        root, found = state.history.root, best >= 0
-        return torch.cat([root, torch.where(found, drafted, root)], dim=1), found[:, 0]
+        root = state.history.root
+        return torch.cat([root, torch.where(best >= 0, drafted, root)], dim=1)

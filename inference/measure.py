@@ -217,6 +217,7 @@ class _Session:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=total, completed=len(records))
             for repeat in range(self.config.repeats):
+                self.forget()
                 for request, prompt in zip(self.requests, self.prompts, strict=True):
                     if records.has(prompt.id, repeat):
                         continue
@@ -224,6 +225,13 @@ class _Session:
                     for name in (*self.names[turn:], *self.names[:turn]):
                         records.add(self.record(name, request, prompt.id, repeat))
                         progress.advance(task)
+
+    def forget(self) -> None:
+        """Let drafters that remember answers (`heads/suffix.py`) forget those of the warm-up and of the repeat before."""
+        for arm in self.arms:
+            forget = getattr(arm.drafter, "forget", None)
+            if forget is not None:
+                forget()
 
     def record(self, name: str, request: Request, prompt: str, repeat: int) -> Record:
         """One answer of one arm or peer."""

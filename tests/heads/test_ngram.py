@@ -71,12 +71,6 @@ def test_impossible_lengths_are_refused() -> None:
         Config(min_n=3, max_n=2)
 
 
-def test_without_a_match_nothing_is_drafted(drafter: Drafter) -> None:
-    state = drafter.start(run([[5, 6, 7, 5], [1, 2, 3, 4]], [0, 0]), TokenTree.chain(3), capacity=16)
-    proposal = drafter.propose(state, PlainNoise())
-    assert proposal.limit is not None and proposal.limit.tolist() == [3, 0]
-
-
 def test_a_dynamic_shape_is_filled_with_a_chain_that_fits(drafter: Drafter) -> None:
     for shape, depth in ((DynamicShape(9, 4, 3), 4), (DynamicShape(3, 4, 3), 2)):
         proposal = drafter.propose(drafter.start(run([[5, 6, 5]], [0]), shape, capacity=16), PlainNoise())

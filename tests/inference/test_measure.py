@@ -16,6 +16,7 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
+from heads.suffix import Config as SuffixConfig
 from inference import measure as measure_module
 from inference.bench import check_arms, split_prompts
 from inference.engine import Completion, DecodeConfig, Engine, Request
@@ -182,6 +183,19 @@ def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     assert shared["lossless"]["identical"] == own["lossless"]["identical"] == 2
     assert shared["draft"]["weights_sha256"] == file_sha256(tmp_path / "best" / "model.safetensors")
     assert shared["parameters"] == sum(p.numel() for p in drafter.parameters()) > 0
+
+
+def test_repeats_do_not_profit_from_answers_that_a_drafter_remembers(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    suffix = new_drafter("suffix", SuffixConfig(), target.info, target.weights, seed=0)
+    measure(CONFIG, target, [Arm("suffix", suffix, DECODE)], prompts(), tmp_path, console=QUIET)
+    lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    steps: dict[int, dict[str, Any]] = {0: {}, 1: {}}
+    for record in map(json.loads, lines):
+        if record["arm"] == "suffix":
+            steps[record["repeat"]][record["prompt"]] = record["passes"]
+    assert len(steps[0]) == 4 and steps[0] == steps[1]
 
 
 class InterruptedRunError(Exception):
