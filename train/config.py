@@ -16,13 +16,15 @@ from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
 from train.engine import EngineConfig
 from train.features import FeaturesConfig
+from train.joint_config import JointConfig
+from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.state import Snapshot
 from train.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 
-MUST_MATCH = ("kind", "head", "target", "engine")
+MUST_MATCH = ("kind", "head", "target", "engine", "joint")
 """Facts of a run that a saved state cannot do without; the others are warned about when they differ."""
 
 
@@ -64,6 +66,8 @@ class TrainConfig:
     """Compare the training path with the decoding path before the first step and after the last."""
     seed: int = 0
     """Of the drafter's initial weights, of the order of rows, and of everything else random."""
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    """Answers continued by the drafter itself."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Weights & Biases."""
 
@@ -101,6 +105,7 @@ class Job:
     optim: OptimConfig
     schedule: ScheduleConfig
     decode: DecodeConfig
+    joint: JointConfig = field(default_factory=JointConfig)
 
 
 def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
@@ -115,18 +120,21 @@ def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
         "optim": asdict(job.optim),
         "schedule": asdict(job.schedule),
         "train": {name: getattr(config, name) for name in ("global_batch", "sequence_length", "seed")}
-        | {"steps": steps},
+        | {"steps": steps, "on_policy": asdict(config.on_policy)},
     }
+    if job.joint.on:
+        facts["joint"] = asdict(job.joint)
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
 
 
 def require_same(snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
     """Refuse to continue a state of another drafter, target or engine; warn about other settings that have changed."""
-    changed = [name for name in facts if snapshot.run.get(name) != facts[name]]
+    names = dict.fromkeys([*facts, *MUST_MATCH])
+    changed = [name for name in names if snapshot.run.get(name) != facts.get(name)]
     refused = [name for name in changed if name in MUST_MATCH]
     if refused:
-        details = "; ".join(f"{name} was {snapshot.run.get(name)}, is {facts[name]}" for name in refused)
+        details = "; ".join(f"{name} was {snapshot.run.get(name)}, is {facts.get(name)}" for name in refused)
         raise UserError(
             f"'{snapshot.directory}' is the state of another training: {details}. Continue with the settings it was started "
             "with, or train in another folder."
@@ -136,5 +144,5 @@ def require_same(snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
             "continuing although '%s' has changed: it was %s, is %s",
             name,
             snapshot.run.get(name),
-            facts[name],
+            facts.get(name),
         )

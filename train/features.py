@@ -53,8 +53,10 @@ class OnlineFeatures:
         self.autocast = self.dtype == torch.bfloat16 and target.dtype == torch.float32
 
     @torch.no_grad()
-    def batch(self, packed: PackedBatch) -> TrainBatch:
-        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed."""
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed; the same in
+        every step of the training.
+        """
         device = self.target.device
         moved = {
             item.name: getattr(packed, item.name).to(device, non_blocking=True)

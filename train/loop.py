@@ -42,11 +42,13 @@ from train.display import Display
 from train.distributed import World, join_world
 from train.engine import EngineConfig, TrainEngine, make_engine
 from train.features import FeaturesConfig, OnlineFeatures
+from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
+from train.on_policy import OnPolicyFeatures
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
 from train.state import StateStore
 from train.tracker import LOG_FILE, Tracker
-from train.trainer import Evaluation, Limits, Progress, Trainer
+from train.trainer import Evaluation, Features, Limits, Progress, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +70,30 @@ def train(
     optim: OptimConfig,
     schedule: ScheduleConfig,
     decode: DecodeConfig,
+    joint: JointConfig | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
 
     Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
-    draft's shape and the sampling under which tau is measured. Raises `UserError` for anything that was given wrongly, and
+    draft's shape and the sampling under which tau is measured. joint: whether the target is trained too (a new target then lies in
+    <out>/target; see train/joint_run.py). Raises `UserError` for anything that was given wrongly, and
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
-    job = Job(kind, head, target, data, out, config, features, engine, optim, schedule, decode)
+    job = Job(
+        kind,
+        head,
+        target,
+        data,
+        out,
+        config,
+        features,
+        engine,
+        optim,
+        schedule,
+        decode,
+        joint or JointConfig(),
+    )
     if (out / MANIFEST_FILE).is_file():
         return read_manifest(out, "train")
     if not get_kind(kind).trainable:
@@ -91,10 +108,14 @@ def train(
     if world.device.type == "cpu":
         keep_freed_memory()
     job = replace(job, target=replace(target, device=str(world.device)))
-    return _Run(job, world).run(provenance)
+    if job.joint.on:
+        from train.joint_run import JointRun  # builds on this module
+
+        return JointRun(job, world).run(provenance)
+    return Run(job, world).run(provenance)
 
 
-class _Run:
+class Run:
     """One training, set up: the target, the data, the drafter, where it stands."""
 
     def __init__(self, job: Job, world: World) -> None:
@@ -160,9 +181,8 @@ class _Run:
             if world.is_main and not self.requests:
                 self.keep_best(weights)
             engine.close()
-        manifest = self.manifest(progress, reason)
         if world.is_main:
-            write_manifest(job.out, "train", manifest, provenance)
+            write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
         world.wait()
         return read_manifest(job.out, "train")
 
@@ -182,6 +202,14 @@ class _Run:
             f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
         )
 
+    def features(self) -> Features:
+        """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
+        job, on_policy = self.job, self.job.config.on_policy
+        plain = OnlineFeatures(self.target, self.drafter.needs, job.engine.dtype)
+        if on_policy.share == 0:
+            return plain
+        return OnPolicyFeatures(plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine)
+
     def fit(self, engine: TrainEngine, store: StateStore, progress: Progress, display: Display) -> str:
         """Run the loop; returns why it ended."""
         job, config = self.job, self.job.config
@@ -196,7 +224,7 @@ class _Run:
         with tracker:
             return Trainer(
                 engine=engine,
-                features=OnlineFeatures(self.target, self.drafter.needs, job.engine.dtype),
+                features=self.features(),
                 loader=self.loader,
                 rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
                 evaluate=self.evaluate if self.requests else None,
@@ -216,9 +244,13 @@ class _Run:
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
         """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
+        return self.fresh(type(self.drafter), weights)
+
+    def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
+        """A drafter of class `cls` with these weights."""
         cuda = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
-            drafter: TrainableDrafter = type(self.drafter)(self.drafter.config, self.target.info)
+            drafter = cls(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
         drafter.load_state_dict(weights)
         refuse_unset(drafter)
@@ -241,11 +273,15 @@ class _Run:
         fresh, old = best.with_name(f"{BEST}.partial"), best.with_name(f"{BEST}.old")
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        save_drafter(self.serving(weights), fresh, self.target.info)
+        self.write_checkpoint(weights, fresh)
         if best.exists():
             best.rename(old)
         fresh.rename(best)
         shutil.rmtree(old, ignore_errors=True)
+
+    def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Write what belongs into the folder of the best checkpoint."""
+        save_drafter(self.serving(weights), folder, self.target.info)
 
     def recover_best(self) -> None:
         """Put the former best back if a kill came between the two renames of `keep_best`."""

@@ -28,7 +28,7 @@ from train.tracker import Tracker
 class Features(Protocol):
     """Where training batches come from; `train.features.OnlineFeatures` is one."""
 
-    def batch(self, packed: PackedBatch) -> TrainBatch: ...
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Trainer:
         supervised = self.loader.supervised(index)
         outputs = []
         for place, packed in enumerate(batches):
-            batch = self.features.batch(packed)
+            batch = self.features.batch(packed, index)
             batch.progress = index / max(1, self.limits.steps)
             outputs.append(self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1))
         tokens = sum(int((packed.segments > 0).sum()) for packed in batches)

@@ -1,0 +1,214 @@
+"""Training on the drafter's own words: answers are continued by the drafter for a window, and the target judges what it wrote.
+
+Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere. Generalised knowledge
+distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a share of the packed rows is rewritten: in every
+document of such a row an answer is cut at a random place, the drafter drafts on from there as it does when it serves (`start` on
+the target's true states, `propose` of one deep chain, with sampling noise of its own), and the target's features are computed
+again. What follows the window is not supervised.
+
+Everything drawn comes from the rows' seeds, and the weights are those of the step: the same for any number of processes that train
+the same rows, and after a restart.
+
+Legend: B rows, T positions, D documents that are continued, W window, n taps, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import TrainBatch
+from heads.api.drafter import TargetStates, TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.tree import TokenTree
+from inference.noise import SharedNoise
+from inference.sampling import SamplingSettings
+from train.data.loader import PackedBatch
+from train.engine import EngineConfig
+from train.features import OnlineFeatures
+
+HARD_LABELS = ("ce", "hard_label_weight")
+"""Settings of kinds whose loss takes tokens of the batch as labels: here these may be the drafter's own."""
+_OWN_STREAM = 0x2545F4914F6CDD1D  # what is drawn here differs from what the loss draws with the same seeds
+_MASK63 = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig:
+    """How much of the training is on what the drafter itself writes."""
+
+    share: float = 0.0
+    """Probability that a row is rewritten (0 to 1); 0: never."""
+    window: int = 16
+    """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a largest depth can draft no
+    deeper.
+    """
+    temperature: float = 1.0
+    """Of the drafter's sampling; 0: its most likely tokens."""
+    every: int = 1
+    """Only every so many steps have rewritten rows (at least 1)."""
+    start: int = 0
+    """Steps before the first of them: what an untrained drafter writes teaches little."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0 or self.temperature < 0.0:
+            raise UserError(
+                "train.on_policy.share must lie in [0, 1] and train.on_policy.temperature must not be negative; "
+                f"given {self.share} and {self.temperature}."
+            )
+        for name, least in (("window", 1), ("every", 1), ("start", 0)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"train.on_policy.{name} must be at least {least}; given {getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a document is continued. row; first: the document's first place in it; last: the last true token kept, the root;
+    room: tokens to be written at most; end: one behind the document; seed: of the sampling noise.
+    """
+
+    row: int
+    first: int
+    last: int
+    room: int
+    end: int
+    seed: int
+
+
+class OnPolicyFeatures:
+    """Features of rows of which a share was rewritten by the drafter in training.
+
+    eos: end-of-text tokens, behind which nothing counts. Raises `UserError` for drafters that cannot be trained like this.
+    """
+
+    def __init__(
+        self,
+        plain: OnlineFeatures,
+        drafter: TrainableDrafter,
+        eos: Sequence[int],
+        config: OnPolicyConfig,
+        engine: EngineConfig,
+    ) -> None:
+        require_possible(drafter, engine)
+        self.plain, self.config = plain, config
+        self.drafter: Any = drafter  # for `start` and `propose`, which the base class leaves to the kinds
+        self.eos = torch.tensor(list(eos), dtype=torch.int64)
+        self.tree = TokenTree.chain(config.window)
+
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
+        """`packed` with features, some of its rows rewritten."""
+        batch, config = self.plain.batch(packed, step), self.config
+        if step < config.start or (step - config.start) % config.every:
+            return batch
+        cuts = plan_cuts(packed, config)
+        if not cuts:
+            return batch
+        written = self._continue(batch, cuts).cpu()
+        tokens, mask = packed.tokens.clone(), packed.loss_mask.clone()
+        for cut, words in zip(cuts, written, strict=True):
+            words = words[: cut.room]
+            ends = torch.isin(words, self.eos).nonzero()
+            length = int(ends[0]) + 1 if ends.numel() else words.shape[0]
+            tokens[cut.row, cut.last + 1 : cut.last + 1 + length] = words[:length]
+            mask[cut.row, cut.last + 1 + length : cut.end] = False
+        rows = sorted({cut.row for cut in cuts})
+        chosen = PackedBatch(
+            tokens[rows], packed.positions[rows], packed.segments[rows], mask[rows], packed.seeds[rows]
+        )
+        return _replace_rows(batch, rows, self.plain.batch(chosen, step))
+
+    @torch.no_grad()
+    def _continue(self, batch: TrainBatch, cuts: Sequence[Cut]) -> Tensor:
+        """What the drafter drafts behind each cut: [D, W] int64."""
+        device = batch.tokens.device
+        rows, first, last = (
+            torch.tensor([getattr(cut, name) for cut in cuts], device=device)
+            for name in ("row", "first", "last")
+        )
+        width = max(cut.last - cut.first for cut in cuts)
+        place = torch.arange(width, device=device)
+        valid = place < (last - first)[:, None]
+        at = (rows[:, None], torch.where(valid, first[:, None] + place, first[:, None]))
+        dtype = next(parameter.dtype for parameter in self.drafter.parameters())
+        seen = TargetStates(
+            tokens=batch.tokens[at],
+            next_tokens=batch.tokens[at[0], at[1] + 1],
+            positions=batch.positions[at],
+            valid=valid,
+            taps=None if batch.taps is None else batch.taps[at].to(dtype),
+            last_hidden=None if batch.last_hidden is None else batch.last_hidden[at].to(dtype),
+        )
+        seeds = torch.tensor([cut.seed for cut in cuts], device=device)
+        settings = SamplingSettings(temperature=self.config.temperature)
+        noise = SharedNoise(settings, seeds, self.drafter.info.vocab_size)
+        was_training = self.drafter.training
+        self.drafter.eval()
+        try:
+            state = self.drafter.start(seen, self.tree.to(device), width + 1)
+            drafted: Tensor = self.drafter.propose(state, noise).tokens[:, 1:]
+        finally:
+            self.drafter.train(was_training)
+        return drafted
+
+
+def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
+    """Which documents of which rows are continued, and where: drawn from the rows' seeds alone."""
+    cuts = []
+    for row, seed in enumerate(packed.seeds.tolist()):
+        generator = torch.Generator().manual_seed((seed ^ _OWN_STREAM) & _MASK63)
+        if float(torch.rand((), generator=generator)) >= config.share:
+            continue
+        segments, mask = packed.segments[row], packed.loss_mask[row]
+        for number in segments.unique().tolist():
+            if number == 0:
+                continue
+            places = (segments == number).nonzero().squeeze(1)
+            first, end = int(places[0]), int(places[-1]) + 1
+            # A token that may be replaced: supervised, with the root and one token that was seen in front of it.
+            targets = (mask[first + 2 : end].nonzero().squeeze(1) + first + 2).tolist()
+            if not targets:
+                continue
+            start = targets[int(torch.randint(len(targets), (), generator=generator))]
+            stops = (~mask[start:end]).nonzero()
+            room = min(config.window, int(stops[0]) if stops.numel() else end - start)
+            noise = int(torch.randint(_MASK63, (), generator=generator))
+            cuts.append(Cut(row, first, start - 1, room, end, noise))
+    return cuts
+
+
+def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
+    """Raise `UserError` for drafters whose loss would take their own words for the truth, and for divided weights."""
+    if not drafter.needs.logits:
+        raise UserError(
+            f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns from tokens and not from the "
+            "target's distribution: it would be taught its own mistakes. Set train.on_policy.share=0, or give head an objective "
+            "that compares distributions."
+        )
+    hard = [name for name in HARD_LABELS if getattr(drafter.config, name, 0) > 0]
+    if hard:
+        raise UserError(
+            f"train.on_policy.share is above 0, but head.{hard[0]} takes tokens as labels, and these would be the drafter's own. "
+            f"Set head.{hard[0]}=0 or train.on_policy.share=0."
+        )
+    if engine.name == "deepspeed" and engine.zero_stage == 3:
+        raise UserError(
+            "train.on_policy.share is above 0, but engine.zero_stage=3 divides the drafter's weights, so that it cannot draft "
+            "while it is trained. Use engine.zero_stage 0, 1 or 2."
+        )
+
+
+def _replace_rows(batch: TrainBatch, rows: Sequence[int], fresh: TrainBatch) -> TrainBatch:
+    """`batch` with the given rows' tokens, mask and features taken from `fresh`."""
+    at = torch.tensor(rows, device=batch.tokens.device)
+    changed: dict[str, Tensor] = {}
+    for name in ("tokens", "loss_mask", "taps", "last_hidden"):
+        value = getattr(batch, name)
+        if value is not None:  # a copy: on the CPU the batch still holds the loader's own tensors
+            changed[name] = value.index_copy(0, at, getattr(fresh, name))
+    return replace(batch, **changed)  # type: ignore[arg-type]
