@@ -23,8 +23,13 @@ RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 MICRO: dict[str, dict[str, Any]] = {
     "cascade": {},
     "cascade_join": {"branches": [2]},
+    "dflare": {},
     "dflash": {},
+    "dflash2": {"dependency_rank": 8, "conv_group_size": 8},
+    "domino": {"dependency_rank": 8},
     "dspark": {"dependency_rank": 8},
+    "jetspec": {},
+    "treeflash": {"dependency_rank": 8},
     "early_exit": {},
     "kangaroo": {},
     "layer_skip": {},

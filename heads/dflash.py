@@ -1,0 +1,352 @@
+"""Block drafters: one forward pass drafts a whole block (DFlash and what came after it).
+
+Taps of the target are fused into one feature per position. Every draft layer turns the features of the committed positions
+into keys and values of its own (KV injection) and lets the slots of a block attend to them and to each other; slot 0
+holds the embedding of the root, the last committed token, every other slot the same mask embedding. The shared, frozen LM
+head reads one drafted token from every slot. The state is a cache of the features' keys and values, which only
+grows: what is refused was never written (methods.md, section 3). Options make the published methods of it: the
+mask inside the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and a
+confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector (DFlash 2), states
+conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare). Dependent slots are drafted level by
+level along every path of a tree from the same pass, so their trees are conditioned on parents (PC-Tree).
+Parameter names are those of serving engines (serving-formats.md, 3.6).
+
+Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R supervised (block, depth) pairs,
+H hidden, V vocabulary, n taps, W width of a committed run, S cache slots, N nodes, P nodes of one level, C carry of a dependency,
+g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.api.tree import DraftShape
+from heads.nn import block_confidence, losses
+from heads.nn.attention import Place, additive, cache_attention, write_cache
+from heads.nn.block_attention import Anchors, KeyValue, View, attend_blocks
+from heads.nn.block_config import Config as Config
+from heads.nn.block_losses import log_probability
+from heads.nn.block_model import BlockModel
+from heads.nn.blocks import Attend
+from heads.nn.drafting import Plan, PlanCache, last_valid
+from heads.nn.growth import fill, grow
+from heads.nn.rope import look_up
+
+
+@dataclass
+class State:
+    """keys, values: per layer [B, S, g, D], slot = position: of the features of committed positions, behind them room for a
+    block. root, root_position [B] int64.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    root: Tensor
+    root_position: Tensor
+    plan: Plan
+
+
+@dataclass
+class Taught:
+    """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth and the one before it;
+    states_at [M, K] int64: the flat position whose state the target draws it from; mask [M, K] bool: supervised; scale [M].
+    """
+
+    labels: Tensor
+    parents: Tensor
+    states_at: Tensor
+    mask: Tensor
+    scale: Tensor
+
+
+class Drafter(BlockModel):
+    """A block drafter."""
+
+    kind: ClassVar[str] = "dflash"
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        self._plans = PlanCache()
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """The weighted objective over blocks behind places drawn from every row, scaled to all places."""
+        config: Config = self.config
+        eligible = batch.supervised(1) & batch.supervised(
+            2
+        )  # the root is part of the answer, and so is what follows
+        anchors = Anchors.sample(eligible, config.num_anchors, batch.generators())
+        contexts = self._features(batch)
+        chunk = self._chunk(batch, self.depths)
+
+        def part(first: int) -> losses.Sums:
+            piece = anchors.piece(first, chunk)
+            raw = self._states(batch, contexts, piece, self.depths)
+            return self._sums(batch, raw, self._taught(batch, piece))
+
+        starts = range(0, anchors.last.shape[1], chunk)
+        parts: list[losses.Sums] = (
+            [part(0)]
+            if len(starts) == 1
+            else [checkpoint(part, first, use_reentrant=False) for first in starts]
+        )
+        total, per_depth, correct, counts, doubt = (sum(values) for values in zip(*parts, strict=True))
+        metrics = losses.depth_metrics(per_depth, correct, counts)
+        if self.confidence_head is not None:
+            metrics["loss/confidence"] = (doubt.detach(), counts.sum().detach())
+        return LossOutput(total, metrics)
+
+    def _features(self, batch: TrainBatch) -> list[KeyValue]:
+        """Keys and values [B, T, g, D] of the context, per layer."""
+        assert batch.taps is not None, "a block drafter needs the target's taps"
+        return self._contexts(batch.taps, self._rope.at(batch.positions, self.norm.weight.dtype))
+
+    def _chunk(self, batch: TrainBatch, depths: int) -> int:
+        """Blocks per row that are run at once, so that neither logits nor attention scores grow too large."""
+        rows, length = batch.tokens.shape
+        slots = self.config.block_size
+        scores = self.shape.num_attention_heads * slots * (length + slots)
+        return max(1, losses.CHUNK_ELEMENTS // (rows * max(depths * self.info.vocab_size, scores)))
+
+    def _states(self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, depths: int) -> Tensor:
+        """States before the final norm [M, depths, H] of the blocks behind `anchors`."""
+        config: Config = self.config
+        rows, blocks = anchors.last.shape
+        slots = config.block_size
+        root_at = (anchors.last + 1).clamp(max=batch.tokens.shape[1] - 1)
+        roots = batch.tokens.gather(1, root_at).flatten()
+        inputs = self._slots(roots, slots)
+        first = batch.positions.gather(1, anchors.last).flatten()[:, None] + 1
+        rotation = self._rope.at(first + torch.arange(slots, device=roots.device), inputs.dtype)
+        exact = inputs.dtype == torch.float64
+        view = View.of(batch.segments, anchors.last, slots, self.causal, flex=inputs.is_cuda and not exact)
+
+        def attend_to(context: KeyValue) -> Attend:
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                query, key, value = (part.unflatten(0, (rows, blocks)) for part in (query, key, value))
+                return attend_blocks(query, context, (key, value), view).flatten(0, 1)
+
+            return attend
+
+        states = self._run(inputs, rotation, [attend_to(context) for context in contexts])
+        return self._depths(states, depths)
+
+    def _taught(self, batch: TrainBatch, anchors: Anchors) -> Taught:
+        rows, length = batch.tokens.shape
+        ahead = torch.arange(1, self.depths + 1, device=batch.tokens.device)
+        row = torch.arange(rows, device=batch.tokens.device)[:, None, None]
+        states_at = (anchors.last[..., None] + ahead).clamp(
+            max=length - 1
+        )  # [B, A, K]; what is cut is not supervised
+        label_at = (states_at + 1).clamp(max=length - 1)
+        supervised = torch.stack(
+            [batch.supervised(k + 1) for k in range(1, self.depths + 1)], -1
+        )  # [B, T, K]
+        mask = supervised[row[..., 0], anchors.last] & anchors.valid[..., None]
+        return Taught(
+            batch.tokens[row, label_at].flatten(0, 1),
+            batch.tokens[row, states_at].flatten(0, 1),
+            (row * length + states_at).flatten(0, 1),
+            mask.flatten(0, 1),
+            anchors.scale[:, None].expand(-1, anchors.last.shape[1]).flatten(),
+        )
+
+    def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught) -> losses.Sums:
+        """For states [M, K, H]: the loss, and by depth [K] its unweighted sums, right tokens and counts; the confidence's loss."""
+        config: Config = self.config
+        rule, (block, depth) = self.dependency, taught.mask.nonzero(as_tuple=True)  # [R] each
+        share = config.base_share_start + batch.progress * (config.base_share_end - config.base_share_start)
+        normed = self.norm(raw)
+        given = raw if rule.raw else normed
+        carry = rule.unroll(taught.parents, given, self._embed)[block, depth]
+        labels, states = taught.labels[block, depth], normed[block, depth]
+        base = self._project(states) if rule.needs_base or share > 0 else None
+        logits = self._dependent(base, given[block, depth], carry, depth + 1)
+        target_logits = self._target_word(batch, taught.states_at[block, depth])
+        objective = config.objective()
+        values = objective(logits, labels, target_logits)
+        teaches = rule.teaches(base, labels)
+        if teaches is not None:
+            values = torch.where(teaches, values, torch.zeros_like(values))
+        if share > 0:
+            assert base is not None
+            values = (1 - share) * values + share * objective(base, labels, target_logits)
+        right = torch.full(taught.mask.shape, float("-inf"), dtype=values.dtype, device=values.device)
+        right = right.index_put((block, depth), log_probability(logits, labels))
+        weights = config.weighting()(right, taught.mask) * taught.scale[:, None].to(values.dtype)
+        weights = weights[block, depth]
+        doubt = torch.zeros_like(values)
+        if self.confidence_head is not None:
+            assert target_logits is not None
+            odds = self.confidence_head(states, rule.hint(taught.parents[block, depth]))
+            acceptance = losses.acceptance_rate(logits.detach(), target_logits)
+            doubt = block_confidence.confidence_loss(odds, acceptance)
+        total = (weights * (values + config.confidence_weight * doubt)).sum()
+
+        def by_depth(items: Tensor) -> Tensor:
+            return items.new_zeros(self.depths).index_add_(0, depth, items)
+
+        correct = (losses.best_column(logits) == objective.aim(labels, target_logits)).long()
+        return total, by_depth(values.detach()), by_depth(correct), taught.mask.sum(0), doubt.detach().sum()
+
+    @torch.no_grad()
+    def _target_word(self, batch: TrainBatch, states_at: Tensor) -> Tensor | None:
+        """The target's logits [R, V] at flat positions [R]; None when nothing asks for them."""
+        if not self.needs.logits:
+            return None
+        assert batch.last_hidden is not None, "the objective needs the target's last hidden state"
+        assert batch.target_logits is not None, "the objective needs the target's logits"
+        return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Logits [B, T, V] at depths 1..depth of a block behind every position, along the true tokens; see the contract."""
+        assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
+        contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
+        chunk, rule, found = self._chunk(batch, depth), self.dependency, []
+        for first in range(0, batch.tokens.shape[1], chunk):
+            piece = anchors.piece(first, chunk)
+            raw = self._states(batch, contexts, piece, depth)
+            normed = self.norm(raw)
+            given = raw if rule.raw else normed
+            parents = self._taught(batch, piece).parents[:, :depth]
+            carry = rule.unroll(parents, given, self._embed)
+            base = self._project(normed) if rule.needs_base else None
+            depths = torch.arange(1, depth + 1, device=raw.device).expand(raw.shape[:2])
+            logits = self._dependent(base, given, carry, depths)
+            found.append(logits.unflatten(0, piece.last.shape))  # [B, A, K, V]
+        return list(torch.cat(found, 1).unbind(2))
+
+    # --- drafting -------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; raises `UserError` when the tree is deeper than the block."""
+        if tree.max_depth > self.depths:
+            needed = tree.max_depth + self.config.block_size - self.depths
+            raise UserError(
+                f"blocks of {self.config.block_size} draft {self.depths} tokens at most, not {tree.max_depth}. "
+                f"Set decode.depth to {self.depths} or less, or train with head.block_size={needed}."
+            )
+        batch, width = seen.tokens.shape
+        plan, shape = self._plans.of(tree), self.shape
+        slots = max(capacity, width) + max(self.config.block_size, plan.max_depth + 1) + 1
+        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
+        state = State(
+            keys=[self.norm.weight.new_zeros(cache) for _ in self.layers],
+            values=[self.norm.weight.new_zeros(cache) for _ in self.layers],
+            root=seen.tokens.new_zeros(batch),
+            root_position=seen.tokens.new_zeros(batch),
+            plan=plan,
+        )
+        return self.commit(state, seen)
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Append the run's keys and values to the cache.
+
+        Padded entries are written behind the run, where a block or the next run overwrites them before anything sees them.
+        """
+        assert accepted.taps is not None, "a block drafter needs the target's taps"
+        rows, _, root, root_position = last_valid(accepted)
+        places = accepted.positions[:, :1] + torch.arange(accepted.tokens.shape[1], device=root.device)
+        contexts = self._contexts(accepted.taps, look_up(self._table(state), places))
+        for (key, value), keys, values in zip(contexts, state.keys, state.values, strict=True):
+            write_cache(keys, rows[:, None], places, key)
+            write_cache(values, rows[:, None], places, value)
+        state.root.copy_(root)
+        state.root_position.copy_(root_position)
+        return state
+
+    def _draft(self, state: State, depth: int) -> Tensor:
+        """One pass over the block behind each root: states before the final norm [B, depth, H].
+
+        The block's own keys and values lie in the cache behind the context. Slots that see each other are all run,
+        however few are asked for, as in training.
+        """
+        shift = self.config.block_size - self.depths
+        slots = depth + shift if self.causal else self.config.block_size
+        inputs = self._slots(state.root, slots)
+        rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None]
+        places = state.root_position[:, None] + torch.arange(slots, device=inputs.device)  # [B, b]
+        reach = places if self.causal else places[:, -1:].expand_as(places)
+        numbers = torch.arange(state.keys[0].shape[1], device=inputs.device)
+        mask = additive(numbers <= reach[..., None], inputs.dtype)  # [B, b, S]
+
+        def attend_in(keys: Tensor, values: Tensor) -> Attend:
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                write_cache(keys, rows, places, key)
+                write_cache(values, rows, places, value)
+                return cache_attention(query, keys, values, mask)
+
+            return attend
+
+        attends = [attend_in(keys, values) for keys, values in zip(state.keys, state.values, strict=True)]
+        return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """One pass, then the tree: at once where slots are independent, level by level where they are not."""
+        rule, plan = self.dependency, state.plan
+        raw = self._draft(state, plan.max_depth)
+        normed = self.norm(raw)
+        given = raw if rule.raw else normed
+        base = self._project(normed) if rule.needs_base else None
+        if self.config.dependency == "none":
+            assert base is not None
+            proposal = fill(plan, state.root, state.root_position, base, noise)
+        else:
+            proposal = self._grow(state, base, given, noise)
+        if self.confidence_head is not None:
+            proposal.confidence = self._confidence(proposal, normed)
+        return proposal
+
+    def _grow(self, state: State, base: Tensor | None, given: Tensor, noise: Noise) -> Proposal:
+        """Along every path: the carry of a node's children follows from its own token and the carry before it."""
+        rule, depth = self.dependency, 0
+
+        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal depth
+            depth += 1  # of the children; levels come in order
+            states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
+            slot = None if base is None else base[:, depth - 1 : depth]
+            carry = rule.read(tokens, states, carry, self._embed)
+            return self._dependent(slot, states, carry, depth).expand(-1, tokens.shape[1], -1), carry
+
+        nothing = given.new_zeros(given.shape[0], 1, rule.size)
+        logits, carry = step(Place.nowhere(given.device), state.root[:, None], nothing)
+        return grow(state.plan, state.root, state.root_position, logits, carry, step, noise)
+
+    def _confidence(self, proposal: Proposal, normed: Tensor) -> Tensor:
+        """Calibrated confidence [B, N] of every node; the root's is 1. normed [B, K, H]."""
+        assert self.confidence_head is not None
+        rows = torch.arange(normed.shape[0], device=normed.device)[:, None]
+        depth = proposal.tree.depth.clamp(min=1).expand(proposal.tokens.shape)
+        parents = proposal.tokens.gather(1, proposal.tree.parents.expand(proposal.tokens.shape))
+        odds = self.confidence_head(normed[rows, depth - 1], self.dependency.hint(parents))
+        sure = self.confidence_head.calibrated(odds, depth)
+        return torch.where(proposal.tree.depth == 0, torch.ones_like(sure), sure)
+
+    def calibrate(self, log_odds: Tensor, accepted: Tensor) -> tuple[list[float], list[float]]:
+        """Fit the confidence's temperatures to recorded chains: log_odds [M, K] as `ConfidenceHead` gave them, accepted [M] drafts.
+
+        Returns the calibration error of the survival up to each depth before and after. Stored with the weights.
+        """
+        if self.confidence_head is None:
+            raise UserError(
+                "this drafter has no confidence to calibrate; train it with head.confidence=true."
+            )
+        fitted = block_confidence.fit_temperatures(log_odds, accepted)
+        kept = self.confidence_head.temperatures
+        before = block_confidence.calibration_errors(log_odds, accepted, kept[: len(fitted)].cpu())
+        kept[: len(fitted)] = fitted.to(kept)
+        return before, block_confidence.calibration_errors(log_odds, accepted, fitted)
+
+    def _table(self, state: State) -> Tensor:
+        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)

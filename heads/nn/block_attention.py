@@ -1,0 +1,155 @@
+"""Attention of block drafters in training: many blocks of one sequence at once, each seeing its own past and itself.
+
+A block stands behind a place t of the sequence, the last position whose true states it may see: its queries attend to
+the context up to t within t's document, and to the block's own slots. Nothing of another block and nothing behind t is
+visible (methods.md, 3.1). Two ways to compute the same: exactly with dense scores (the CPU, float64), and with flex
+attention on CUDA, which skips what is masked.
+
+Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads, G = h / g, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Where the blocks of a batch stand.
+
+    last [B, A] int64: the last visible position t of each block; its root is the token at t + 1. valid [B, A] bool: False for
+    fillers of rows with fewer blocks. scale [B] float: eligible places per chosen one, which makes a sum over the chosen blocks
+    an estimate of the sum over all.
+    """
+
+    last: Tensor
+    valid: Tensor
+    scale: Tensor
+
+    def piece(self, first: int, count: int) -> Anchors:
+        """`count` blocks of every row from number `first` on."""
+        span = slice(first, first + count)
+        return Anchors(self.last[:, span], self.valid[:, span], self.scale)
+
+    @classmethod
+    def sample(cls, eligible: Tensor, most: int, generators: Sequence[torch.Generator]) -> Anchors:
+        """Up to `most` places of every row where `eligible` [B, T] bool, drawn without repetition from each row's own
+        generator and in ascending order. Reads the mask on the host; for training only.
+        """
+        chosen, shares = [], []
+        for row, generator in zip(eligible.cpu(), generators, strict=True):
+            places = row.nonzero().squeeze(1)
+            order = torch.randperm(places.shape[0], generator=generator)[:most]
+            chosen.append(places[order].sort().values)
+            shares.append(places.shape[0] / max(1, order.shape[0]))
+        width = max(1, *(places.shape[0] for places in chosen))
+        last = torch.stack([torch.nn.functional.pad(p, (0, width - p.shape[0])) for p in chosen])
+        counts = torch.tensor([p.shape[0] for p in chosen])
+        valid = torch.arange(width) < counts[:, None]
+        device = eligible.device
+        return cls(last.to(device), valid.to(device), torch.tensor(shares, device=device))
+
+    @classmethod
+    def everywhere(cls, tokens: Tensor) -> Anchors:
+        """A block behind every position of `tokens` [B, T]."""
+        last = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return cls(
+            last, torch.ones_like(last, dtype=torch.bool), torch.ones(tokens.shape[0], device=tokens.device)
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a slot sees only itself and earlier
+    slots of its block; flex: the same as a block mask of flex attention, None for dense scores.
+    """
+
+    visible: Tensor
+    causal: bool
+    flex: Any = None
+
+    @classmethod
+    def of(cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool) -> View:
+        """segments [B, T]: document numbers; last [B, A]; slots: b. flex: build the block mask too."""
+        places = torch.arange(segments.shape[1], device=segments.device)
+        same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
+        visible = same & (places <= last[..., None])
+        mask = _block_mask(visible, slots, causal) if flex else None
+        return cls(visible, causal, mask)
+
+
+def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
+    """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks' own [B, A, b, g, D] ->
+    [B, A, b, h * D].
+    """
+    if view.flex is not None:
+        return _flex(query, context, own, view.flex)
+    return _dense(query, context, own, view)
+
+
+def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
+    """One softmax over context and block. The context's keys are shared by all blocks of a row and never copied."""
+    blocks, slots, heads, size = query.shape[1:]
+    kv_heads, length = context[0].shape[2], context[0].shape[1]
+    groups = heads // kv_heads
+    grouped = (query * size**-0.5).unflatten(3, (kv_heads, groups)).permute(0, 3, 1, 2, 4, 5)
+    rows = grouped.flatten(3, 4)  # [B, g, A, b * G, D]
+    past = rows.flatten(2, 3) @ context[0].permute(0, 2, 3, 1)  # [B, g, A * b * G, T]
+    past = past.unflatten(2, (blocks, slots * groups)).masked_fill(
+        ~view.visible[:, None, :, None], float("-inf")
+    )
+    inside = rows @ own[0].permute(0, 3, 1, 4, 2)  # [B, g, A, b * G, b]
+    if view.causal:
+        numbers = torch.arange(slots, device=query.device)
+        later = numbers > numbers.repeat_interleave(groups)[:, None]  # [b * G, b]
+        inside = inside.masked_fill(later, float("-inf"))
+    scores = torch.cat([past, inside], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(own[1].dtype)
+    out = weights[..., :length].flatten(2, 3) @ context[1].transpose(1, 2)  # [B, g, A * b * G, D]
+    out = out.unflatten(2, (blocks, slots * groups)) + weights[..., length:] @ own[1].permute(0, 3, 1, 2, 4)
+    return out.unflatten(3, (slots, groups)).permute(0, 2, 3, 1, 4, 5).flatten(3)
+
+
+# --- flex attention -----------------------------------------------------------------------------------------------
+
+
+def _block_mask(visible: Tensor, slots: int, causal: bool) -> Any:
+    """The block mask over [context, all blocks' slots] for visible [B, A, T]."""
+    batch, blocks, length = visible.shape
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block = q // slots
+        past = (kv < length) & visible[b, block, kv.clamp(max=length - 1)]
+        place = kv - length
+        inside = (place >= 0) & (place // slots == block)
+        return past | (inside & (place <= q)) if causal else past | inside
+
+    size = blocks * slots
+    return create_block_mask(allowed, batch, None, size, length + size, device=str(visible.device))
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _flex(query: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
+    """The same through flex attention: compiled on CUDA; elsewhere in eager mode, which has a forward pass only."""
+    blocks, slots = query.shape[1:3]
+    key, value = (
+        torch.cat([past, inside.flatten(1, 2)], 1).transpose(1, 2)
+        for past, inside in zip(context, own, strict=True)
+    )
+    run: Any = _compiled() if query.is_cuda else flex_attention
+    rows = query.flatten(1, 2).transpose(1, 2).to(value.dtype)
+    out: Tensor = run(rows, key.to(value.dtype), value, block_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2).unflatten(1, (blocks, slots)).flatten(3)

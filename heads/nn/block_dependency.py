@@ -1,0 +1,337 @@
+"""What makes a block drafter's slots depend on the tokens before them.
+
+The backbone gives every slot k a state h_k and base logits U_k that know nothing of the tokens drafted in between. A
+dependency adds what the drafted prefix says; x_0 is the root, x_{k-1} the parent of the token at depth k:
+
+* markov (DSpark, methods.md 3.5): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k; W1[x]]); rnn: a
+  gated state over W1[x_0] .. W1[x_{k-1}] and the h.
+* gru (Domino, 3.4): U_k + V SiLU(W [h_k; GRU over the embeddings of x_0 .. x_{k-1}]), from the second depth on.
+* selector (DFlash 2, 3.8): among the best of U_k, U_k(b) + <A[x_{k-1}] * P h_k, B[b]>.
+* parent (TreeFlash, 3.7): the logits of h_k + SwiGLU([norm(emb(x_{k-1})); norm(h_k)]).
+
+Each reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`), which costs a
+vocabulary. Training reads along the true tokens, drafting level by level along every path of a tree; both use the
+same two functions. Parameter names are those of serving engines where there are any (serving-formats.md, 3.6).
+
+Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is [M, K] in training and
+[B, P] in drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.errors import UserError, suggest
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.nn import init
+from heads.nn.blocks import RMSNorm
+
+OUTSIDE = 8.0
+"""How far below its base logit a token stands that is no candidate of the selector."""
+FADE = 1.0
+"""A token fades out over so many logits below the worst candidate. A sharp edge would let the rounding of bfloat16 decide who is a
+candidate, and training and drafting would disagree there.
+"""
+
+Embed = Callable[[Tensor], Tensor]
+"""Tokens [...] -> the target's embeddings [..., H]."""
+
+
+class Dependency:
+    """The interface, and the drafter without any dependency. Holds modules; the drafter registers `modules()` under their names.
+
+    size: C. needs_base: whether `logits` uses the base logits U_k. raw: whether the states it is given come from before the
+    final norm. first: the first depth it changes.
+    """
+
+    size = 0
+    needs_base = True
+    raw = False
+    first = 1
+
+    def __init__(self, rank: int, info: TargetInfo) -> None:
+        self.rank, self.info = rank, info
+        if rank < 1:
+            raise UserError(f"head.dependency_rank must be at least 1; given {rank}.")
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The trained parts, by name."""
+        return {}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Start as no dependency at all: the first logits are the base logits."""
+
+    def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
+        """Parents x_{k-1} [...] and states h_k [..., H] behind carry [..., C] of depth k - 1 -> the carry of depth k."""
+        return carry
+
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+        """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of depth k -> its logits [..., V].
+
+        project: from states of the kind that `raw` names to the target's logits.
+        """
+        assert base is not None
+        return base
+
+    def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
+        """Where [R] the dependency can learn of the right tokens `labels` [R], for base logits [R, V]; None: everywhere."""
+        return None
+
+    def hint(self, tokens: Tensor) -> Tensor | None:
+        """What the confidence head is told of the parents [...] beside h_k: [..., r], or None."""
+        return None
+
+    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
+        """Carries [M, K, C] along true parents [M, K] with states [M, K, H]."""
+        carry = states.new_zeros(*tokens.shape, self.size)
+        return self.read(tokens, states, carry, embed)
+
+
+def _unroll_by_depth(rule: Dependency, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
+    carry = states.new_zeros(tokens.shape[0], rule.size)
+    found = []
+    for depth in range(tokens.shape[1]):
+        carry = rule.read(tokens[:, depth], states[:, depth], carry, embed).to(states.dtype)
+        found.append(carry)
+    return torch.stack(found, 1)
+
+
+class MarkovTables(nn.Module):
+    """W1 and W2 as engines name them, and the projection of the gated and the recurrent variant."""
+
+    def __init__(self, vocab: int, rank: int, hidden: int, variant: str) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        self.gate_proj = nn.Linear(hidden + rank, rank) if variant == "gated" else None
+        self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank) if variant == "rnn" else None
+
+
+class Markov(Dependency):
+    """A low-rank table of which token follows which (DSpark)."""
+
+    def __init__(self, rank: int, info: TargetInfo, variant: str = "markov") -> None:
+        super().__init__(rank, info)
+        self.variant = variant
+        self.size = 2 * rank if variant == "rnn" else rank
+        self.tables = MarkovTables(info.vocab_size, rank, info.hidden_size, variant)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"markov_head": self.tables}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """W1 from the target's embeddings, so that what is learnt of one token serves those like it; W2 zero."""
+        tables = self.tables
+        init.copy(tables.markov_w1.weight, project_rows(weights.embedding, self.rank, generator))
+        init.constant(tables.markov_w2.weight, 0.0)
+        for part in (tables.gate_proj, tables.joint_proj):
+            if part is not None:
+                init.normal(part.weight, part.in_features**-0.5, generator)
+                init.constant(part.bias, 0.0)
+
+    def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
+        tables = self.tables
+        words: Tensor = tables.markov_w1(tokens)
+        if tables.gate_proj is not None:
+            return tables.gate_proj(torch.cat([states, words], -1)).sigmoid() * words
+        if tables.joint_proj is None:
+            return words
+        memory = carry[..., : self.rank]
+        gate, fresh, out = tables.joint_proj(torch.cat([memory, words, states], -1)).chunk(3, -1)
+        gate = gate.sigmoid()
+        return torch.cat([gate * memory + (1 - gate) * fresh.tanh(), out.tanh()], -1)
+
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+        assert base is not None
+        return base + self.tables.markov_w2(carry[..., -self.rank :])
+
+    def hint(self, tokens: Tensor) -> Tensor | None:
+        words: Tensor = self.tables.markov_w1(tokens)
+        return words
+
+    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
+        if self.variant == "rnn":
+            return _unroll_by_depth(self, tokens, states, embed)
+        return super().unroll(tokens, states, embed)
+
+
+class PrefixGRU(nn.Module):
+    """One recurrent cell without biases, under the names of torch's GRU: r, z, n as there."""
+
+    def __init__(self, inputs: int, size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, inputs))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+
+    def forward(self, inputs: Tensor, memory: Tensor) -> Tensor:
+        """inputs [..., H], memory [..., C] -> the next memory [..., C]."""
+        reset, update, fresh = F.linear(inputs, self.weight_ih_l0).chunk(3, -1)
+        old_reset, old_update, old_fresh = F.linear(memory, self.weight_hh_l0).chunk(3, -1)
+        update = (update + old_update).sigmoid()
+        fresh = (fresh + (reset + old_reset).sigmoid() * old_fresh).tanh()
+        return (1 - update) * fresh + update * memory
+
+
+class Gru(Dependency):
+    """A GRU over the drafted prefix corrects the base logits through a low rank (Domino)."""
+
+    first = 2
+
+    def __init__(self, rank: int, info: TargetInfo) -> None:
+        super().__init__(rank, info)
+        self.size = rank
+        self.cell = PrefixGRU(info.hidden_size, rank)
+        self.correct = nn.Sequential(
+            nn.Linear(info.hidden_size + rank, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, info.vocab_size, bias=False),
+        )
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"prefix_gru": self.cell, "embed_proj": self.correct}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        # Embeddings are not normalised: their own size decides how far they drive the gates.
+        size = float(weights.embedding.float().square().mean().sqrt()) * self.info.hidden_size**0.5
+        init.normal(self.cell.weight_ih_l0, 1.0 / max(size, 1e-6), generator)
+        init.normal(self.cell.weight_hh_l0, self.size**-0.5, generator)
+        into, out = self.correct[0], self.correct[2]
+        assert isinstance(into, nn.Linear) and isinstance(out, nn.Linear)
+        init.normal(into.weight, into.in_features**-0.5, generator)
+        init.constant(out.weight, 0.0)
+
+    def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
+        out: Tensor = self.cell(embed(tokens), carry)
+        return out
+
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+        assert base is not None
+        return base + self.correct(torch.cat([states, carry], -1))
+
+    def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
+        return _unroll_by_depth(self, tokens, states, embed)
+
+
+class CandidateSelector(nn.Module):
+    """The codebooks A and B and the projection P, as engines name them."""
+
+    def __init__(self, vocab: int, rank: int, hidden: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+
+
+class Selector(Dependency):
+    """Scores which of the best base tokens follows the parent (DFlash 2's path selector)."""
+
+    def __init__(self, rank: int, info: TargetInfo, top_k: int) -> None:
+        super().__init__(rank, info)
+        if top_k < 1:
+            raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
+        self.size, self.top_k = rank, min(top_k, info.vocab_size)
+        self.tables = CandidateSelector(info.vocab_size, rank, info.hidden_size)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"candidate_selector": self.tables}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        tables = self.tables
+        init.copy(tables.predecessor_codebook, project_rows(weights.embedding, self.rank, generator))
+        init.constant(tables.successor_codebook, 0.0)
+        init.normal(tables.hidden_projection.weight, self.info.hidden_size**-0.5, generator)
+
+    def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
+        return F.embedding(tokens, self.tables.predecessor_codebook) * self.tables.hidden_projection(states)
+
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+        assert base is not None
+        share = self.candidates(base)
+        return base + share * F.linear(carry, self.tables.successor_codebook) - OUTSIDE * (1 - share)
+
+    def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
+        """Where the right token is among the candidates: elsewhere no order of them is right."""
+        assert base is not None
+        return self.candidates(base).gather(-1, labels[:, None])[:, 0] > 0
+
+    def candidates(self, base: Tensor) -> Tensor:
+        """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for the rest, in between where it is
+        a close call.
+        """
+        worst = base.detach().topk(self.top_k, -1).values[..., -1:]
+        return (1 - (worst - base.detach()) / FADE).clamp(0, 1)
+
+
+class ParentMixer(nn.Module):
+    """SwiGLU over [norm(embedding of the parent); h], whose output starts at zero."""
+
+    def __init__(self, info: TargetInfo, width: int) -> None:
+        super().__init__()
+        self.embedding_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.gate_proj = nn.Linear(2 * info.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(2 * info.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, info.hidden_size, bias=False)
+
+    def forward(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """States before the final norm and embeddings, both [..., H] -> [..., H]."""
+        both = torch.cat([self.embedding_norm(embedded), F.rms_norm(states, states.shape[-1:])], -1)
+        out: Tensor = states + self.down_proj(F.silu(self.gate_proj(both)) * self.up_proj(both))
+        return out
+
+
+class Parent(Dependency):
+    """The slot's state itself is changed by the parent before it meets the LM head (TreeFlash)."""
+
+    needs_base = False
+    raw = True
+
+    def __init__(self, rank: int, info: TargetInfo) -> None:
+        super().__init__(rank, info)
+        self.size = info.hidden_size
+        self.mixer = ParentMixer(info, rank)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"parent_mixer": self.mixer}
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        mixer = self.mixer
+        init.constant(mixer.embedding_norm.weight, 1.0)
+        for part in (mixer.gate_proj, mixer.up_proj):
+            init.normal(part.weight, part.in_features**-0.5, generator)
+        init.constant(mixer.down_proj.weight, 0.0)
+
+    def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
+        out: Tensor = self.mixer(states, embed(tokens))
+        return out
+
+    def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
+        return project(carry)
+
+
+NAMES = ("none", "markov", "gated", "rnn", "gru", "selector", "parent")
+
+
+def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Dependency:
+    """The dependency of that name; raises `UserError` for another one."""
+    if name not in NAMES:
+        raise UserError(f"head.dependency '{name}' is unknown.{suggest(name, NAMES)}")
+    if name == "none":
+        return Dependency(1, info)
+    if name == "gru":
+        return Gru(rank, info)
+    if name == "selector":
+        return Selector(rank, info, top_k)
+    if name == "parent":
+        return Parent(rank, info)
+    return Markov(rank, info, name)
+
+
+def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Rows [V, H] as [V, size] float32 of unit mean square: normalised, turned at random into fewer or more columns."""
+    normed = F.rms_norm(rows.detach().float(), rows.shape[-1:])
+    turn = torch.empty(rows.shape[1], size).normal_(0.0, rows.shape[1] ** -0.5, generator=generator)
+    return normed @ turn.to(normed.device)
