@@ -65,7 +65,7 @@ class Drafter(SmallLM):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
-        self.needs = FeatureSpec(last_hidden=config.soft, logits=config.soft)
+        self.needs = FeatureSpec(logits=config.soft)  # drafting takes tokens alone
         self._reference: tuple[SmallLM, ...] = ()  # in a tuple: no part of this module's weights
 
     def loss(self, batch: TrainBatch) -> LossOutput:

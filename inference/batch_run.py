@@ -104,10 +104,13 @@ class BatchRun:
         for row, completion in enumerate(launched.sat):
             if completion is None or completion.done:
                 continue
-            committed, accepted, rejected, ended, *tokens = outcome[row]
+            committed, accepted, rejected, ended, live, *tokens = outcome[row]
             if committed == 0:
                 continue
-            record = PassRecord(accepted, committed, bool(rejected))
+            nodes = len(tokens) if self.lanes.tree.is_chain else self.lanes.tree.num_nodes
+            record = PassRecord(accepted, committed, bool(rejected), nodes, live)
+            if self.lanes.lengths is not None:
+                self.lanes.lengths.observe(accepted, accepted + rejected)
             completion.passes.append(record)
             self._add(completion, tokens[:committed], record)
             if ended:

@@ -18,6 +18,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal, TargetStates, Verified
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
+from inference.adaptive import Limits
 from inference.clock import StepClock
 from inference.kv_cache import KVCache
 from inference.noise import SharedNoise
@@ -75,7 +76,8 @@ class StepResult:
     """What one verification committed, per row.
 
     tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted [B] drafted tokens among them;
-    rejected [B] bool: a drafted token was tested and refused; ended [B] bool: end of text or no budget left.
+    rejected [B] bool: a drafted token was tested and refused; ended [B] bool: end of text or no budget left; live [B] int64:
+    drafted levels that counted (`Proposal.limit`).
     """
 
     tokens: Tensor
@@ -83,10 +85,12 @@ class StepResult:
     accepted: Tensor
     rejected: Tensor
     ended: Tensor
+    live: Tensor
 
     def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+5], so that one copy brings it to the host."""
-        counts = [self.committed, self.accepted, self.rejected.to(torch.int64), self.ended.to(torch.int64)]
+        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host."""
+        flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
+        counts = [self.committed, self.accepted, *flags, self.live]
         return torch.cat([torch.stack(counts, 1), self.tokens], 1)
 
 
@@ -105,15 +109,25 @@ class Decoder:
     eos: Tensor = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )  # [E] end-of-text token ids
+    limits: Limits | None = None  # adaptive length
 
     def step(
-        self, cache: KVCache, rows: Rows, state: Any, longest: int | None, exact: bool = True
+        self,
+        cache: KVCache,
+        rows: Rows,
+        state: Any,
+        longest: int | None,
+        exact: bool = True,
+        length: int | None = None,
     ) -> tuple[StepResult, Any]:
         """Advance every row by one verification; returns what was committed and the drafter's state.
 
-        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only the device knows.
+        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only the device knows. length:
+        drafted tokens of this step's chain, where it is not the whole one.
         """
-        proposal = self._propose(rows, state)
+        proposal = self._propose(rows, state, length)
+        if self.limits is not None:
+            proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
         self.clock.mark("draft")
         logits, positions, seen = self.target.verify(
             cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
@@ -122,7 +136,9 @@ class Decoder:
         if self.processors.active:
             logits = self.processors(logits, self._prefix(rows, proposal))
         verdict = self.rule.judge(proposal, logits, positions, self.noise)
-        result = self._cut(verdict, rows)
+        result = self._cut(verdict, rows, proposal)
+        if self.limits is not None:
+            self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
         if not proposal.tree.is_chain:
             cache.compact(rows.lengths, verdict.path, verdict.accepted)
         self.clock.mark("other")
@@ -137,10 +153,12 @@ class Decoder:
         self.clock.passes += 1
         return result, state
 
-    def _propose(self, rows: Rows, state: Any) -> Proposal:
+    def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:
         if self.drafter is None:
             assert isinstance(self.tree, TokenTree)
             return Proposal(rows.root[:, None], self.tree)
+        if length is not None and self.limits is not None:
+            return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
         proposal: Proposal = self.drafter.propose(state, self.noise)
         return proposal
 
@@ -149,7 +167,7 @@ class Decoder:
             return None
         return Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
 
-    def _cut(self, verdict: Verdict, rows: Rows) -> StepResult:
+    def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
         """Cut what the rule kept at end of text and at the row's budget."""
         tokens, full = verdict.tokens, verdict.accepted + 1
         place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -165,6 +183,7 @@ class Decoder:
             torch.where(cut, committed, committed - 1).clamp(min=0),
             verdict.refused & ~cut & rows.active,
             ended & rows.active,
+            torch.full_like(full, proposal.tree.max_depth) if proposal.limit is None else proposal.limit,
         )
 
     def _seen(

@@ -8,6 +8,7 @@ import torch
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from inference.adaptive import MODES, AdaptiveSettings
 from inference.rules.registry import RULES, check_shape
 from inference.sampling import SamplingSettings
 
@@ -64,11 +65,25 @@ class DecodeConfig:
     """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere. Never changes the text."""
     graph: str = "auto"
     """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
+    adaptive: str = "none"
+    """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from exceeds the threshold; SVIP),
+    confidence (the estimated probability that a draft is reached and kept falls below the threshold), throughput (most expected
+    tokens per second of the batch), or none. Never changes the text under match, nor its distribution under rejection and block."""
+    adaptive_threshold: float = 0.6
+    """entropy: about 0.3 to 1.5; confidence: 0 to 1."""
+    adaptive_head: str = ""
+    """File of a trained acceptance head (scripts/fit_acceptance.py); empty: the drafter's own confidence, else its largest
+    probability."""
+    adaptive_lengths: tuple[int, ...] = ()
+    """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a
+    step. Empty: always `depth`."""
+    adaptive_costs: tuple[float, ...] = ()
+    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured when a batch is set up."""
     compile: bool = False
     """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster steps after."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("shape", SHAPES), ("rule", RULES), ("graph", GRAPHS)):
+        for name, allowed in (("shape", SHAPES), ("rule", RULES), ("graph", GRAPHS), ("adaptive", MODES)):
             given = getattr(self, name)
             if given not in allowed:
                 raise UserError(f"decode.{name} '{given}' is unknown.{suggest(given, allowed)}")
@@ -86,6 +101,20 @@ class DecodeConfig:
                 raise UserError(f"decode.{name} must be above 0 and at most 1; given: {getattr(self, name)}.")
         self.sampling()
         check_shape(self.rule, self.tree())
+        self.adaptive_settings().check(self.shape, self.depth, self.rule)
+        if self.adaptive_costs and (
+            len(self.adaptive_costs) != self.depth + 1 or min(self.adaptive_costs) <= 0
+        ):
+            raise UserError(
+                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each number of nodes up to "
+                f"decode.depth + 1; given: {list(self.adaptive_costs)}."
+            )
+
+    def adaptive_settings(self) -> AdaptiveSettings:
+        """What is said about adaptive length."""
+        return AdaptiveSettings(
+            self.adaptive, self.adaptive_threshold, self.adaptive_lengths, self.adaptive_head
+        )
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""

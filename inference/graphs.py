@@ -13,7 +13,7 @@ Legend: B rows, D the tree's deepest level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ SPLIT_STEPS = 8
 
 @dataclass
 class Pending:
-    """The result of a launched step on its way to the host: `packed` [B, D+5] int64 (`StepResult.packed`) and the copy's event."""
+    """The result of a launched step on its way to the host: `packed` [B, D+6] int64 (`StepResult.packed`) and the copy's event."""
 
     packed: Tensor
     event: Any = None
@@ -53,55 +53,67 @@ class StepRunner:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         device = rows.lengths.device
         self.on_cuda = device.type == "cuda"
-        self.captures = self.on_cuda and decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
+        self.captures = (
+            self.on_cuda and decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
+        )
         self.compiled = None
         if decode.compile and self.on_cuda:
             compile_layers(decoder.target)
         elif decode.compile:
             self.compiled = CompiledStep(decoder, cache, rows)
-        self.ring = _PinnedRing(decode.steps_behind(device) + 2) if self.on_cuda else None
+        self.slots = decode.steps_behind(device) + 2
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
-        self.graph: Any = None
-        self.packed: Tensor | None = None
-        self.steps = 0
+        self.variants: dict[int | None, _Variant] = {}
 
-    def step(self, state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
-        """Launch one step; returns its pending result and the drafter's state. longest, exact: see `Decoder.step`."""
+    def step(
+        self, state: Any, longest: int, exact: bool = True, length: int | None = None
+    ) -> tuple[Pending, Any]:
+        """Launch one step; returns its pending result and the drafter's state. longest, exact, length: see `Decoder.step`."""
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
         if not self.on_cuda:
-            result, state = self.decoder.step(self.cache, self.rows, state, longest, exact)
+            result, state = self.decoder.step(self.cache, self.rows, state, longest, exact, length)
             return Pending(result.packed()), state
-        if self.graph is not None:
-            self.graph.replay()
+        variant = self.variants.setdefault(length, _Variant(_PinnedRing(self.slots)))
+        if variant.graph is not None:
+            variant.graph.replay()
+            self.decoder.clock.running_free = True
             self.decoder.clock.passes += 1
             self.decoder.clock.share_out()
-            assert self.packed is not None
-            return self._send(self.packed), state
-        if self.captures and self.steps == WARM_UP_STEPS + SPLIT_STEPS:
-            self._capture(state)
-            return self.step(state, longest, exact)
-        return self._eager(state)
+            assert variant.packed is not None
+            return variant.ring.send(variant.packed), state
+        if self.captures and variant.steps == WARM_UP_STEPS + SPLIT_STEPS:
+            self._capture(state, length, variant)
+            return self.step(state, longest, exact, length)
+        return self._eager(state, length, variant)
 
-    def _eager(self, state: Any) -> tuple[Pending, Any]:
+    @property
+    def graph(self) -> Any:
+        """A captured step, if there is one."""
+        return next((item.graph for item in self.variants.values() if item.graph is not None), None)
+
+    def _eager(self, state: Any, length: int | None, variant: _Variant) -> tuple[Pending, Any]:
         """One launched step on the capture stream."""
-        if self.steps == WARM_UP_STEPS:
-            self.before_split = dict(self.decoder.clock.seconds)
-        self.steps += 1
+        if variant.steps == WARM_UP_STEPS:
+            variant.before_split = dict(self.decoder.clock.seconds)
+        variant.steps += 1
+        self.decoder.clock.running_free = False  # another length may run as a graph already
         assert self.stream is not None
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            result, after = self.decoder.step(self.cache, self.rows, state, None)
+            result, after = self.decoder.step(self.cache, self.rows, state, None, length=length)
             packed = result.packed()
         current.wait_stream(self.stream)
-        return self._send(packed), after
+        return variant.ring.send(packed), after
 
-    def _capture(self, state: Any) -> None:
+    def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
         """Capture one step. Nothing is executed meanwhile; the first replay is the next real step."""
         clock = self.decoder.clock
         spent = {
-            phase: clock.seconds[phase] - self.before_split[phase] for phase in PHASES if phase != "prefill"
+            phase: clock.seconds[phase] - variant.before_split[phase]
+            for phase in PHASES
+            if phase != "prefill"
         }
         total = sum(spent.values())
         clock.split = {phase: value / total for phase, value in spent.items()} if total > 0 else None
@@ -110,16 +122,12 @@ class StepRunner:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
-            result, after = self.decoder.step(self.cache, self.rows, state, None)
-            self.packed = result.packed()
+            result, after = self.decoder.step(self.cache, self.rows, state, None, length=length)
+            variant.packed = result.packed()
         assert after is state, "a drafter must update its state in place to be captured"
         clock.passes = passes
-        self.graph = graph
+        variant.graph = graph
         clock.start()
-
-    def _send(self, packed: Tensor) -> Pending:
-        assert self.ring is not None
-        return self.ring.send(packed)
 
 
 def compile_layers(target: TargetModel) -> None:
@@ -142,6 +150,17 @@ def _compiled_for_verification(forward: Any) -> Any:
         return (compiled if verifying else forward)(*args, **kwargs)
 
     return choose_forward
+
+
+@dataclass
+class _Variant:
+    """Steps of one draft length: how many were launched one by one, the clock before they were timed by phase, their graph."""
+
+    ring: _PinnedRing
+    steps: int = 0
+    before_split: dict[str, float] = field(default_factory=dict)
+    graph: Any = None
+    packed: Tensor | None = None
 
 
 class _PinnedRing:

@@ -17,6 +17,7 @@ from heads.api.drafter import TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, TokenTree
+from inference.adaptive_cost import adaptive_parts
 from inference.clock import StepClock
 from inference.decode import Decoder, Rows
 from inference.decode_config import DecodeConfig
@@ -59,7 +60,11 @@ class Lanes:
         self.state: Any = None
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
         noise = self.noise(self.rows.seeds, self.rows.lengths)
-        decoder = Decoder(target, drafter, tree, noise, self.rule, self.processors, self.needs, clock, eos)
+        self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
+        noise.keeps_logits = noise.keeps_logits or (self.limits is not None and self.limits.wants_logits)
+        decoder = Decoder(
+            target, drafter, tree, noise, self.rule, self.processors, self.needs, clock, eos, self.limits
+        )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
 
     @property
@@ -76,7 +81,10 @@ class Lanes:
 
         longest: the longest row's committed tokens; or, if not `exact`, an upper bound of it.
         """
-        pending, self.state = self.runner.step(self.state, longest, exact)
+        if self.lengths is None:
+            pending, self.state = self.runner.step(self.state, longest, exact)
+        else:
+            pending, self.state = self.runner.step(self.state, longest, exact, self.lengths.next())
         return pending
 
     def stop(self) -> None:

@@ -17,11 +17,16 @@ class Request:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused."""
+    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused.
+
+    nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive length). 0 where not recorded.
+    """
 
     accepted: int
     committed: int
     rejected: bool
+    nodes: int = field(default=0, compare=False)
+    live: int = field(default=0, compare=False)
 
 
 @dataclass

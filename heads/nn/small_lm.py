@@ -11,7 +11,7 @@ together, Q of them whose outputs are wanted, g key/value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ class State:
     root: Tensor
     root_position: Tensor
     plan: Plan
+    behind_root: ClassVar[tuple[str, ...]] = ("keys", "values")  # what a cascade need not put back
 
 
 class Backbone(nn.Module):
