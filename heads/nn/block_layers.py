@@ -12,6 +12,7 @@ Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -39,30 +40,16 @@ class BlockAttention(Attention):
     """Attention whose query and key heads are normalised, and which can read the target's features."""
 
     def __init__(self, shape: LayerShape, own_context: bool) -> None:
-        super().__init__(shape)
-        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        super().__init__(replace(shape, qk_norm=True))
         width = shape.num_key_value_heads * shape.head_dim
         self.context_k_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
         self.context_v_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-
-    def query(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """[N, b, H] -> normalised, rotated queries [N, b, h, D]."""
-        return rotate(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))), rotation)
-
-    def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """The block's own [N, b, H] -> keys and values [N, b, g, D]."""
-        return self._heads(self.k_proj(states), self.v_proj(states), rotation)
 
     def context(self, features: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """The target's features [B, T, H] -> keys and values [B, T, g, D]."""
         key = self.k_proj if self.context_k_proj is None else self.context_k_proj
         value = self.v_proj if self.context_v_proj is None else self.context_v_proj
-        return self._heads(key(features), value(features), rotation)
-
-    def _heads(self, key: Tensor, value: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        heads = self.k_norm(key.unflatten(-1, (-1, self.head_dim)))
-        return rotate(heads, rotation), value.unflatten(-1, (-1, self.head_dim))
+        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(value(features), None)
 
 
 class BlockLayer(nn.Module):
