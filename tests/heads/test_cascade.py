@@ -362,3 +362,38 @@ def test_training_a_cascade_says_what_to_train_instead() -> None:
 def test_parts_that_cannot_do_what_is_asked_are_refused(parts: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         cascade(micro_target(), *parts)
+
+
+@torch.no_grad()
+def test_a_sped_up_language_model_speeds_up_another_one() -> None:
+    """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches that are put back without a copy."""
+    target = micro_target()
+    small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
+    inner = {"kind": "cascade", "parts": [NGRAM, small], "proposed": 2, "rounds": 2}
+    alone = new_drafter("early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0)
+    noise = SharedNoise(SamplingSettings(temperature=1.0), torch.tensor([3, 4]), 41)
+    wanted = walked(target, alone, noise, TokenTree.chain(6))
+    reached = []
+    for lower in (small, inner):
+        drafter = cascade(target, lower, EARLY, rounds=2, proposed=3)
+        for one, two in zip(wanted, walked(target, drafter, noise, TokenTree.chain(6)), strict=True):
+            assert two.limit is not None
+            for row, live in enumerate(two.limit.tolist()):
+                assert two.tokens[row, : live + 1].tolist() == one.tokens[row, : live + 1].tolist()
+                reached.append(live)
+    assert max(reached) > 3, "no proposal was ever right, so nothing was tested"
+
+
+@torch.no_grad()
+def test_caches_that_are_not_copied_still_draft_the_same_afterwards() -> None:
+    """`behind_root`: after a draft the small model must propose what it would have proposed before."""
+    target = micro_target()
+    small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
+    drafter = cascade(target, small, EARLY, rounds=3, proposed=2)
+    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32)
+    lower = drafter.drafters[0]
+    fresh = lower.propose(copy.deepcopy(state.parts[0]), PlainNoise()).tokens
+    drafter.propose(state, PlainNoise())
+    assert torch.equal(lower.propose(state.parts[0], PlainNoise()).tokens, fresh)
+    cached = {id(value) for value in (*state.parts[0].keys, *state.parts[0].values)}
+    assert not cached & {id(value) for value in state_tensors(state.parts[0])}
