@@ -1,0 +1,83 @@
+"""Objectives and depth weights of block drafters by their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from heads.nn.block_losses import Objective, Weighting, d_pace, log_probability
+
+
+def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:
+    right = torch.log(torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    valid = torch.ones(4, 5, dtype=torch.bool)
+    valid[1, 3:] = False
+    valid[2, 1] = False  # what lies behind a gap is never reached
+    leaves = right.clone().requires_grad_()
+    length = torch.zeros((), dtype=torch.float64)
+    for block in range(4):
+        product = torch.ones((), dtype=torch.float64)
+        for depth in range(5):
+            if not valid[block, depth]:
+                break
+            product = product * leaves[block, depth].exp()
+            length = length + product
+    (expected,) = torch.autograd.grad(length, leaves)
+    torch.testing.assert_close(d_pace(right, valid), expected)
+    assert not d_pace(leaves, valid).requires_grad
+
+
+def test_d_pace_spelt_out() -> None:
+    weights = d_pace(torch.log(torch.tensor([[0.5, 0.8, 0.25]])), torch.ones(1, 3, dtype=torch.bool))
+    torch.testing.assert_close(weights, torch.tensor([[0.5 + 0.4 + 0.1, 0.4 + 0.1, 0.1]]))
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (7, 4.0)])
+def test_exponential_weights_have_the_published_decay(size: int, gamma: float) -> None:
+    weights = Weighting("exponential", 0.0, size)(torch.zeros(1, 6), torch.ones(1, 6, dtype=torch.bool))
+    assert weights[0].tolist() == pytest.approx([math.exp(-k / gamma) for k in range(6)])
+    given = Weighting("exponential", 2.0, size)(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    assert given[0].tolist() == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.0)])
+
+
+def test_uniform_weights_are_ones() -> None:
+    assert Weighting("uniform", 0.0, 8)(
+        torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    ).unique().tolist() == [1.0]
+
+
+def test_a_mix_is_the_weighted_sum_of_its_parts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 9, (6,), generator=generator)
+    q, p = logits.softmax(-1), target.softmax(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    kl, tv = (p * (p / q).log()).sum(-1), 1 - alpha
+    share = torch.exp(-3.0 * alpha.mean())
+    found = Objective(0.5, 2.0, 3.0, 0.7, 0.2)(logits, labels, target)
+    expected = (
+        0.5 * -q[range(6), labels].log()
+        + 2 * kl
+        + 3 * tv
+        - 0.7 * alpha.log()
+        + 0.2 * (share * kl + (1 - share) * tv)
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(log_probability(logits, labels), q[range(6), labels].log())
+
+
+def test_accuracy_is_measured_against_what_weighs_more() -> None:
+    labels, target = torch.tensor([3]), torch.tensor([[0.0, 5.0, 0.0, 0.0]])
+    assert Objective(1.0, 0.0, 0.5, 0.0, 0.0).aim(labels, target).tolist() == [3]
+    assert Objective(0.1, 0.0, 1.8, 0.0, 0.0).aim(labels, target).tolist() == [1]
+    assert Objective(1.0, 0.0, 0.0, 0.0, 0.0).aim(labels, None).tolist() == [3]
+
+
+def test_no_objective_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match="positive weight"):
+        Objective(0.0, 0.0, 0.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="Did you mean 'uniform'"):
+        Weighting("unifrom", 0.0, 8)
