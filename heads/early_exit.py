@@ -55,6 +55,8 @@ class Config:
     adapter: str = "none"
     """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or layer (with an MLP as well).
     An adapter has to be trained; it needs `exit_layer`."""
+    adapter_from_target_layer: int = -1
+    """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or Mistral); -1: random."""
     hard_label_weight: float = 0.0
     """Share of the loss taken against the answer's token instead of the target's distribution (0 to 1)."""
 
@@ -76,6 +78,10 @@ class Config:
             raise UserError(
                 "head.adapter continues the target's true stream after head.exit_layer, so no layer before it can be left out: "
                 "drop head.layers, head.skip_ratio, head.without_attention and head.without_mlp, or set head.adapter=none."
+            )
+        if self.adapter == "none" and self.adapter_from_target_layer >= 0:
+            raise UserError(
+                "head.adapter_from_target_layer needs an adapter: set head.adapter to attention or layer."
             )
         if not 0.0 <= self.hard_label_weight <= 1.0:
             raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
@@ -177,15 +183,40 @@ class Drafter(SelfDrafter):
         return bool(config.adapter == "none")
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random adapter that adds little to the exit's state at first, so that training starts from the plain exit."""
+        """A random adapter that adds little to the exit's state at first, so that training starts from the plain exit; or a copy
+        of one of the target's layers.
+        """
         initialise_blocks(self, generator)
         if self.adapter is None or self.norm is None:
             return
         init.copy(self.norm.weight, self._final_norm)
+        if self.config.adapter_from_target_layer >= 0:
+            self._copy_layer(weights, self.adapter)
+            return
         with torch.no_grad():
             self.adapter.self_attn.o_proj.weight.mul_(0.1)
             if self.adapter.mlp is not None:
                 self.adapter.mlp.down_proj.weight.mul_(0.1)
+
+    def _copy_layer(self, weights: TargetWeights, adapter: Adapter) -> None:
+        """The adapter's weights from those of the same names in one layer of the target."""
+        prefix = f"model.layers.{self.config.adapter_from_target_layer}."
+        attention = {name for name in weights.state if name.startswith(f"{prefix}self_attn.")}
+        extra = attention - {f"{prefix}self_attn.{name}_proj.weight" for name in "qkvo"}
+        for name, parameter in adapter.named_parameters():
+            value = weights.state.get(prefix + name)
+            if value is None or value.shape != parameter.shape or extra:
+                odd = (
+                    f"the target also has {sorted(extra)[0]}"
+                    if extra
+                    else f"the target has no such {prefix}{name}"
+                )
+                raise UserError(
+                    f"head.adapter_from_target_layer={self.config.adapter_from_target_layer} does not fit target "
+                    f"'{self.info.id}' ({self.info.model_type}, {self.info.num_layers} layers): the adapter is a Llama layer "
+                    f"without biases or head norms, and {odd}. Use -1."
+                )
+            init.copy(parameter, value)
 
     def _own_blocks(self) -> Sequence[tuple[Block, int]]:
         return () if self.adapter is None else ((self.adapter, self.exit),)

@@ -13,6 +13,7 @@ from heads.early_exit import Config, Drafter, kept_layers
 from heads.nn.target_drafting import SelfDrafter
 from inference.parity import check_parity
 from tests.heads.micro import MicroTarget, micro_target, packed_batch
+from tests.models import random_target
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15, 20, 21]]
 
@@ -160,3 +161,30 @@ def test_settings_that_contradict_each_other_say_so() -> None:
         drafter_of(micro_target(), layers=(0, 5))
     with pytest.raises(UserError, match=r"would not see its own prefix"):
         drafter_of(micro_target(), layers=(0, 1), without_attention=(0, 1))
+
+
+def test_an_adapter_copied_from_the_next_layer_continues_the_target() -> None:
+    """Exit after 4 of 5 layers into a copy of the fifth: the whole target, so its own distribution."""
+    target = micro_target()
+    drafter = drafter_of(target, exit_layer=4, adapter="layer", adapter_from_target_layer=4)
+    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
+    assert batch.last_hidden is not None
+    with torch.no_grad():
+        found = drafter.train_logits(batch, 1)[0]
+        torch.testing.assert_close(
+            found, target.weights.logits(batch.last_hidden).roll(-1, 1), rtol=1e-5, atol=1e-5
+        )
+        assert torch.equal(
+            drafter.adapter.mlp.down_proj.weight, target.weights.state["model.layers.4.mlp.down_proj.weight"]
+        )
+
+
+def test_layers_that_an_adapter_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match=r"adapter_from_target_layer=9 does not fit .*llama, 5 layers"):
+        drafter_of(micro_target(), exit_layer=2, adapter="attention", adapter_from_target_layer=9)
+    target = random_target("qwen3")
+    config = Config(exit_layer=1, adapter="attention", adapter_from_target_layer=1)
+    with pytest.raises(UserError, match=r"does not fit .*also has .*k_norm"):
+        new_drafter("early_exit", config, target.info, target.weights, 0)
+    with pytest.raises(UserError, match=r"needs an adapter"):
+        Config(adapter_from_target_layer=1)
