@@ -82,6 +82,16 @@ class TargetModel:
         cache: KVCache | None,
         taps: tuple[int, ...],
     ) -> Seen:
+        return self._run(tokens, positions, plan, cache, taps)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        cache: KVCache | None,
+        taps: tuple[int, ...],
+    ) -> Seen:
         self.taps.want(taps)
         with attention_plan(plan):
             out = self.decoder(
@@ -100,6 +110,13 @@ class TargetModel:
 
         tokens, positions [B, T] int64, segments [B, T] int32: attention is causal within equal segment numbers.
         """
+        with torch.no_grad():
+            return self.differentiable_features(tokens, positions, segments, needs)
+
+    def differentiable_features(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`features` with the graph behind them, for training that changes the target (train/joint.py)."""
         if bool((segments == segments[:, :1]).all()):
             plan = AttentionPlan(None, True, positions, positions)
         else:
@@ -108,7 +125,7 @@ class TargetModel:
             plan = AttentionPlan(
                 (segments[:, :, None] == segments[:, None, :]) & causal, False, positions, positions
             )
-        seen = self._forward(tokens, positions, plan, None, needs.taps)
+        seen = self._run(tokens, positions, plan, None, needs.taps)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from train.engine import EngineConfig
     from train.features import FeaturesConfig
     from train.generate import GenerateConfig
+    from train.joint_config import JointConfig
     from train.loop import TrainConfig
     from train.optim import OptimConfig, ScheduleConfig
 
@@ -57,6 +58,7 @@ CONSUMERS = {
     "engine": "train.engine:EngineConfig",
     "optim": "train.optim:OptimConfig",
     "schedule": "train.optim:ScheduleConfig",
+    "joint": "train.joint_config:JointConfig",
     "train": "train.loop:TrainConfig",
     "decode": "inference.engine:DecodeConfig",
     "bench": "inference.measure:BenchConfig",
@@ -95,6 +97,7 @@ class Settings:
     engine: EngineConfig
     optim: OptimConfig
     schedule: ScheduleConfig
+    joint: JointConfig
     train: TrainConfig
     decode: DecodeConfig
     bench: BenchConfig

@@ -23,7 +23,7 @@ class Stage:
 
 
 GENERATE = ("run", "target", "data", "sampling", "generate")
-TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode")
+TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode", "joint")
 MEASURE = ("run", "target", "decode", "bench", "measure")
 AUDIT = ("run", "target", "head", "decode", "bench", "audit")
 
@@ -71,6 +71,7 @@ OPTION_GROUPS = (
     "engine",
     "optim",
     "schedule",
+    "joint",
     "decode",
     "bench",
     "run",

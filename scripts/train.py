@@ -38,6 +38,7 @@ def run(settings: Settings) -> None:
         optim=settings.optim,
         schedule=settings.schedule,
         decode=settings.decode,
+        joint=settings.joint,
         provenance=folder.session,
     )
     folder.finish()
@@ -61,7 +62,15 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
     if best["tau"] is not None:
         low, high = best["tau_ci95"]
         tau = f"best tau {best['tau']:.2f} [{low:.2f}, {high:.2f}] at step {best['step']}"
-    return f"{manifest['kind']}: {manifest['steps']} steps, {tau}; {shown(out / manifest['checkpoint'])}"
+    line = f"{manifest['kind']}: {manifest['steps']} steps, {tau}; {shown(out / manifest['checkpoint'])}"
+    if "joint" not in manifest:
+        return line
+    drift, target = manifest["joint"]["drift"], shown(out / manifest["joint"]["target"])
+    same = f"{drift['agreement']:.1%} of tokens and {drift['identical']:.1%} of greedy answers are as before"
+    return (
+        f"{line}\nThe drafter belongs to a NEW target: {target}. It has moved from the original by KL {drift['kl']:.4f} per token; "
+        f"{same}. Measure with target.path set to it."
+    )
 
 
 def say(text: str) -> None:

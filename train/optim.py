@@ -88,14 +88,23 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
 
 
+def set_rate_scale(parameter: Tensor, scale: float) -> None:
+    """Give a weight a learning rate of its own: `scale` times that of the others."""
+    vars(parameter)["rate_scale"] = scale
+
+
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors without
-    any."""
+    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors without any; apart by
+    `set_rate_scale`, in order of first appearance."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = (
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    )
+    groups = []
+    for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trainable):
+        alike = [p for p in trainable if vars(p).get("rate_scale", 1.0) == scale]
+        matrices, vectors = [p for p in alike if p.ndim >= 2], [p for p in alike if p.ndim < 2]
+        groups += [
+            {"params": matrices, "weight_decay": weight_decay, "rate_scale": scale},
+            {"params": vectors, "weight_decay": 0.0, "rate_scale": scale},
+        ]
     return [group for group in groups if group["params"]]
 
 
@@ -113,6 +122,6 @@ def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.o
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` in the next update."""
+    """Use `rate`, times the group's own scale, in the next update."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_scale", 1.0)

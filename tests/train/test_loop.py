@@ -53,7 +53,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str
         tau = next(left)
         return Evaluation(tau, (tau - 0.1, tau + 0.1))
 
-    monkeypatch.setattr(loop._Run, "evaluate", evaluate)
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
     return seen
 
 
@@ -91,14 +91,14 @@ def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path:
     # What lies in best/ is what was measured.
     target = TargetModel.load(arguments["target"])
     drafter = load_drafter(tmp_path / "best", target.info, target.weights)
-    run = loop._Run(loop.Job(**arguments, out=tmp_path), loop.join_world("cpu"))
+    run = loop.Run(loop.Job(**arguments, out=tmp_path), loop.join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
 
 
 def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0))
-    monkeypatch.setattr(loop, "_Run", None)
+    monkeypatch.setattr(loop, "Run", None)
     assert train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0)) == first
 
 
