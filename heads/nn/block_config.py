@@ -29,7 +29,7 @@ class Config:
     num_layers: int = 0
     """Draft layers; 0: half of the target's, 2 to 5."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that are read, ascending; empty: up to five, spread from 2 to n-2."""
+    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small targets) to n-2."""
     layer_fusion: bool = False
     """A mixture of the taps of its own, and separate projections of it, for every draft layer (DFlare)."""
     num_attention_heads: int = 0

@@ -33,7 +33,7 @@ class BlockModel(TrainableDrafter):
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         size, layers = info.num_layers, number_of_layers(config, info)
-        taps = config.taps or spread(5, min(2, size - 1), max(1, size - 2))
+        taps = config.taps or spread(5, 2 if size >= 6 else 1, max(size - 2, min(size - 1, 2)))
         soft = config.objective().soft or config.confidence
         self.needs = FeatureSpec(taps, last_hidden=soft, logits=soft)
         self.needs.check(size)
