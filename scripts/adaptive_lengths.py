@@ -1,0 +1,115 @@
+"""Fixed against adaptive draft lengths: tau, and tokens verified per committed token.
+
+    python -m scripts.adaptive_lengths outputs/demo/train/distilled/best --head outputs/demo/acceptance.json
+
+A longer draft raises tau and wastes more verified tokens; adaptive length buys tau for fewer of them. Every arm decodes the same
+prompts with the same seeds, one row at a time on the CPU, where a chain is cut before it is verified. Per arm: tau with
+its 95% interval over prompts and verified tokens (the root's included) per committed token. Both count passes and tokens, no
+seconds, so they do not depend on the machine's load. `throughput` and `lengths` get costs that rise with every verified token
+(`--slope`: share of a pass that one more token costs), the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.engine import DecodeConfig, Engine
+from inference.loading import TargetConfig
+from inference.metrics import Outcome, Totals, tau_estimate
+from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target import TargetModel
+
+ROOT = Path(__file__).parents[1]
+FIXED = (1, 2, 3, 4, 6, 8)
+LENGTHS = (0, 1, 2, 3, 4, 6, 8)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.adaptive_lengths", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("drafter", type=Path, metavar="FOLDER")
+    parser.add_argument("--head", default="", help="file of scripts.fit_acceptance")
+    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
+    parser.add_argument("--prompts", type=Path, default=ROOT / "assets" / "prompts")
+    parser.add_argument("--per-domain", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--slope", type=float, default=0.15)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "adaptive_lengths.json")
+    given = parser.parse_args(arguments)
+    try:
+        report = measure(given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report["command"] = "python -m scripts.adaptive_lengths " + " ".join(arguments or sys.argv[1:])
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def arms(head: str, slope: float) -> dict[str, dict[str, Any]]:
+    """Name -> decode settings."""
+    costs = tuple(1 + slope * extra for extra in range(FIXED[-1] + 1))
+    found: dict[str, dict[str, Any]] = {f"fixed {depth}": {"depth": depth} for depth in FIXED}
+    for threshold in (0.4, 0.7, 1.0):
+        found[f"entropy {threshold}"] = {"adaptive": "entropy", "adaptive_threshold": threshold}
+    for threshold in (0.3, 0.5, 0.7):
+        found[f"confidence {threshold}"] = {"adaptive": "confidence", "adaptive_threshold": threshold}
+        if head:
+            found[f"head {threshold}"] = {**found[f"confidence {threshold}"], "adaptive_head": head}
+    found["throughput"] = {"adaptive": "throughput", "adaptive_costs": costs}
+    if head:
+        found["throughput, head"] = {**found["throughput"], "adaptive_head": head}
+    found["lengths"] = {"adaptive_lengths": LENGTHS, "adaptive_costs": costs}
+    return {name: {"depth": FIXED[-1], **settings} for name, settings in found.items()}
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """All arms on the same prompts; the text of every arm must be the same."""
+    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    drafter = load_drafter(given.drafter, target.info, target.weights)
+    prompts = select_prompts(load_prompts(given.prompts), given.per_domain, seed=1)
+    common = {"temperature": given.temperature, "max_new_tokens": given.tokens}
+    found, texts = {}, set()
+    for name, settings in arms(given.head, given.slope).items():
+        found[name], text = decode(target, drafter, DecodeConfig(**common, **settings), prompts, given.slope)
+        texts.add(text)
+    return {
+        "drafter": drafter.kind, "prompts": len(prompts), "max_new_tokens": given.tokens,
+        "temperature": given.temperature, "slope": given.slope, "different_texts": len(texts), "arms": found,
+    }  # fmt: skip
+
+
+def decode(
+    target: TargetModel, drafter: Any, config: DecodeConfig, prompts: list[Prompt], slope: float
+) -> tuple[dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """One arm: its numbers and its texts. goodput: tokens per unit of cost, where a pass over n nodes costs 1 + slope * (n - 1)."""
+    done = sorted(
+        Engine(target, drafter, config).run(to_requests(prompts, target.tokenizer, config)),
+        key=lambda completion: completion.request.index,
+    )
+    outcomes = [Outcome(prompts[c.request.index].id, "", c.passes) for c in done]
+    tau = tau_estimate(Totals.collect(outcomes, config.depth))
+    records = [record for completion in done for record in completion.passes]
+    committed, nodes = sum(record.committed for record in records), sum(record.nodes for record in records)
+    numbers = {
+        "tau": round(tau.tau, 3), "tau_ci95": [round(value, 3) for value in tau.ci95],
+        "verified_per_committed": round(nodes / committed, 3),
+        "goodput": round(committed / (len(records) + slope * (nodes - len(records))), 3),
+        "committed": committed, "passes": len(records), "verified": nodes,
+    }  # fmt: skip
+    return numbers, tuple(tuple(completion.tokens) for completion in done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Fit an acceptance head for `decode.adaptive=confidence`: decode prompts with a drafter, record which drafts were kept, fit.
+
+    python -m scripts.fit_acceptance outputs/demo/train/distilled/best --out outputs/demo/acceptance.json --depth 8
+
+The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. A fifth of the
+prompts is held out: printed is the mean of |estimate - outcome| in ten equally filled bins (calibration error) and the area under
+the ROC curve, for the head and for the drafter's largest probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.adaptive_head import Recorded, fit
+from inference.engine import DecodeConfig, Engine
+from inference.loading import TargetConfig
+from inference.prompts import load_prompts, select_prompts, to_requests
+from inference.requests import Request
+from inference.target import TargetModel
+
+ROOT = Path(__file__).parents[1]
+BINS = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record, fit, write; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.fit_acceptance", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("drafter", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[ROOT / "assets" / "prompts" / "training" / "validation.jsonl"],
+    )
+    parser.add_argument("--count", type=int, default=32, help="prompts per domain")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--refusal-weight", type=float, default=1.0)
+    given = parser.parse_args(arguments)
+    try:
+        report = run(given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Fit on four fifths of the prompts, write the head, and say how good it is on the rest."""
+    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    drafter = load_drafter(given.drafter, target.info, target.weights)
+    prompts = select_prompts(load_prompts(given.prompts), given.count, seed=3)
+    decode = DecodeConfig(
+        temperature=given.temperature, depth=given.depth, max_new_tokens=given.tokens,
+        adaptive="confidence", adaptive_threshold=0.0,
+    )  # fmt: skip
+    requests = to_requests(prompts, target.tokenizer, decode)
+    held_out = max(1, len(requests) // 5)
+    if len(requests) < 2:
+        raise UserError(
+            "an acceptance head needs at least two prompts: one of them is held out. Raise --count."
+        )
+    head = fit(recorded(target, drafter, decode, requests[held_out:]), given.refusal_weight)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    head.save(given.out)
+    rest = recorded(target, drafter, decode, requests[:held_out])
+    features, accepted = torch.cat([r.features for r in rest]), torch.cat([r.accepted for r in rest])
+    estimates = {"head": head.chance(features), "largest probability": features[:, 0].exp()}
+    return {
+        "file": str(given.out),
+        "held_out": {"prompts": held_out, "drafts": len(accepted), "accepted": round(float(accepted.double().mean()), 4)},
+        **{name: quality(chance, accepted) for name, chance in estimates.items()},
+    }  # fmt: skip
+
+
+def recorded(
+    target: TargetModel, drafter: Any, decode: DecodeConfig, requests: list[Request]
+) -> list[Recorded]:
+    """What decoding these requests shows of every tested draft."""
+    engine, found = Engine(target, drafter, decode), list[Recorded]()
+    lanes = engine._lanes_for(requests)
+    assert lanes.limits is not None
+    lanes.limits.recorder = found
+    list(engine.run(requests))
+    return found
+
+
+def quality(chance: Tensor, accepted: Tensor) -> dict[str, float]:
+    """Calibration error and area under the ROC curve of estimates [M] for outcomes [M] bool."""
+    order = chance.argsort()
+    gaps = [
+        abs(float(chance[part].double().mean() - accepted[part].double().mean())) * len(part)
+        for part in order.tensor_split(BINS)
+        if len(part)
+    ]
+    ranks = torch.empty(len(chance), dtype=torch.float64)
+    ranks[order] = torch.arange(1, len(chance) + 1, dtype=torch.float64)
+    kept = int(accepted.sum())
+    pairs = kept * (len(accepted) - kept)
+    area = (float(ranks[accepted].sum()) - kept * (kept + 1) / 2) / pairs if pairs else 0.5
+    return {"calibration_error": round(sum(gaps) / len(chance), 4), "auc": round(area, 4)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
