@@ -27,6 +27,7 @@ from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA
 from train.engine import EngineConfig
 from train.features import FeaturesConfig
+from train.joint_config import JointConfig
 from train.loop import TrainConfig, train
 from train.optim import OptimConfig, ScheduleConfig
 from train.tracker import TrackerConfig
@@ -75,7 +76,7 @@ def prepare(folder: Path) -> Path:
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of `train` for a short run on `folder`.
 
-    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr.
+    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint.
     """
     kind = changes.pop("kind", "medusa")
     head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
@@ -89,7 +90,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "prompts": (str(folder / "prompts.jsonl"),), "eval_prompts": 6, "eval_tokens": 12,
         "tracker": TrackerConfig(wandb="disabled"),
     }  # fmt: skip
-    optim = OptimConfig(lr=changes.pop("lr", 1e-2))
+    optim, joint = OptimConfig(lr=changes.pop("lr", 1e-2)), JointConfig(**changes.pop("joint", {}))
     return {
         "kind": kind,
         "head": head,
@@ -101,6 +102,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "optim": optim,
         "schedule": ScheduleConfig(),
         "decode": DecodeConfig(depth=3),
+        "joint": joint,
     }
 
 

@@ -21,6 +21,7 @@ from heads.api.registry import get_kind
 from inference.loading import TargetConfig
 from inference.measure import quick_tau
 from inference.target import TargetModel
+from tests.train import launch
 from tests.train.micro_run import prepare, settings
 from train.data.loader import StepLoader
 from train.distributed import join_world
@@ -327,6 +328,25 @@ def test_an_early_exit_is_accepted_more_often_after_its_target_has_learnt_it(
     run = loop.Run(loop.Job(**{**arguments, "joint": JointConfig()}, out=tmp_path), join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert manifest["best"]["tau"] > quick_tau(original, untrained, run.requests, decode).tau
+    changed = TargetModel.load(TargetConfig(str(tmp_path / "target"), device="cpu"))
+    drafter = load_drafter(tmp_path / "best", changed.info, changed.weights)
+    assert quick_tau(changed, drafter, run.requests, decode).tau == manifest["best"]["tau"]
+
+
+def test_two_processes_train_what_one_does(micro: Path, tmp_path: Path) -> None:
+    changes = {"joint": {"mode": "lora", "rank": 4, "heads_first": 0.3}, "max_steps": 6, "eval_every": 3}
+    pairs = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    logs, manifests = [], []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launch.run(processes, "tests.train.micro_run", micro, out, *pairs)
+        logs.append([line["loss"] for line in read_log(out / LOG_FILE) if "loss" in line])
+        manifests.append(json.loads((out / "manifest.json").read_text()))
+    assert logs[0] == pytest.approx(logs[1], rel=1e-3)
+    assert manifests[1]["processes"] == 2
+    assert manifests[1]["joint"]["drift"]["kl"] == pytest.approx(
+        manifests[0]["joint"]["drift"]["kl"], rel=0.05
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
