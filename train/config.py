@@ -19,6 +19,7 @@ from train.features import FeaturesConfig
 from train.joint_config import JointConfig
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
+from train.refresh import RefreshConfig
 from train.state import Snapshot
 from train.tracker import TrackerConfig
 
@@ -68,6 +69,8 @@ class TrainConfig:
     """Of the drafter's initial weights, of the order of rows, and of everything else random."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     """Answers continued by the drafter itself."""
+    refresh: RefreshConfig = field(default_factory=RefreshConfig)
+    """Starting from an existing drafter."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Weights & Biases."""
 
@@ -113,7 +116,7 @@ def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
     config = job.config
     facts = {
         "kind": job.kind,
-        "head": asdict(job.head),
+        "head": asdict(job.head) | ({"refresh": asdict(config.refresh)} if config.refresh.init_from else {}),
         "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
         "engine": asdict(job.engine),
         "data": file_sha256(job.data / MANIFEST_FILE) if (job.data / MANIFEST_FILE).is_file() else "",

@@ -46,6 +46,7 @@ from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
 from train.on_policy import OnPolicyFeatures
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
+from train.refresh import merged, prepare_start, require_reached, trial_loss
 from train.state import StateStore
 from train.tracker import LOG_FILE, Tracker
 from train.trainer import Evaluation, Features, Limits, Progress, Trainer
@@ -137,6 +138,7 @@ class Run:
             job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
             token_counts(self.data, self.target.info.vocab_size),
         ).float()  # fmt: skip
+        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed)
         self.requests = self.make_requests() if job.config.eval_every else []
 
     def make_requests(self) -> list[Request]:
@@ -171,6 +173,7 @@ class Run:
             self.recover_best()
         with Display(f"training {job.kind}", self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
+            self.check_updates()
             engine = make_engine(self.drafter, job.engine, job.optim, world)
             self.check(engine.weights(), display)
             if snapshot is not None:
@@ -201,6 +204,15 @@ class Run:
             f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
             f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
         )
+
+    def check_updates(self) -> None:
+        """Refuse low-rank updates that would have no effect."""
+        if self.job.config.refresh.lora_rank:
+            batch, bfloat16 = (
+                self.features().batch(self.loader.step(0)[0]),
+                self.job.engine.precision == "bfloat16",
+            )
+            require_reached(self.drafter, trial_loss(self.drafter, batch, self.world.device.type, bfloat16))
 
     def features(self) -> Features:
         """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
@@ -252,7 +264,7 @@ class Run:
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
             drafter = cls(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
-        drafter.load_state_dict(weights)
+        drafter.load_state_dict(merged(weights, self.job.config.refresh))
         refuse_unset(drafter)
         drafter.bind(self.target.weights)
         return drafter.eval()

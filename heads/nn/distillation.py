@@ -110,7 +110,7 @@ def distillation_loss(
         logits, wanted, labels = _look(config, batch, chosen, head)
         alpha = None if acceptance is None else acceptance[rows]
         values = objective(config, logits, wanted, labels, alpha)
-        best = labels if wanted is None else wanted.argmax(-1)
+        best = labels if wanted is None else losses.best_column(wanted)
         hits = losses.best_column(logits) == best
         if predictions.depths == 1:
             return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
@@ -135,7 +135,7 @@ def objective(
     values = [config.ce * losses.cross_entropy(logits, labels)] if config.ce > 0 else []
     if wanted is None:
         return torch.stack(values).sum(0)
-    drafted, wanted = logits / config.temperature, wanted / config.temperature
+    drafted, wanted = tempered(config, logits), tempered(config, wanted)
     if config.forward_kl > 0:
         values.append(config.forward_kl * losses.forward_kl(drafted, wanted))
     if config.reverse_kl > 0:
@@ -149,6 +149,11 @@ def objective(
     if config.lk_annealed > 0:
         values.append(config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha))
     return torch.stack(values).sum(0)
+
+
+def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
+    """Logits at the objectives' temperature; at 1 without a pass over the vocabulary."""
+    return logits if config.temperature == 1.0 else logits / config.temperature
 
 
 def _look(
@@ -173,7 +178,7 @@ def _mean_acceptance(
     def rates(chosen: Predictions) -> Tensor:
         logits, wanted, _ = _look(config, batch, chosen, head)
         assert wanted is not None
-        return losses.acceptance_rate(logits / config.temperature, wanted / config.temperature)
+        return losses.acceptance_rate(tempered(config, logits), tempered(config, wanted))
 
     found = _in_chunks(rates, predictions, columns)
     group = (predictions.states // batch.tokens.shape[1]) * predictions.depths + predictions.depth

@@ -1,0 +1,186 @@
+"""Refreshing a drafter: training goes on from a finished checkpoint, for the same target or for one that has changed since.
+
+A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter learnt from, and acceptance falls
+(methods.md, 4: staleness). A short training on its new answers brings it back. With `lora_rank` only low-rank updates of the
+drafter's linear layers are trained (LoRA, 2106.09685, through peft): less optimiser state, and what was learnt stays near. Updates
+are merged wherever weights leave the training, so that what comes out is an ordinary checkpoint of the same kind.
+
+Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import TrainBatch
+from heads.api.checkpoint import WEIGHTS_FILE, load_weights, read_config
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.nn import init
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "default"
+"""The one adapter's name inside peft's layers."""
+_BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+@dataclass(frozen=True)
+class RefreshConfig:
+    """Where a training starts, and how much of the drafter it may change."""
+
+    init_from: str = ""
+    """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts from; empty: a fresh drafter."""
+    other_target: bool = False
+    """Accept a drafter of another target with the same tokenizer and sizes, such as the one that the target was fine-tuned from."""
+    lora_rank: int = 0
+    """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are trained."""
+    lora_alpha: float = 0.0
+    """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
+
+    def __post_init__(self) -> None:
+        for name in ("lora_rank", "lora_alpha"):
+            if getattr(self, name) < 0:
+                raise UserError(f"train.refresh.{name} must not be negative; given {getattr(self, name)}.")
+        if not self.init_from and (self.lora_rank or self.other_target):
+            raise UserError(
+                "train.refresh.lora_rank and train.refresh.other_target are for trainings that start from a drafter: give its "
+                "folder as train.refresh.init_from."
+            )
+
+    @property
+    def scale(self) -> float:
+        """What updates are multiplied by."""
+        return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
+
+
+def prepare_start(drafter: TrainableDrafter, config: RefreshConfig, info: TargetInfo, seed: int) -> None:
+    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint, low-rank updates if asked for."""
+    if not config.init_from:
+        return
+    load_start(drafter, Path(config.init_from), info, config.other_target)
+    if config.lora_rank:
+        add_updates(drafter, config, seed)
+
+
+def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool) -> None:
+    """Fill `drafter` from a checkpoint completely or not at all; raises `UserError` for another kind or target."""
+    content = read_config(folder)
+    if content["kind"] != drafter.kind:
+        raise UserError(
+            f"train.refresh.init_from: '{folder}' is a drafter of kind '{content['kind']}', but kind '{drafter.kind}' is to be "
+            f"trained. Use head={content['kind']}, or another folder."
+        )
+    theirs = TargetInfo.from_dict(content["target"])
+    if other_target:
+        require_same_sizes(theirs, info)
+    else:
+        try:
+            theirs.require_same(info)
+        except UserError as error:
+            raise UserError(
+                f"train.refresh.init_from: {error} If this target is a changed version of that one, set "
+                "train.refresh.other_target=true."
+            ) from error
+    mine = asdict(drafter.config)
+    changed = [name for name, value in mine.items() if _plain(content["config"].get(name)) != _plain(value)]
+    if changed:
+        logger.warning(
+            "the drafter in '%s' was made with other values of head.%s; its weights are used with the new ones",
+            folder,
+            ", head.".join(changed),
+        )
+    load_weights(drafter, folder / WEIGHTS_FILE)
+
+
+def require_same_sizes(theirs: TargetInfo, info: TargetInfo) -> None:
+    """Raise `UserError` unless a drafter made for `theirs` fits a target `info` of other weights."""
+    for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
+        if getattr(theirs, name) != getattr(info, name):
+            raise UserError(
+                f"train.refresh.init_from: the drafter was trained for target '{theirs.id}' with {name} {getattr(theirs, name)}; "
+                f"'{info.id}' has {getattr(info, name)}, so its weights mean nothing there. Train a fresh drafter."
+            )
+
+
+def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
+    """Freeze the drafter and give its linear layers trainable low-rank updates that are zero at first; the same for a seed in every
+    process.
+    """
+    names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
+    if not names:
+        raise UserError(
+            f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear layers of its own. Use "
+            "train.refresh.lora_rank=0 to train all its weights."
+        )
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(
+            f"train.refresh.lora_rank needs peft, which cannot be imported ({error}). Install it."
+        ) from error
+    drafter.requires_grad_(False)
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.scale * config.lora_rank,
+        target_modules=names,
+        init_lora_weights=False,
+    )
+    with torch.random.fork_rng(
+        []
+    ):  # what is drawn there differs from process to process and is replaced below
+        inject_adapter_in_model(settings, drafter, ADAPTER)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith(_DOWN):
+            init.normal(parameter, (3 * parameter.shape[1]) ** -0.5, generator)
+        elif name.endswith(_UP):
+            init.constant(parameter, 0.0)
+
+
+def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
+    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind.
+
+    A kind that reads a layer's weight without calling the layer would otherwise be trained on less than was asked for.
+    """
+    loss.backward()
+    updates = {name: p for name, p in drafter.named_parameters() if name.endswith(_UP)}
+    unreached = [name.removesuffix(_UP) for name, p in updates.items() if p.grad is None]
+    drafter.zero_grad(set_to_none=True)
+    if unreached:
+        raise UserError(
+            f"train.refresh.lora_rank: kind '{drafter.kind}' computes with the weights of {unreached[:3]} directly, so updates "
+            "of them have no effect. Use train.refresh.lora_rank=0 to train all its weights."
+        )
+
+
+@torch.no_grad()
+def merged(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
+    """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates it is the state itself."""
+    found = {}
+    for name, value in state.items():
+        if name.endswith((_DOWN, _UP)):
+            continue
+        plain = name.replace(_BASE, ".")
+        down, up = (state.get(plain.removesuffix(".weight") + end) for end in (_DOWN, _UP))
+        if plain != name and plain.endswith(".weight") and down is not None and up is not None:
+            value = value + config.scale * (up.to(value.dtype) @ down.to(value.dtype))
+        found[plain] = value
+    return found
+
+
+def trial_loss(drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool) -> Tensor:
+    """The loss of one batch in the training's precision."""
+    with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
+        return drafter.loss(batch).loss_sum
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
