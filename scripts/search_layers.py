@@ -159,24 +159,30 @@ def describe(values: dict[str, Any]) -> str:
 
 
 def judge(found: Found, tau: Any, config: SearchConfig) -> dict[str, Any]:
-    """The found set on held-out prompts, beside what needs no search: evenly spread layers and first layers of its size."""
-    best = found.best
+    """The found set on held-out prompts, beside what needs no search: as many layers for no higher cost, evenly spread or first."""
     layers = max(part.layer for part in found.parts) + 1
-    size = max(2, len({part.layer for part in found.kept(best)}))
-    spread = {round(place * (layers - 1) / (size - 1)) for place in range(size)}
-    sets = {
-        "found": best.kept,
-        "evenly spread": tuple(part.layer in spread for part in found.parts),
-        "first layers": tuple(part.layer < size for part in found.parts),
-    }
-    rows = {}
-    for name, kept in sets.items():
-        cost = config.fixed_cost + sum(
+
+    def cost(kept: Chosen) -> float:
+        return config.fixed_cost + sum(
             part.cost for part, keep in zip(found.parts, kept, strict=True) if keep
         )
+
+    def among(chosen: set[int]) -> Chosen:
+        return tuple(part.layer in chosen for part in found.parts)
+
+    plain = [size for size in range(1, layers) if cost(among(set(range(size)))) <= found.best.cost + 1e-9]
+    size = max(plain, default=1)
+    spread = {round(place * (layers - 1) / max(1, size - 1)) for place in range(size)}
+    sets = {"found": found.best.kept, "evenly spread": among(spread), "first layers": among(set(range(size)))}
+    rows = {}
+    for name, kept in sets.items():
         measured = tau(kept)
-        estimate = ideal_speedup(measured, config.depth, cost)
-        rows[name] = {"tau": round(measured, 4), "cost": round(cost, 4), "ideal_speedup": round(estimate, 4)}
+        estimate = ideal_speedup(measured, config.depth, cost(kept))
+        rows[name] = {
+            "tau": round(measured, 4),
+            "cost": round(cost(kept), 4),
+            "ideal_speedup": round(estimate, 4),
+        }
     return rows
 
 
