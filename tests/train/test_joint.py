@@ -21,6 +21,7 @@ from heads.api.registry import get_kind
 from inference.loading import TargetConfig
 from inference.measure import quick_tau
 from inference.target import TargetModel
+from tests.models import random_target
 from tests.train import launch
 from tests.train.micro_run import prepare, settings
 from train.data.loader import StepLoader
@@ -101,6 +102,21 @@ def test_updates_change_nothing_until_they_are_trained_and_merging_is_undone_to_
         assert set(changed) == {f"{name}.weight" for name in backbone.layers}
     assert torch.equal(features(target), trained)
     assert all(torch.equal(value, named[name]) for name, value in target.weights.state.items())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "phi3"])
+def test_other_families_are_updated_and_merged_alike(family: str) -> None:
+    target = random_target(family)
+    before = features(target)
+    backbone = Backbone(target, LORA, seed=0)
+    with torch.no_grad():
+        for value in backbone.parameters.values():
+            value += 0.05
+    trained = features(target)
+    assert (trained - before).abs().max() > 0.01
+    with backbone.merged():
+        torch.testing.assert_close(features(target), trained, rtol=1e-4, atol=1e-4)
+    assert torch.equal(features(target), trained)
 
 
 def test_the_same_seed_draws_the_same_updates_and_leaves_the_global_generator_alone(micro: Path) -> None:
@@ -300,6 +316,14 @@ def test_resuming_is_equal_to_the_bit(
     ]
     assert any(name.startswith("updates.") for name in states[0])
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_target_in_bfloat16_is_trained_in_its_own_dtype(micro: Path, tmp_path: Path) -> None:
+    arguments = joint_settings(micro, precision="bfloat16", dtype="bfloat16", max_steps=8, eval_every=4)
+    manifest = train(out=tmp_path, **arguments)
+    stored = load_file(tmp_path / "target" / "model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+    assert manifest["joint"]["drift"]["kl"] < 1.0
 
 
 def test_both_engines_train_the_same(micro: Path, tmp_path: Path) -> None:
