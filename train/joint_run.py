@@ -40,27 +40,36 @@ UNFINISHED = "unfinished joint training"
 """The revision that a drafter is bound to until its target is saved."""
 
 
+def refuse_combinations(job: Job) -> None:
+    """Raise `UserError` for settings that joint training does not go with."""
+    if job.engine.name == "deepspeed" and job.engine.zero_stage == 3:
+        raise UserError(
+            "joint training with engine.zero_stage=3 is not supported: it would divide the updates inside the target, which "
+            "runs outside of the engine. Use zero_stage 0, 1 or 2, or engine=torch."
+        )
+    if job.config.on_policy.share > 0:
+        raise UserError(
+            "train.on_policy continues answers with a drafter of a fixed target; set train.on_policy.share=0 or joint=none."
+        )
+    if job.config.refresh.lora_rank > 0:
+        raise UserError(
+            "train.refresh.lora_rank keeps most of the drafter still while joint training moves its target away; set it to 0."
+        )
+    if not job.config.prompts:
+        raise UserError(
+            "joint training makes a new target, whose drift from the original is measured on held-out prompts: give them with "
+            "train.prompts."
+        )
+
+
 class JointRun(Run):
     """A `Run` whose trained module is a drafter and its target's updates."""
 
     drafter: JointDrafter
 
     def __init__(self, job: Job, world: World) -> None:
+        refuse_combinations(job)
         super().__init__(job, world)
-        if job.engine.name == "deepspeed" and job.engine.zero_stage == 3:
-            raise UserError(
-                "joint training with engine.zero_stage=3 is not supported: it would divide the updates inside the target, which "
-                "runs outside of the engine. Use zero_stage 0, 1 or 2, or engine=torch."
-            )
-        if job.config.on_policy.share > 0:
-            raise UserError(
-                "train.on_policy continues answers with a drafter of a fixed target; set train.on_policy.share=0 or joint=none."
-            )
-        if not job.config.prompts:
-            raise UserError(
-                "joint training makes a new target, whose drift from the original is measured on held-out prompts: give them with "
-                "train.prompts."
-            )
         require_trainable_features(self.drafter)
         self.original = self.target.info
         self.backbone = Backbone(self.target, job.joint, job.config.seed)

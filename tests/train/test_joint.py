@@ -31,6 +31,8 @@ from train.joint_backbone import Backbone
 from train.joint_config import JointConfig
 from train.joint_run import JointRun
 from train.loop import train
+from train.on_policy import OnPolicyConfig
+from train.refresh import RefreshConfig
 from train.tracker import LOG_FILE, read_log
 
 LORA = JointConfig("lora", rank=4, heads_first=0.25, ramp=0.25)
@@ -383,6 +385,8 @@ def test_two_processes_train_what_one_does(micro: Path, tmp_path: Path) -> None:
         ({"prompts": (), "eval_every": 0}, "give them with train.prompts"),
         ({"kind": "early_exit", "head": {"layers": (1,)}}, "layers left out cannot be trained jointly"),
         ({"kind": "ngram"}, "has no weights"),
+        ({"on_policy": OnPolicyConfig(share=0.5)}, "train.on_policy.share=0 or joint=none"),
+        ({"refresh": RefreshConfig(init_from="x", lora_rank=2)}, "train.refresh.lora_rank keeps"),
     ],
 )
 def test_what_cannot_be_trained_jointly_is_refused(
