@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
@@ -223,18 +223,24 @@ def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
 
 
 def is_llama(drafter: Any) -> bool:
-    """Whether a drafter's weights are those of a Llama, by their names and sizes."""
-    if not isinstance(drafter, TrainableDrafter) or not isinstance(
-        getattr(drafter, "shape", None), LayerShape
-    ):
+    """Whether a drafter is a Llama (or with norms or biases a Qwen) that drafts token by token, by its tensors."""
+    shape = getattr(drafter, "shape", None)
+    if not isinstance(drafter, TrainableDrafter) or not isinstance(shape, LayerShape):
         return False
     names = drafter.state_dict()
-    return "model.norm.weight" in names and "model.layers.0.self_attn.q_proj.weight" in names
+    own = all(
+        name.startswith(("model.layers.", "model.norm.", "model.embed_tokens.", "lm_head.")) for name in names
+    )
+    return (
+        own
+        and "model.layers.0.self_attn.q_proj.weight" in names
+        and not (shape.qk_norm and shape.attention_bias)
+    )
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face Llama folder; what it shares with the target is written out. Returns
-    `folder`.
+    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the target is written out.
+    Returns `folder`.
     """
     assert is_llama(drafter)
     shape, info, weights = drafter.shape, target.info, target.weights
@@ -242,7 +248,8 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     if "model.embed_tokens.weight" not in state:
         state["model.embed_tokens.weight"], state["lm_head.weight"] = weights.embedding, weights.lm_head
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    config = LlamaConfig(
+    family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
+    config = family(
         vocab_size=info.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -251,24 +258,39 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": info.rope_theta},
+        rope_parameters=_rope_parameters(drafter, target),
         max_position_embeddings=info.max_position_embeddings,
         tie_word_embeddings=False,
         eos_token_id=list(target.eos_token_ids) or None,
         dtype=target.dtype,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     model.load_state_dict({name: value.detach().cpu().clone() for name, value in state.items()}, assign=True)
     model.save_pretrained(folder)
     return folder
+
+
+def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, Any]:
+    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the target's do."""
+    config, names = (
+        drafter.config,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    )
+    theirs = getattr(target.model.config, "rope_parameters", None)
+    if config.from_target_layers and theirs and "rope_type" in theirs:
+        return dict(theirs)
+    theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
+    if config.rope_scaling:
+        return {"rope_type": "llama3", **theta, **dict(zip(names, config.rope_scaling, strict=True))}
+    return {"rope_type": "default", **theta}
 
 
 def load_assistant(drafter: Any, target: TargetModel) -> Any:
     """A drafter as the model that transformers loads from disk."""
     with TemporaryDirectory() as folder:
         path = write_llama(drafter, target, Path(folder))
-        model: Any = LlamaForCausalLM.from_pretrained(path, dtype=target.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
     return model.requires_grad_(False).eval().to(target.device)
 
 

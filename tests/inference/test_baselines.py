@@ -89,13 +89,20 @@ def test_every_loop_gives_our_text_and_accounts_for_every_token(target: TargetMo
         {"num_layers": 1, "tie_embeddings": True},
         {"num_layers": 1, "share_embeddings": True},
         {"from_target_layers": (0, 2)},
+        {"num_layers": 2, "qk_norm": True},
+        {"num_layers": 2, "attention_bias": True},
+        {"num_layers": 2, "rope_theta": 500.0, "rope_scaling": (8.0, 1.0, 4.0, 16.0)},
     ],
-    ids=["small", "tied", "shared", "layers"],
+    ids=["small", "tied", "shared", "layers", "norms", "biases", "scaled"],
 )
 def test_a_distilled_drafter_is_the_llama_that_transformers_loads(
     target: TargetModel, config: dict[str, Any], tmp_path: Path
 ) -> None:
     drafter = distilled(target, **config)
+    with torch.no_grad():  # fresh norms are one and fresh biases zero
+        for name, parameter in drafter.named_parameters():
+            if name.endswith("bias") or "_norm" in name:
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(write_llama(drafter, target, tmp_path))
     text = torch.tensor([target.tokenizer("What is a list? def add").input_ids])
     length = text.shape[1]
