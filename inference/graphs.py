@@ -74,7 +74,9 @@ class StepRunner:
         if not self.on_cuda:
             result, state = self.decoder.step(self.cache, self.rows, state, longest, exact, length)
             return Pending(result.packed()), state
-        variant = self.variants.setdefault(length, _Variant(_PinnedRing(self.slots)))
+        if length not in self.variants:
+            self.variants[length] = _Variant(_PinnedRing(self.slots))
+        variant = self.variants[length]
         if variant.graph is not None:
             variant.graph.replay()
             self.decoder.clock.running_free = True

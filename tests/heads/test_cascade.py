@@ -390,7 +390,9 @@ def test_caches_that_are_not_copied_still_draft_the_same_afterwards() -> None:
     target = micro_target()
     small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
     drafter = cascade(target, small, EARLY, rounds=3, proposed=2)
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
+    )
     lower = drafter.drafters[0]
     fresh = lower.propose(copy.deepcopy(state.parts[0]), PlainNoise()).tokens
     drafter.propose(state, PlainNoise())

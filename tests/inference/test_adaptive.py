@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
@@ -329,7 +330,8 @@ def test_recorded_passes_train_a_head_that_the_engine_uses(tmp_path: Path) -> No
     engine = Engine(target, drafter, DecodeConfig(adaptive="confidence", adaptive_threshold=0.0), capacity=96)
     lanes = engine._lanes_for(requests(1))
     assert lanes.limits is not None
-    lanes.limits.recorder = found = []
+    found: list[Recorded] = []
+    lanes.limits.recorder = found
     passes = [record for completion in engine.run(requests(1)) for record in completion.passes]
     assert sum(len(item.accepted) for item in found) == sum(r.accepted + r.rejected for r in passes)
     cut = 1  # the last pass may have been cut at the budget
@@ -379,6 +381,32 @@ def test_a_recorded_step_decodes_other_prompts(mode: str) -> None:
         c.request.index: c.tokens for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
     }
     assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
+    """One graph per length is captured on CUDA; here such a step is traced and replayed in its place."""
+    target = random_target()
+    drafter = build("distilled", target)
+    config = DecodeConfig(temperature=1.0, batch_size=2, **ADAPTIVE["lengths"])
+    engine = Engine(target, drafter, config, capacity=96)
+    engine._lanes = lanes = under_way(target, drafter, config, count=2)
+
+    def step() -> Tensor:
+        decoder = lanes.runner.decoder
+        return decoder.step(lanes.cache, lanes.rows, lanes.state, None, length=length)[0].packed()
+
+    with torch.no_grad():
+        traced = make_fx(step, tracing_mode="real")()
+    lanes.lengths = None  # the replayed step has the one length
+    replayed(engine, lambda: traced())
+    items = requests(4)
+    plain = {
+        c.request.index: c.tokens for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
+    }
+    found = {c.request.index: c for c in engine.run(items)}
+    assert {index: c.tokens for index, c in found.items()} == plain
+    assert {r.nodes for c in found.values() for r in c.passes} == {length + 1}
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
