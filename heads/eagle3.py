@@ -29,7 +29,7 @@ from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
 from heads.nn.feature_base import layer_shape, layer_weights, unrolled_loss
 from heads.nn.feature_chain import Chain, State
-from heads.nn.feature_taps import TapDrafter
+from heads.nn.feature_taps import TapDrafter, look_at_itself
 from heads.nn.rope import Rope
 
 
@@ -90,6 +90,7 @@ class Drafter(TapDrafter):
         their norms come from that layer of the target.
         """
         super().initialise(weights, generator)
+        look_at_itself(self.attention)
         if self.config.from_target_layer >= 0:
             hidden, layer = self.info.hidden_size, self.midlayer
             wanted = layer_weights(layer, "self_attn", "mlp", "post_attention_layernorm")

@@ -33,7 +33,7 @@ from heads.nn.blocks import DecoderLayer, FusingLayer
 from heads.nn.drafting import Plan, last_valid
 from heads.nn.feature_base import layer_shape, sum_by_state
 from heads.nn.feature_parallel import Anchors, anchored_attention
-from heads.nn.feature_taps import TapDrafter
+from heads.nn.feature_taps import TapDrafter, look_at_itself
 from heads.nn.growth import fill
 from heads.nn.rope import Rope, look_up
 
@@ -119,6 +119,7 @@ class Drafter(TapDrafter):
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """See `TapDrafter`; an unknown token starts as the mean of all tokens, an unknown state as a small random one."""
         super().initialise(weights, generator)
+        look_at_itself(cast(FusingLayer, self.layers[0]).self_attn)
         init.normal(self.mask_hidden, 0.02, generator)
         init.copy(self.mask_embedding, weights.embedding.float().mean(0))
 

@@ -19,8 +19,18 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
-from heads.nn.blocks import RMSNorm, initialise_blocks
+from heads.nn.blocks import Attention, RMSNorm, initialise_blocks
 from heads.nn.feature_base import FeatureDrafter, next_tokens, probabilities_of, teacher_logits
+
+
+@torch.no_grad()
+def look_at_itself(attn: Attention) -> None:
+    """Start the queries as the keys of their group, so that a fresh row attends to itself first: its own token comes in
+    through attention alone, and would otherwise be one among all.
+    """
+    keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
+    groups = attn.q_proj.out_features // attn.k_proj.out_features
+    init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
 
 
 class TapDrafter(FeatureDrafter):

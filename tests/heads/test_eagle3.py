@@ -241,3 +241,13 @@ def test_drafter_learns_a_repeating_text(target: MicroTarget) -> None:
         first = first or loss.item()
     assert loss.item() < 0.05 * first
     assert all(value.grad is None for value in (target.weights.lm_head, target.weights.embedding))
+
+
+def test_a_fresh_row_looks_at_itself_first(target: MicroTarget) -> None:
+    """Queries equal to the keys of their group have their largest mean score on their own row."""
+    attn = new_drafter("eagle3", Config(), target.info, target.weights, seed=0).midlayer.self_attn
+    rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).double()
+    query = (rows @ attn.q_proj.weight.T).view(64, 4, 4)
+    key = (rows @ attn.k_proj.weight.T).view(64, 2, 4).repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key)
+    assert (scores.diagonal(dim1=1, dim2=2).mean(1) > scores.mean((1, 2)) + 2.0).all()
