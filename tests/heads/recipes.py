@@ -133,7 +133,16 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"base_share_start": 1.5},
         {"confidence_weight": -1.0},
     ],
-    "distilled": [{"jsd_beta": 1.0}, {"forward_kl": 0.0}, {"from_target_layers": [1, 0]}, {"num_layers": 0}],
+    "distilled": [
+        {"jsd_beta": 1.0},
+        {"forward_kl": 0.0},
+        {"from_target_layers": [1, 0]},
+        {"num_layers": 0},
+        {"rope_scaling": [8.0]},
+        {"from_model": "nowhere"},
+        {"token_share": 0.5},
+        {"lk_annealed": 1.0, "lk_eta": 0.0},
+    ],
     "eagle": [
         {"align_steps": 0},
         {"feature_weight": 0.0, "logit_weight": 0.0},
