@@ -31,6 +31,7 @@ from heads.nn.drafting import TreePlan
 from inference.adaptive_head import AcceptanceHead, Recorded, level_features, record
 
 MODES = ("none", "entropy", "confidence", "throughput")
+DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.adaptive import MODES, AdaptiveSettings
+from inference.adaptive import DEFAULT_THRESHOLDS, MODES, AdaptiveSettings
 from inference.rules.registry import RULES, check_shape
 from inference.sampling import SamplingSettings
 
@@ -69,8 +69,9 @@ class DecodeConfig:
     """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from exceeds the threshold; SVIP),
     confidence (the estimated probability that a draft is reached and kept falls below the threshold), throughput (most expected
     tokens per second of the batch), or none. Never changes the text under match, nor its distribution under rejection and block."""
-    adaptive_threshold: float = 0.6
-    """entropy: about 0.3 to 1.5; confidence: 0 to 1."""
+    adaptive_threshold: float = -1.0
+    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and 0.3, which paid on the embedded
+    target; measure for other drafters, most of all for entropy."""
     adaptive_head: str = ""
     """File of a trained acceptance head (scripts/fit_acceptance.py); empty: the drafter's own confidence, else its largest
     probability."""
@@ -112,9 +113,10 @@ class DecodeConfig:
 
     def adaptive_settings(self) -> AdaptiveSettings:
         """What is said about adaptive length."""
-        return AdaptiveSettings(
-            self.adaptive, self.adaptive_threshold, self.adaptive_lengths, self.adaptive_head
-        )
+        threshold = self.adaptive_threshold
+        if threshold == -1.0:
+            threshold = DEFAULT_THRESHOLDS.get(self.adaptive, 0.0)
+        return AdaptiveSettings(self.adaptive, threshold, self.adaptive_lengths, self.adaptive_head)
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""

@@ -61,7 +61,7 @@ def arms(head: str, slope: float) -> dict[str, dict[str, Any]]:
     """Name -> decode settings."""
     costs = tuple(1 + slope * extra for extra in range(FIXED[-1] + 1))
     found: dict[str, dict[str, Any]] = {f"fixed {depth}": {"depth": depth} for depth in FIXED}
-    for threshold in (0.4, 0.7, 1.0):
+    for threshold in (1.0, 1.5, 2.0):
         found[f"entropy {threshold}"] = {"adaptive": "entropy", "adaptive_threshold": threshold}
     for threshold in (0.3, 0.5, 0.7):
         found[f"confidence {threshold}"] = {"adaptive": "confidence", "adaptive_threshold": threshold}
