@@ -27,7 +27,7 @@ class Config:
     in_block: str = "bidirectional"
     """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier ones; JetSpec)."""
     num_layers: int = 0
-    """Draft layers; 0: half of the target's, 2 to 5."""
+    """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
     """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small targets) to n-2."""
     layer_fusion: bool = False
@@ -45,7 +45,11 @@ class Config:
     its layers are Llama-like and of the same sizes).
     """
     from_target_layers: tuple[int, ...] = ()
-    """The target's layers (0-based) that the draft layers start from, one each; empty: evenly from the first to the last."""
+    """The target's layers (0-based) that the draft layers start from, one each (but the carrying one); empty: evenly from the
+    first to the last.
+    """
+    carry_root: bool = True
+    """Start with one more layer in front that carries the root's embedding to every slot; it counts among `num_layers`."""
     mask_token_id: int = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"

@@ -19,6 +19,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init
 from heads.nn.block_attention import KeyValue
+from heads.nn.block_carry import start_carrying
 from heads.nn.block_confidence import ConfidenceHead
 from heads.nn.block_config import Config
 from heads.nn.block_dependency import build_dependency
@@ -81,10 +82,11 @@ class BlockModel(TrainableDrafter):
         """Layers from the target's (`start_from`), features near the highest tap, and dependencies that change nothing yet."""
         config, info = self.config, self.info
         initialise_blocks(self, generator)
-        chosen = config.from_target_layers or default_start(len(self.layers), info.num_layers)
+        layers = [cast(BlockLayer, layer) for layer in self.layers]
+        copied = layers[1:] if config.carry_root else layers
+        chosen = config.from_target_layers or default_start(len(copied), info.num_layers)
         if config.start_from != "random":
-            layers = [cast(BlockLayer, layer) for layer in self.layers]
-            start_layers(layers, chosen, info, weights.state, config.start_from == "target")
+            start_layers(copied, chosen, info, weights.state, config.start_from == "target")
         if self.fc is not None:
             with torch.no_grad():
                 nearest = len(self.needs.taps) // 2 * info.hidden_size
@@ -94,8 +96,8 @@ class BlockModel(TrainableDrafter):
             self.layer_fusion.initialise(
                 [min(range(len(taps)), key=lambda i: abs(taps[i] - at)) for at in chosen]
             )
-        for layer in self.layers:
-            for conv in (cast(BlockLayer, layer).attention_conv, cast(BlockLayer, layer).mlp_conv):
+        for layer in layers:
+            for conv in (layer.attention_conv, layer.mlp_conv):
                 if conv is not None:
                     conv.initialise()
         final_norm = weights.state.get("model.norm.weight")
@@ -104,6 +106,8 @@ class BlockModel(TrainableDrafter):
         if self.mask_embedding is not None:
             spread_of = float(weights.embedding.float().std())
             init.normal(self.mask_embedding, spread_of, generator)
+        if config.carry_root:
+            start_carrying(layers[0], self.mask_embedding, weights.embedding, self._rope)
         self.dependency.initialise(weights, generator)
         if self.confidence_head is not None:
             self.confidence_head.initialise(generator)
@@ -167,14 +171,17 @@ class BlockModel(TrainableDrafter):
 
 
 def number_of_layers(config: Config, info: TargetInfo) -> int:
-    """Draft layers: as many as are started from named layers, or as given, or half of the target's, 2 to 5."""
-    given = len(config.from_target_layers)
-    if given and config.num_layers not in (0, given):
+    """Draft layers: as many as are started from named layers, or as given, or half of the target's; and the carrying one."""
+    extra = int(config.carry_root)
+    named = len(config.from_target_layers)
+    if named and config.num_layers not in (0, named + extra):
         raise UserError(
-            f"head.num_layers={config.num_layers} does not fit the {given} layers of head.from_target_layers; leave one of "
-            "them out."
+            f"head.num_layers={config.num_layers} does not fit the {named} layers of head.from_target_layers"
+            f"{' and the one of head.carry_root' if extra else ''}; leave head.num_layers out."
         )
-    return given or config.num_layers or max(2, min(5, info.num_layers // 2))
+    if config.num_layers and config.num_layers <= extra:
+        raise UserError("head.num_layers must be at least 2 with head.carry_root=true; given 1.")
+    return named + extra if named else config.num_layers or max(3, min(5, info.num_layers // 2 + 1))
 
 
 def default_start(count: int, num_layers: int) -> tuple[int, ...]:
