@@ -4,7 +4,7 @@ Answers of the target show a drafter only text that the target wrote; its own dr
 distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a share of the packed rows is rewritten: in every
 document of such a row an answer is cut at a random place, the drafter drafts on from there as it does when it serves (`start` on
 the target's true states, `propose` of one deep chain, with sampling noise of its own), and the target's features are computed
-again. What follows the window is not supervised.
+again. What follows the window is not supervised, unless that is asked for.
 
 Everything drawn comes from the rows' seeds, and the weights are those of the step: the same for any number of processes that train
 the same rows, and after a restart.
@@ -49,6 +49,10 @@ class OnPolicyConfig:
     """
     temperature: float = 1.0
     """Of the drafter's sampling; 0: its most likely tokens."""
+    rest: bool = False
+    """Whether the answer's own tokens behind the window stay supervised: the target then judges them behind the drafter's words. Not
+    where the drafter ended the text.
+    """
     every: int = 1
     """Only every so many steps have rewritten rows (at least 1)."""
     start: int = 0
@@ -116,7 +120,8 @@ class OnPolicyFeatures:
             ends = torch.isin(words, self.eos).nonzero()
             length = int(ends[0]) + 1 if ends.numel() else words.shape[0]
             tokens[cut.row, cut.last + 1 : cut.last + 1 + length] = words[:length]
-            mask[cut.row, cut.last + 1 + length : cut.end] = False
+            if ends.numel() or not config.rest:
+                mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
         chosen = PackedBatch(
             tokens[rows], packed.positions[rows], packed.segments[rows], mask[rows], packed.seeds[rows]

@@ -128,6 +128,19 @@ def test_the_share_is_the_share_of_rows() -> None:
 # --- what -----------------------------------------------------------------------------------------------------------
 
 
+def test_the_rest_stays_supervised_on_request(target: MicroTarget) -> None:
+    """But never behind an end of text."""
+    drafter, batch = make(target, num_layers=1), packed()
+    without, with_rest = (rewriting(target, drafter, rest=rest).batch(batch) for rest in (False, True))
+    assert torch.equal(without.tokens, with_rest.tokens)
+    assert torch.equal(with_rest.loss_mask, batch.loss_mask)
+    assert int(without.loss_mask.sum()) < int(batch.loss_mask.sum())
+    cut = plan_cuts(batch, OnPolicyConfig(share=1.0, window=4))[0]
+    end = int(without.tokens[cut.row, cut.last + 1])
+    found = rewriting(target, drafter, eos=(end,), rest=True).batch(batch)
+    assert not bool(found.loss_mask[cut.row, cut.last + 2 : cut.end].any())
+
+
 @pytest.mark.parametrize("kind", ["distilled", "pard"])
 def test_the_drafter_writes_and_the_target_judges(target: MicroTarget, kind: str) -> None:
     """At temperature 0 against an obvious loop; everything behind the window loses its supervision, nothing else changes."""
