@@ -50,8 +50,8 @@ class OnPolicyConfig:
     temperature: float = 1.0
     """Of the drafter's sampling; 0: its most likely tokens."""
     rest: bool = False
-    """Whether the answer's own tokens behind the window stay supervised: the target then judges them behind the drafter's words. Not
-    where the drafter ended the text.
+    """Whether the answer's own tokens behind the window stay supervised: the target then judges them behind the drafter's words.
+    Not where the drafter ended the text.
     """
     every: int = 1
     """Only every so many steps have rewritten rows (at least 1)."""
