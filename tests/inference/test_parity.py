@@ -75,9 +75,14 @@ class LateTaps(eagle3.Drafter):
 class StaleChain(eagle3.Drafter):
     """Feeds every drafted step the committed feature instead of its own output: wrong from depth 3 on."""
 
-    def _advance(self, state: eagle3.State, *parts: Any) -> Any:
-        normed = self.norm(state.output)
-        return super()._advance(state, *parts[:-1], self._recur(state.output, normed))
+    def propose(self, state: eagle3.State, noise: Any) -> Any:
+        advance = self.chain._advance
+        committed = self.emit(state.output)[1]
+        self.chain._advance = lambda *parts: advance(*parts[:-1], committed)  # type: ignore[method-assign]
+        try:
+            return super().propose(state, noise)
+        finally:
+            self.chain._advance = advance  # type: ignore[method-assign]
 
 
 class WrongPositions(distilled.Drafter):
