@@ -366,7 +366,7 @@ def test_parts_that_cannot_do_what_is_asked_are_refused(parts: list[dict[str, An
 
 @torch.no_grad()
 def test_a_sped_up_language_model_speeds_up_another_one() -> None:
-    """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches that are put back without a copy."""
+    """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches put back without a copy."""
     target = micro_target()
     small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
     inner = {"kind": "cascade", "parts": [NGRAM, small], "proposed": 2, "rounds": 2}
