@@ -47,9 +47,25 @@ class Found:
 
 
 def trained(run: RunConfig) -> dict[str, Found]:
-    """Name -> drafter for every finished or unfinished training of a run that has a best checkpoint."""
+    """Name -> drafter for every finished or unfinished training of a run that has a best checkpoint.
+
+    A drafter that was trained jointly belongs to the target that came out of its own training, not to the run's: it is left out.
+    """
+    return {name: item for name, item in checkpoints(run).items() if not jointly_trained(item)}
+
+
+def checkpoints(run: RunConfig) -> dict[str, Found]:
+    """Name -> drafter for everything below <run>/train/ that has a best checkpoint."""
     folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
     return {path.parents[1].name: at(path.parent) for path in folders}
+
+
+def jointly_trained(found: Found) -> bool:
+    """Whether a drafter's training changed the target as well (`joint=lora`)."""
+    folder = found.stage_folder
+    if folder is None:
+        return False
+    return (read_stage_config(folder).get("joint") or {}).get("mode", "none") != "none"
 
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
@@ -83,7 +99,7 @@ def at(folder: Path) -> Found:
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
     """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe that needs no training."""
-    known, described = trained(run), heads or {}
+    known, described = checkpoints(run), heads or {}
     if given in described:
         return untrained(given, described[given])
     if given in known:

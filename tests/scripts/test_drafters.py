@@ -132,3 +132,12 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
         ("m", "m@0.01"),
         ("other", "other"),
     ]
+
+
+def test_a_jointly_trained_drafter_is_measured_only_by_name(target: TargetModel, in_folder: Path) -> None:
+    """It belongs to the target that its training made; measured beside the run's others it would be refused."""
+    train_folder(target, "plain")
+    folder = train_folder(target, "joint")
+    (folder / "config.yaml").write_text(yaml.safe_dump({"joint": {"mode": "lora"}}))
+    assert list(drafters.trained(RUN)) == ["plain"]
+    assert drafters.find("joint", RUN).name == "joint"
