@@ -3,7 +3,7 @@
     python -m scripts.calibrate_confidence outputs/families/train/dspark@0.001/best --out outputs/dspark_calibrated
 
 Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark, 2607.05147;
-heads/nn/block_confidence.py). A fifth of the prompts is held out: printed is the calibration error of the survival up
+heads/nn/block_confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
 to each depth on them, before and after.
 
 Legend: M recorded chains, K depths.
@@ -74,20 +74,20 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     requests = to_requests(
         select_prompts(load_prompts(given.prompts), given.count, seed=3), target.tokenizer, decode
     )
-    held_out = len(requests) // 5
-    if not held_out:
+    held_out, fitted_on = requests[::5], [r for place, r in enumerate(requests) if place % 5]
+    if not fitted_on:
         raise UserError(
-            f"calibration needs at least five prompts, one of which is held out; given {len(requests)}. Raise --count."
+            f"calibration needs at least two prompts, one of which is held out; given {len(requests)}. Raise --count."
         )
     head.temperatures.fill_(1.0)
-    odds, accepted = recorded(target, drafter, decode, requests[:held_out])
-    drafter.calibrate(*recorded(target, drafter, decode, requests[held_out:]))
+    odds, accepted = recorded(target, drafter, decode, held_out)
+    drafter.calibrate(*recorded(target, drafter, decode, fitted_on))
     fitted = head.temperatures[: decode.depth].cpu()
     save_drafter(drafter, given.out, target.info)
     return {
         "checkpoint": str(given.out),
         "temperatures": [round(value, 3) for value in fitted.tolist()],
-        "held_out": {"prompts": held_out, "chains": len(accepted)},
+        "held_out": {"prompts": len(held_out), "chains": len(accepted)},
         "calibration_error_before": rounded(calibration_errors(odds, accepted, torch.ones(decode.depth))),
         "calibration_error_after": rounded(calibration_errors(odds, accepted, fitted)),
     }

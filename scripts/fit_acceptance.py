@@ -2,8 +2,8 @@
 
     python -m scripts.fit_acceptance outputs/demo/train/distilled/best --out outputs/demo/acceptance.json --depth 8
 
-The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. A fifth of the
-prompts is held out: printed is the mean of |estimate - outcome| in ten equally filled bins (calibration error) and the area under
+The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. Every fifth
+prompt is held out: printed is the mean of |estimate - outcome| in ten equally filled bins (calibration error) and the area under
 the ROC curve, for the head and for the drafter's largest probability.
 """
 
@@ -70,20 +70,20 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         adaptive="confidence", adaptive_threshold=0.0,
     )  # fmt: skip
     requests = to_requests(prompts, target.tokenizer, decode)
-    held_out = max(1, len(requests) // 5)
+    held_out, fitted_on = requests[::5], [r for place, r in enumerate(requests) if place % 5]
     if len(requests) < 2:
         raise UserError(
             "an acceptance head needs at least two prompts: one of them is held out. Raise --count."
         )
-    head = fit(recorded(target, drafter, decode, requests[held_out:]), given.refusal_weight)
+    head = fit(recorded(target, drafter, decode, fitted_on), given.refusal_weight)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     head.save(given.out)
-    rest = recorded(target, drafter, decode, requests[:held_out])
+    rest = recorded(target, drafter, decode, held_out)
     features, accepted = torch.cat([r.features for r in rest]), torch.cat([r.accepted for r in rest])
     estimates = {"head": head.chance(features), "largest probability": features[:, 0].exp()}
     return {
         "file": str(given.out),
-        "held_out": {"prompts": held_out, "drafts": len(accepted), "accepted": round(float(accepted.double().mean()), 4)},
+        "held_out": {"prompts": len(held_out), "drafts": len(accepted), "accepted": round(float(accepted.double().mean()), 4)},
         **{name: quality(chance, accepted) for name, chance in estimates.items()},
     }  # fmt: skip
 
