@@ -82,6 +82,11 @@ def _join_group(rank: int, size: int, backend: str) -> None:
         else:
             # A store in memory: no port to choose, nothing for another run on this machine to collide with.
             dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
+    leave_in_order()
+
+
+def leave_in_order() -> None:
+    """Let `leave_world` run when the interpreter ends, once."""
     atexit.unregister(leave_world)
     atexit.register(leave_world)
 

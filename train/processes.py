@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from heads.api.errors import UserError
 from inference.loading import TargetConfig, pick_device
+from train.distributed import leave_in_order
 
 JOIN_TIMEOUT = timedelta(days=7)  # the fastest process waits for the slowest, which may have hours left
 Result = TypeVar("Result")
@@ -31,9 +32,13 @@ def join_processes(target: TargetConfig) -> PartialState:
     it.
     """
     if pick_device(target.device).type == "cpu":
-        return PartialState(cpu=True, timeout=JOIN_TIMEOUT)
-    launched = "LOCAL_RANK" in os.environ
-    return PartialState(backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT)
+        state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
+    else:
+        launched = "LOCAL_RANK" in os.environ
+        state = PartialState(backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT)
+    if state.num_processes > 1:
+        leave_in_order()  # gloo's threads must be done before the interpreter ends, or a finished run aborts
+    return state
 
 
 def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
