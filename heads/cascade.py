@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
+from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget
 from heads.api.errors import UserError, suggest
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -224,6 +224,11 @@ class Drafter(TrainableDrafter):
         asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
         told_noise = noise if len(asked) == 1 else Quiet(noise)
         return join([self.drafters[number].propose(state.parts[number], told_noise) for number in asked])
+
+    def forget(self) -> None:
+        """Let the parts that remember other answers forget them."""
+        for drafter in self.drafters:
+            forget(drafter)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Tell every part what was committed; see the protocol."""

@@ -32,7 +32,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from heads.api.drafter import TrainableDrafter
+from heads.api.drafter import TrainableDrafter, forget
 from heads.api.errors import UserError
 from inference import metrics
 from inference.audit import AuditReport, audit
@@ -136,6 +136,7 @@ class _Session:
     def prepare(
         cls, config: BenchConfig, target: TargetModel, arms: Sequence[Arm], prompts: Sequence[Prompt]
     ) -> _Session:
+        """Check the arms, choose the prompts that fit, and build an engine per arm; raises `UserError` when nothing is left."""
         checked = check_arms(config, arms)
         decode = checked[0].decode
         limit = target.info.max_position_embeddings
@@ -229,9 +230,7 @@ class _Session:
     def forget(self) -> None:
         """Let drafters that remember answers (`heads/suffix.py`) forget those of the warm-up and of the repeat before."""
         for arm in self.arms:
-            forget = getattr(arm.drafter, "forget", None)
-            if forget is not None:
-                forget()
+            forget(arm.drafter)
 
     def record(self, name: str, request: Request, prompt: str, repeat: int) -> Record:
         """One answer of one arm or peer."""

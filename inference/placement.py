@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified
+from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified, forget
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
@@ -78,6 +78,7 @@ class PlacedDrafter:
         return self.drafter.start(self._states(seen), self._shape(tree), capacity)
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
+        """The drafter's proposal, brought back to the target's device; see the protocol."""
         proposal = self.drafter.propose(state, self._keyed(noise))
         self._proposed = proposal.tree
         assert self._tree is not None
@@ -95,6 +96,10 @@ class PlacedDrafter:
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         return self.drafter.commit(state, self._states(accepted))
+
+    def forget(self) -> None:
+        """Let the drafter forget other answers, if it keeps any."""
+        forget(self.drafter)
 
     # ---- crossing over -----------------------------------------------------------------------------------------------------
 

@@ -16,41 +16,27 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import load_drafter, save_drafter
+from heads.api.checkpoint import save_drafter
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.nn.block_confidence import calibration_errors
 from inference.engine import DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.prompts import load_prompts, select_prompts, to_requests
 from inference.requests import Request
 from inference.target import TargetModel
-
-ROOT = Path(__file__).parents[1]
+from scripts import recording
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Record, fit, write; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.calibrate_confidence", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("drafter", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True, help="where the calibrated checkpoint goes")
-    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
-    validation = ROOT / "assets" / "prompts" / "training" / "validation.jsonl"
-    parser.add_argument("--prompts", type=Path, nargs="+", default=[validation])
-    parser.add_argument("--count", type=int, default=32, help="prompts per domain")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--depth", type=int, default=0, help="drafted tokens; 0: as deep as the drafter goes")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    depths = "drafted tokens; 0: as deep as the drafter goes"
+    options = recording.parser("scripts.calibrate_confidence", __doc__.split("\n")[0], 0, depths)
     try:
-        report = run(parser.parse_args(arguments))
+        report = run(options.parse_args(arguments))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -60,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is on the rest."""
-    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
-    drafter = load_drafter(given.drafter, target.info, target.weights)
+    target, drafter = recording.load(given)
     head = getattr(drafter, "confidence_head", None)
     if head is None:
         raise UserError(
@@ -71,14 +56,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     decode = DecodeConfig(
         temperature=given.temperature, depth=given.depth or drafter.depths, max_new_tokens=given.tokens
     )
-    requests = to_requests(
-        select_prompts(load_prompts(given.prompts), given.count, seed=3), target.tokenizer, decode
-    )
-    held_out, fitted_on = requests[::5], [r for place, r in enumerate(requests) if place % 5]
-    if not fitted_on:
-        raise UserError(
-            f"calibration needs at least two prompts, one of which is held out; given {len(requests)}. Raise --count."
-        )
+    fitted_on, held_out = recording.requests_apart(given, target, decode)
     head.temperatures.fill_(1.0)
     odds, accepted = recorded(target, drafter, decode, held_out)
     drafter.calibrate(*recorded(target, drafter, decode, fitted_on))

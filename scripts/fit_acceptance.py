@@ -12,43 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.adaptive_head import Recorded, fit
 from inference.engine import DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.prompts import load_prompts, select_prompts, to_requests
 from inference.requests import Request
 from inference.target import TargetModel
+from scripts import recording
 
-ROOT = Path(__file__).parents[1]
 BINS = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Record, fit, write; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.fit_acceptance", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("drafter", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="+",
-        default=[ROOT / "assets" / "prompts" / "training" / "validation.jsonl"],
-    )
-    parser.add_argument("--count", type=int, default=32, help="prompts per domain")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser = recording.parser("scripts.fit_acceptance", __doc__.split("\n")[0], depth=8)
     parser.add_argument("--refusal-weight", type=float, default=1.0)
     given = parser.parse_args(arguments)
     try:
@@ -62,19 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Fit on four fifths of the prompts, write the head, and say how good it is on the rest."""
-    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
-    drafter = load_drafter(given.drafter, target.info, target.weights)
-    prompts = select_prompts(load_prompts(given.prompts), given.count, seed=3)
+    target, drafter = recording.load(given)
     decode = DecodeConfig(
         temperature=given.temperature, depth=given.depth, max_new_tokens=given.tokens,
         adaptive="confidence", adaptive_threshold=0.0,
     )  # fmt: skip
-    requests = to_requests(prompts, target.tokenizer, decode)
-    held_out, fitted_on = requests[::5], [r for place, r in enumerate(requests) if place % 5]
-    if len(requests) < 2:
-        raise UserError(
-            "an acceptance head needs at least two prompts: one of them is held out. Raise --count."
-        )
+    fitted_on, held_out = recording.requests_apart(given, target, decode)
     head = fit(recorded(target, drafter, decode, fitted_on), given.refusal_weight)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     head.save(given.out)

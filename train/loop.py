@@ -97,9 +97,10 @@ def train(
     )
     if (out / MANIFEST_FILE).is_file():
         return read_manifest(out, "train")
-    if not get_kind(kind).trainable:
+    if not get_kind(kind).trainable or (not job.joint.on and not get_kind(kind).needs_training(head)):
         raise UserError(
-            f"kind '{kind}' has no weights, so there is nothing to train. Measure it as it is: `headstart measure`."
+            f"a drafter of kind '{kind}' with these settings has no weights of its own, so there is nothing to train. "
+            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
         )
     if config.eval_every and decode.shape == "none":
         raise UserError(

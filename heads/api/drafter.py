@@ -71,8 +71,8 @@ class Proposal:
     weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
     token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
     confidence [B, N] float32 in [0, 1]: the drafter's own estimate that node i is accepted given that its parent was; the root's
-    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.adaptive`).
-    None from drafters that have none.
+    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.adaptive`),
+    unless drafts are certain: then the text alone decides the token. None from drafters that have none.
     limit [B] int64: the deepest level of each row that counts; deeper nodes are dead: neither kept nor tested. None: all levels.
     It may depend on what was drafted down to that level and on nothing deeper.
     """
@@ -123,6 +123,21 @@ class Drafter(Protocol):
     def commit(self, state: Any, accepted: TargetStates) -> Any:
         """State after a verification: `accepted` holds the root, the accepted drafts and the bonus (as the last next token)."""
         ...
+
+
+class Rememberer(Drafter, Protocol):
+    """A drafter that keeps something beyond a row's state, such as earlier answers (`heads/suffix.py`)."""
+
+    def forget(self) -> None:
+        """Drop all that is kept from other answers: a measurement that repeats its prompts must not measure it."""
+        ...
+
+
+def forget(drafter: Any) -> None:
+    """Let `drafter` forget, if it is a `Rememberer`; drafters made of others pass it on to them."""
+    drop = getattr(drafter, "forget", None)
+    if drop is not None:
+        drop()
 
 
 class Reader(Drafter, Protocol):

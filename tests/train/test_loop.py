@@ -220,7 +220,7 @@ def test_a_best_lost_between_two_renames_is_put_back(micro: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "ngram"}, "has no weights, so there is nothing to train"),
+        ({"kind": "ngram"}, "has no weights of its own, so there is nothing to train"),
         ({"global_batch": 5}, "cannot be dealt to 1 processes"),
         ({"head": {"num_heads": 2}}, "of 2 heads cannot draft 3 tokens"),
         ({"prompts": ("nowhere.jsonl",)}, "there is no prompt file or folder 'nowhere.jsonl'"),
