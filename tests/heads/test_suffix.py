@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from heads.api.drafter import Proposal
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import Proposal, forget
 from heads.api.errors import UserError
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from heads.cascade import Config as CascadeConfig
 from heads.ngram import Config as LookupConfig
 from heads.ngram import Drafter as Lookup
 from heads.suffix import Config, Drafter
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine
+from inference.placement import PlacedDrafter
 from inference.requests import Request
 from tests.heads.micro import PlainNoise, micro_target
 from tests.heads.test_ngram import run
@@ -305,6 +308,21 @@ def test_a_wider_batch_takes_over_what_was_known_and_forgetting_empties_it() -> 
     assert again > 2 * first
     drafter.forget()
     assert tau(drafter, target, requests, batch_size=1) == first
+
+
+@pytest.mark.parametrize("place", ["in a cascade", "on another device", "in a cascade on another device"])
+def test_forgetting_reaches_a_drafter_within_another(place: str) -> None:
+    target, requests = random_target(), repeated(1)
+    drafter: Any = Drafter(Config(), target.info)
+    if "cascade" in place:
+        config = CascadeConfig(mode="join", parts=({"kind": "suffix"}, {"kind": "ngram"}))
+        drafter = new_drafter("cascade", config, target.info, target.weights, 0)
+    if "device" in place:
+        drafter = PlacedDrafter(drafter, torch.device("cpu"), torch.device("cpu"))
+    first = tau(drafter, target, requests)
+    assert tau(drafter, target, requests) > 1.2 * first
+    forget(drafter)
+    assert tau(drafter, target, requests) == first
 
 
 def test_the_oldest_answers_go_first() -> None:
