@@ -19,27 +19,29 @@ FORMATS = ("fp32", "bf16", "fp8", "int8", "int4")
 GROUP = 32
 """Values of one slot that share a scale in int4: 4.5 bits a value, 28.1% of bf16."""
 SCALE_BYTES = 2
+ROW_ENTRY_BYTES, SHARD_HEADER_BYTES, TENSOR_HEADER_BYTES = 56, 700, 90
+"""Of a row's line in the index, and of a shard's entries in the index, the manifest and its own header."""
 
 
-def check_format(format: str) -> None:
+def check_format(fmt: str) -> None:
     """Raise `UserError` for a format that there is not."""
-    if format not in FORMATS:
-        raise UserError(f"features.format '{format}' is unknown.{suggest(format, FORMATS)}")
+    if fmt not in FORMATS:
+        raise UserError(f"features.format '{fmt}' is unknown.{suggest(fmt, FORMATS)}")
 
 
 def slots(needs: FeatureSpec) -> int:
-    """How many states of H values one token has in the store: its taps, and the last hidden state if it is read."""
-    return len(needs.taps) + int(needs.last_hidden)
+    """How many states of H values one token has: its taps, and the last hidden state, from which logits follow too."""
+    return len(needs.taps) + int(needs.last_hidden or needs.logits)
 
 
-def slot_bytes(hidden: int, format: str) -> int:
+def slot_bytes(hidden: int, fmt: str) -> int:
     """Bytes of one state of `hidden` values."""
-    check_format(format)
-    if format == "fp32":
+    check_format(fmt)
+    if fmt == "fp32":
         return 4 * hidden
-    if format == "bf16":
+    if fmt == "bf16":
         return 2 * hidden
-    if format in ("fp8", "int8"):
+    if fmt in ("fp8", "int8"):
         return hidden + SCALE_BYTES
     groups = -(-hidden // GROUP)
     return groups * (GROUP // 2 + SCALE_BYTES)
@@ -50,6 +52,16 @@ def top_bytes(top: int) -> int:
     return 6 * top + 4 if top else 0
 
 
-def bytes_per_token(needs: FeatureSpec, info: TargetInfo, format: str, top_logits: int = 0) -> float:
-    """Bytes on disk of one token's features, files' headers excluded (see `store_bytes` for those)."""
-    return float(slots(needs) * slot_bytes(info.hidden_size, format) + top_bytes(top_logits))
+def bytes_per_token(needs: FeatureSpec, info: TargetInfo, fmt: str, top_logits: int = 0) -> float:
+    """Bytes on disk of one token's features, files' headers excluded (see `store_bytes` for those).
+
+    top_logits: the target's k largest logits are stored in place of the last hidden state; 0: they are not.
+    """
+    states = len(needs.taps) if top_logits else slots(needs)
+    return float(states * slot_bytes(info.hidden_size, fmt) + top_bytes(top_logits))
+
+
+def store_bytes(per_token: float, tokens: int, rows: int, shards: int, tensors: int) -> int:
+    """Bytes of a whole store of `tokens` tokens (padding is not stored) in `rows` rows, with `tensors` tensors in each shard."""
+    headers = shards * (SHARD_HEADER_BYTES + tensors * TENSOR_HEADER_BYTES)
+    return round(per_token * tokens) + rows * ROW_ENTRY_BYTES + headers

@@ -1,0 +1,212 @@
+"""What lies in a store's folder, and whose features these are.
+
+    store.json                    what is stored, for which answers and target, and how many shards there will be
+    shards/rows-00012.safetensors one tensor per stored thing: `tap.3.values`, `tap.3.scales`, `last_hidden.values`, ..., over the
+                                  tokens of its rows, one after another, padding left out
+    index/rows-00012.json         written after its shard: size, SHA-256, and per row its digest and how many tokens it has
+    claims/rows-00012.json        who is writing a shard now
+    manifest.json                 written last
+
+A row is found by the digest of what the target reads (tokens, positions, segments), not by its number: a store can never hand out
+the features of another text, and training may deal rows in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo
+from inference.manifest import FORMAT, write_json
+from train.data.loader import PackedBatch
+
+STORE_FILE = "store.json"
+LAST, TOP = "last_hidden", "top"
+COMPARED = {
+    "answers": "other answers (SHA-256 of their manifest)",
+    "sequence_length": "another train.sequence_length",
+    "revision": "another revision of the target",
+    "tokenizer_hash": "a target with another tokenizer",
+    "precision": "another engine.precision or target.dtype",
+    "format": "another features.format",
+    "top_logits": "another features.top_logits",
+}
+"""What must agree before a store is read or continued, and how a difference is called."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose features a store holds, and in which form.
+
+    answers: SHA-256 of the answers' manifest. revision, tokenizer_hash: the target's. precision: in which the target ran
+    (`precision_of`). taps, last_hidden: what is stored; with top_logits the k largest logits stand in for the last hidden state.
+    """
+
+    answers: str
+    sequence_length: int
+    revision: str
+    tokenizer_hash: str
+    precision: str
+    format: str
+    top_logits: int
+    taps: tuple[int, ...]
+    last_hidden: bool
+
+    def things(self) -> list[str]:
+        """Names of what is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""
+        names = [f"tap.{tap}" for tap in self.taps]
+        return names + ([TOP] if self.top_logits else [LAST] if self.last_hidden else [])
+
+    def differences(self, wanted: Identity) -> list[str]:
+        """In words, how the store differs from what is wanted; features beyond those wanted are no difference."""
+        mine, theirs = asdict(self), asdict(wanted)
+        found = [
+            f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
+            for name, words in COMPARED.items()
+            if mine[name] != theirs[name]
+        ]
+        missing = [name for name in wanted.things() if name not in self.things()]
+        return found + ([f"it lacks {', '.join(missing)}"] if missing else [])
+
+
+def precision_of(features: torch.dtype, target: torch.dtype) -> str:
+    """How the target was run: its own dtype, and that of the features that a training is given."""
+    return f"{str(features).removeprefix('torch.')} of {str(target).removeprefix('torch.')}"
+
+
+def identity_of(
+    needs: FeatureSpec, info: TargetInfo, answers: str, length: int, precision: str, fmt: str, top_logits: int
+) -> Identity:
+    """The identity of a store that serves `needs`."""
+    return Identity(
+        answers=answers,
+        sequence_length=length,
+        revision=info.revision,
+        tokenizer_hash=info.tokenizer_hash,
+        precision=precision,
+        format=fmt,
+        top_logits=top_logits if needs.last_hidden or needs.logits else 0,
+        taps=needs.taps,
+        last_hidden=needs.last_hidden or needs.logits,
+    )
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """What store.json says. rows, tokens: of all shards; hidden: H; target: facts for people."""
+
+    identity: Identity
+    rows: int
+    tokens: int
+    rows_per_shard: int
+    hidden: int
+    estimated_bytes: int
+    target: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> int:
+        """How many shards there will be."""
+        return -(-self.rows // self.rows_per_shard)
+
+    def write(self, folder: Path) -> None:
+        """Write store.json."""
+        write_json(folder / STORE_FILE, {"format": FORMAT, "stage": "features", **asdict(self)})
+
+
+def read_plan(folder: Path) -> StorePlan:
+    """The store.json of a folder; raises `UserError` when there is none or it cannot be read."""
+    path = folder / STORE_FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no feature store in '{folder}'. Write one with `headstart features` and the same settings; training can "
+            "begin as soon as that has begun. Or set features.mode=online, or features.path to another folder."
+        )
+    content = read_json(path)
+    try:
+        values = {key: value for key, value in content.items() if key not in ("format", "stage")}
+        identity = dict(values.pop("identity"))
+        identity["taps"] = tuple(identity["taps"])
+        assert content["format"] == FORMAT
+        return StorePlan(Identity(**identity), **values)
+    except (KeyError, TypeError, AssertionError) as error:
+        raise UserError(
+            f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run `headstart features` again."
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from disk; raises `UserError` when it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no object")
+        return content
+    except ValueError as error:
+        raise UserError(
+            f"'{path}' is damaged ({error}). Delete it; `headstart features` with the same settings writes what is missing."
+        ) from error
+
+
+def shard_name(shard: int) -> str:
+    """`rows-00012`."""
+    return f"rows-{shard:05d}"
+
+
+def shard_path(folder: Path, shard: int) -> Path:
+    """Where a shard lies."""
+    return folder / "shards" / f"{shard_name(shard)}.safetensors"
+
+
+def index_path(folder: Path, shard: int) -> Path:
+    """Where a shard's index lies."""
+    return folder / "index" / f"{shard_name(shard)}.json"
+
+
+def row_digests(packed: PackedBatch) -> list[str]:
+    """Per row of a batch on the CPU, the digest of what the target reads: 32 hexadecimal digits."""
+    parts = [part.to(torch.int32).numpy() for part in (packed.tokens, packed.positions, packed.segments)]
+    stacked = np.stack(parts, 1)  # [b, 3, T]
+    return [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).hexdigest() for row in stacked]
+
+
+def real_places(packed: PackedBatch) -> Tensor:
+    """[b, T] bool: the positions whose features are stored, all but padding."""
+    return packed.segments > 0
+
+
+def tensors_of(content: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """`{thing: {part: tensor}}` under flat names, as safetensors takes it."""
+    return {f"{thing}.{part}": tensor for thing, parts in content.items() for part, tensor in parts.items()}
+
+
+def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The opposite of `tensors_of`."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        thing, part = name.rsplit(".", 1)
+        found.setdefault(thing, {})[part] = tensor
+    return found
+
+
+def slices(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive runs of these lengths."""
+    start = 0
+    for length in lengths:
+        yield start, start + length
+        start += length
+
+
+def brief(value: Any) -> str:
+    """A value as an error shows it."""
+    text = str(value)
+    return text if len(text) <= 24 else text[:20] + "..."
