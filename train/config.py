@@ -25,7 +25,7 @@ from train.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 
-MUST_MATCH = ("kind", "head", "target", "engine", "joint")
+MUST_MATCH = ("kind", "head", "target", "precision", "joint")
 """Facts of a run that a saved state cannot do without; the others are warned about when they differ."""
 
 
@@ -119,6 +119,7 @@ def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
         "head": asdict(job.head) | ({"refresh": asdict(config.refresh)} if config.refresh.init_from else {}),
         "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
         "engine": asdict(job.engine),
+        "precision": job.engine.precision,
         "data": file_sha256(job.data / MANIFEST_FILE) if (job.data / MANIFEST_FILE).is_file() else "",
         "optim": asdict(job.optim),
         "schedule": asdict(job.schedule),

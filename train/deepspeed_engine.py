@@ -7,7 +7,7 @@ and it compiles C++ helpers at run time (the CPU's shared-memory helper is not n
 compiler and half a minute: it is switched off).
 
 DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole; AdamW's state
-is saved as the flat parts that this process holds.
+is saved by weight (`train.shards`), every process its own runs, so that any world size and any stage can go on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from train.distributed import World, join_world
-from train.engine import EngineConfig, Objective, cpu_copies, read_adam, write_adam
+from train.engine import EngineConfig, Objective, cpu_copies, fill_gradients
 from train.optim import OptimConfig, make_optimizer, set_rate
+from train.shards import AnyPart, Part, Span, collect, distribute, piece_spans, slice_spans, whole_spans
 
 BUCKET_ELEMENTS = 50_000_000
 """Most gradient elements that are reduced in one message (200 MB in float32)."""
@@ -119,15 +122,14 @@ class DeepSpeedEngine:
         set_rate(self.engine.optimizer, rate)
         norm = None
         if self.stage == 0:
-            norm = float(nn.utils.clip_grad_norm_(self._trained(), self.clip or math.inf))
+            trained = self._named().values()
+            fill_gradients(trained)
+            norm = float(nn.utils.clip_grad_norm_(trained, self.clip or math.inf))
             if not math.isfinite(norm):
                 self.engine.zero_grad()
                 return norm
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self.drafter.parameters() if p.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
         """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main process
@@ -144,14 +146,27 @@ class DeepSpeedEngine:
                     found |= cpu_copies({name: value})
         return found
 
-    def _parts(self) -> dict[str, Tensor]:
-        """The tensors that AdamW updates in this process: whole weights (stage 0) or flat parts of groups of
-        weights."""
+    def _spans(self) -> list[Span]:
+        """The runs of weights that AdamW updates in this process; the only place that knows how DeepSpeed divides them."""
         zero = self.engine.optimizer
         if self.stage == 0:
-            return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
-        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        return {f"part{index}": tensor for index, tensor in enumerate(flat)}
+            return whole_spans(self._named())
+        names = {id(p): name for name, p in self._named().items()}
+        spans: list[Span] = []
+        if self.stage == 3:
+            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+                named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
+                spans += piece_spans(named, [p.partition_numel() for p in group], self.world.rank, flat)
+            return spans
+        for group, flat in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            named = [(names[id(p)], tuple(p.shape)) for p in group]
+            offsets = [0, *accumulate(p.numel() for p in group[:-1])]
+            spans += slice_spans(named, offsets, self.world.rank * flat.numel(), flat)
+        return spans
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The trained weights by name."""
+        return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
 
     def _adam(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = (
@@ -159,13 +174,14 @@ class DeepSpeedEngine:
         )
         return optimizer
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `TrainEngine`: `<weight>.exp_avg` (stage 0) or `part<n>.exp_avg`."""
-        return read_adam(self._adam(), self._parts())
-
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+    def optimizer_state(self) -> Part:
         """See `TrainEngine`."""
-        write_adam(self._adam(), self._parts(), state)
+        return collect(self._adam(), self._spans())
+
+    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
+        """See `TrainEngine`."""
+        whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
+        distribute(self._adam(), self._spans(), whole, parts)
 
     def close(self) -> None:
         """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as the

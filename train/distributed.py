@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,14 @@ class World:
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.broadcast(carried, src=0)
         return [float(value) for value in carried.tolist()]
+
+    def gather(self, text: str) -> list[str]:
+        """A short text of every process, in the order of ranks, in every process. Collective."""
+        if self.size == 1:
+            return [text]
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, text)
+        return texts
 
     def wait(self) -> None:
         """Return when every process has come here. Collective."""

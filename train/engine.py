@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +26,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
 from train.distributed import World
 from train.optim import OptimConfig, make_optimizer, set_rate
+from train.shards import AnyPart, Part, collect, distribute, whole_spans
 
 NAMES = ("deepspeed", "torch")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,12 +94,12 @@ class TrainEngine(Protocol):
         process."""
         ...
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's state by name, this process's part; empty before the first step."""
+    def optimizer_state(self) -> Part:
+        """AdamW's state by weight, this process's part; empty before the first step."""
         ...
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `optimizer_state` returned to an engine of the same settings and world size."""
+    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
+        """Take over what the `optimizer_state` of all processes returned, of any engine and any number of processes."""
         ...
 
     def close(self) -> None:
@@ -163,11 +164,9 @@ class TorchEngine:
 
     def _add_gradients(self) -> None:
         """Sum the gradients of all processes, as one message."""
+        fill_gradients(self.trained.values())
         if self.world.size == 1:
             return
-        for parameter in self.trained.values():
-            if parameter.grad is None:  # unused in this process's rows, but perhaps not in another's
-                parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -177,13 +176,13 @@ class TorchEngine:
         """See `TrainEngine`."""
         return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `TrainEngine`: `<weight>.exp_avg` and so on."""
-        return read_adam(self.optimizer, self.trained)
+    def optimizer_state(self) -> Part:
+        """See `TrainEngine`: everything, in every process."""
+        return collect(self.optimizer, whole_spans(self.trained))
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
         """See `TrainEngine`."""
-        write_adam(self.optimizer, self.trained, state)
+        distribute(self.optimizer, whole_spans(self.trained), shapes(self.trained), parts)
 
     def close(self) -> None:
         """See `TrainEngine`."""
@@ -211,37 +210,15 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
 
 
-def read_adam(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`<name>.<entry>` of AdamW's state for the tensors in `named`, copied to the CPU; tensors without state
-    are left out."""
-    found = {}
-    for name, tensor in named.items():
-        for entry, value in optimizer.state.get(tensor, {}).items():
-            found[f"{name}.{entry}"] = value
-    return cpu_copies(found)
+def shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
 
-def write_adam(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], state: dict[str, Tensor]
-) -> None:
-    """The opposite of `read_adam`; raises `UserError` when names or shapes do not fit."""
-    left = dict(state)
-    for name, tensor in named.items():
-        entries = {
-            key: left.pop(f"{name}.{key}")
-            for key in ("step", "exp_avg", "exp_avg_sq")
-            if f"{name}.{key}" in left
-        }
-        if any(key != "step" and value.shape != tensor.shape for key, value in entries.items()):
-            raise UserError(
-                f"the saved optimiser state of '{name}' has another shape than the weight. Start the "
-                "training again."
-            )
-        if entries:
-            optimizer.state[tensor] = {
-                key: value.to(tensor.device, copy=True) for key, value in entries.items()
-            }
-    if left:
-        raise UserError(
-            f"the saved optimiser state is of another drafter: unknown entries {sorted(left)[:4]}."
-        )
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give weights that no row has used a gradient of zero, as they get in a process beside one that has used them: so every number
+    of processes makes the same update.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,16 +1,21 @@
 """The whole state of a training run on disk, so that a killed run continues bit for bit.
 
     checkpoints/step_00000120/
-      state.json                  step, best tau and early-stop counters, who wrote it, the sizes of all files
+      state.json                  step, best tau and early-stop counters, who wrote it, size and SHA-256 of all files
       model.safetensors           the drafter's weights, whole, float32
-      optimizer-<rank>.safetensors   AdamW's state; one file, or one per process where it is sharded
+      optimizer-<rank>.safetensors   AdamW's state by weight (train/shards.py); one file, or one per process where it is divided
       random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and numpy
 
 A folder is written under another name, flushed to the disk and then renamed: what bears the name is complete. Nothing is pickled.
+
+Any number of processes can continue a state, under any engine. With as many as before every bit is as if it had not stopped. With
+another number, process r goes on with the generators of process r where there was one; a new process seeds its own from those of
+process 0 and its rank. Nothing in a training depends on them: rows, losses and their draws follow from step and row alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -24,18 +29,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.manifest import write_json
+from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engine import TrainEngine
+from train.shards import FilePart, Part
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "state.json"
 WEIGHTS_FILE = "model.safetensors"
 PARTIAL = ".partial"
@@ -58,19 +64,10 @@ class Snapshot:
         return load_file(str(self.directory / WEIGHTS_FILE))
 
     def restore(self, engine: TrainEngine, world: World) -> None:
-        """Put AdamW's state and the random generators back; raises `UserError` for another number of processes.
-
-        Without sharding the number of processes may change (every generator but the first then starts from the first's state).
-        """
-        if (self.sharded or engine.sharded) and self.processes != world.size:
-            raise UserError(
-                f"'{self.directory}' was saved by {self.processes} processes, each with its own part of the optimiser's state; "
-                f"{world.size} cannot continue it. Start as many as before, or train anew in another folder."
-            )
-        engine.load_optimizer_state(
-            load_file(str(self.directory / _optimizer_file(self.sharded, world.rank)))
-        )
-        set_random_state(self.directory, world.rank if self.processes == world.size else 0)
+        """Put AdamW's state and the random generators back. Raises `UserError` when the state is of other weights."""
+        ranks = range(self.processes if self.sharded else 1)
+        engine.load_optimizer_state([FilePart(self.directory / _optimizer_file(rank)) for rank in ranks])
+        set_random_state(self.directory, world.rank, self.processes)
 
 
 class StateStore:
@@ -84,42 +81,86 @@ class StateStore:
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         if self.world.is_main:
-            for leftover in (partial, final):
-                shutil.rmtree(leftover, ignore_errors=True)
-            partial.mkdir(parents=True)
+            shutil.rmtree(partial, ignore_errors=True)
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
-        if self.world.is_main:
-            _save_tensors(weights, partial / WEIGHTS_FILE)
-        if self.world.is_main or engine.sharded:
-            _save_tensors(optimizer, partial / _optimizer_file(engine.sharded, self.world.rank))
-        save_random_state(partial, self.world.rank)
-        self.world.wait()
-        if self.world.is_main:
-            content = {
-                "format": FORMAT, "step": step, "processes": self.world.size, "sharded": engine.sharded, "record": dict(record),
-                "run": dict(run), "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
-            }  # fmt: skip
+        own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
+        told = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
+        self._require_written([text for _, text in told], partial)
+        content = {
+            "format": FORMAT, "step": step, "processes": self.world.size, "sharded": engine.sharded, "record": dict(record),
+            "run": dict(run), "files": {name: entry for files, _ in told for name, entry in files.items()},
+        }  # fmt: skip
+        self._require_written(self.world.gather(self._complete(partial, final, content)), partial)
+        return final
+
+    def _write_own(
+        self, partial: Path, weights: dict[str, Tensor], optimizer: Part, sharded: bool
+    ) -> tuple[dict[str, list[Any]], str]:
+        """Write this process's files; returns size and SHA-256 of each, and what went wrong, if anything."""
+        rank = self.world.rank
+        names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            if self.world.is_main:
+                _save_tensors(weights, partial / WEIGHTS_FILE)
+                names.append(WEIGHTS_FILE)
+            if self.world.is_main or sharded:
+                optimizer.save(partial / _optimizer_file(rank))
+                _flush_file(partial / _optimizer_file(rank))
+                names.append(_optimizer_file(rank))
+            save_random_state(partial, rank)
+            return {name: [(partial / name).stat().st_size, file_sha256(partial / name)] for name in names}, ""
+        except (OSError, SafetensorError) as error:
+            return {}, f"process {rank}: {error}"
+
+    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
+        """Main process: write state.json and give the folder its name; returns what went wrong, if anything."""
+        if not self.world.is_main:
+            return ""
+        try:
             write_json(partial / STATE_FILE, content)
             _flush_folder(partial)
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one that this run has been over again
             partial.rename(final)
             _flush_folder(self.directory)
             self._prune()
-        self.world.wait()
-        return final
+        except OSError as error:
+            return f"process 0: {error}"
+        return ""
+
+    def _require_written(self, failures: list[str], partial: Path) -> None:
+        """Raise `UserError` in every process when any of them could not write."""
+        found = [text for text in failures if text]
+        if not found:
+            return
+        if self.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier states are kept; make room and "
+            "run the same command again."
+        )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None; a damaged one is passed over with a warning. Half-written folders are removed."""
+        """The newest complete state, or None; a damaged one is passed over with a warning. Half-written folders are removed.
+
+        Collective: every process reads through its share of the files, and all go by what any of them found.
+        """
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover)
         self.world.wait()
         for folder in reversed(self._folders()):
+            snapshot, damage = None, ""
             try:
-                return read_snapshot(folder)
+                snapshot = read_snapshot(folder, self.world.rank, self.world.size)
             except UserError as error:
-                if self.world.is_main:
-                    logger.warning("%s Continuing from the state before it.", error)
+                damage = str(error)
+            damages = [text for text in self.world.gather(damage) if text]
+            if snapshot is not None and not damages:
+                return snapshot
+            if self.world.is_main:
+                logger.warning("%s Continuing from the state before it.", damages[0])
         return None
 
     def _folders(self) -> list[Path]:
@@ -138,30 +179,23 @@ class StateStore:
             shutil.rmtree(folder)
 
 
-def read_snapshot(folder: Path) -> Snapshot:
-    """Check a state folder and describe it; raises `UserError` saying what is damaged."""
+def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
+    """Check a state folder and describe it; raises `UserError` saying what is damaged.
+
+    Of all sizes, and of the contents of every `shares`-th file from number `share` on: the processes divide the reading.
+    """
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise UserError(f"'{folder}' has format {content['format']}; this version reads format {FORMAT}.")
-        for name, size in content["files"].items():
-            if (folder / name).stat().st_size != size:
-                raise UserError(
-                    f"'{folder / name}' is damaged: it has another size than when it was written."
-                )
-            if name.endswith(".safetensors"):
-                with safe_open(str(folder / name), "pt"):
-                    pass
+        for place, (name, (size, sha256)) in enumerate(sorted(content["files"].items())):
+            path = safe_path(folder, name)
+            if path.stat().st_size != size:
+                raise UserError(f"'{path}' is damaged: it has another size than when it was written.")
+            if place % shares == share and file_sha256(path) != sha256:
+                raise UserError(f"'{path}' is damaged: its contents are not what was written.")
         fields = {key: content[key] for key in ("step", "record", "run", "processes", "sharded")}
-    except (
-        OSError,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{folder}' is damaged ({type(error).__name__}: {error}).") from error
     return Snapshot(folder, **fields)
 
@@ -183,8 +217,17 @@ def save_random_state(folder: Path, rank: int) -> None:
     )
 
 
-def set_random_state(folder: Path, rank: int) -> None:
-    """Put back what `save_random_state` wrote."""
+def set_random_state(folder: Path, rank: int, processes: int) -> None:
+    """Put back what `save_random_state` wrote in this process; one that was not among the `processes` then seeds its own from those
+    of process 0 and its rank.
+    """
+    if rank >= processes:
+        known = (folder / "random-0.safetensors").read_bytes()
+        seed = int.from_bytes(hashlib.sha256(f"{rank}:".encode() + known).digest()[:4], "big")
+        random.seed(seed)
+        np.random.seed(seed)  # the global generator is meant
+        torch.manual_seed(seed)
+        return
     states = load_file(str(folder / f"random-{rank}.safetensors"))
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
@@ -199,12 +242,17 @@ def set_random_state(folder: Path, rank: int) -> None:
 # ---- files -------------------------------------------------------------------------------------------------------------
 
 
-def _optimizer_file(sharded: bool, rank: int) -> str:
-    return f"optimizer-{rank if sharded else 0}.safetensors"
+def _optimizer_file(rank: int) -> str:
+    return f"optimizer-{rank}.safetensors"
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, str(path))
+    _flush_file(path)
+
+
+def _flush_file(path: Path) -> None:
+    """Have a file's contents on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

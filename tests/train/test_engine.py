@@ -119,10 +119,19 @@ def test_optimiser_state_of_another_drafter_is_refused() -> None:
     engine = alone()
     train_steps(engine, World(), 4, 0, 1)
     state = engine.optimizer_state()
-    with pytest.raises(UserError, match=r"another drafter: unknown entries \['other"):
-        alone().load_optimizer_state({**state, "other.exp_avg": torch.zeros(1)})
-    with pytest.raises(UserError, match="'scale' has another shape"):
-        alone().load_optimizer_state({**state, "scale.exp_avg": torch.zeros(1)})
+    state.runs["other"] = (0, (1,))
+    with pytest.raises(UserError, match=r"another drafter: unknown weights \['other'"):
+        alone().load_optimizer_state([state])
+
+
+def test_a_weight_that_no_row_uses_is_updated_as_beside_a_process_that_uses_it() -> None:
+    """AdamW leaves weights without a gradient alone, but decays those whose gradient is zero: the number of processes must not
+    decide."""
+    engine = alone(weight_decay=0.1)
+    engine.drafter.register_parameter("unused", nn.Parameter(torch.ones(2, 2)))  # type: ignore[union-attr]
+    engine = TorchEngine(engine.drafter, EngineConfig(name="torch", precision="float32"), OPTIM, World())
+    train_steps(engine, World(), 4, 0, 1)
+    assert torch.allclose(engine.weights()["unused"], torch.full((2, 2), 1 - 1e-2 * OPTIM.weight_decay))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import train.state as state
 from heads.api.errors import UserError
 from tests.train.toy import OPTIM, Toy, train_steps
 from train.distributed import World
@@ -89,6 +90,13 @@ def scramble(folder: Path) -> None:
     file.write_bytes(b"\xff" * file.stat().st_size)
 
 
+def flip(folder: Path) -> None:
+    file = folder / "optimizer-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+
+
 def spoil_json(folder: Path) -> None:
     (folder / STATE_FILE).write_text("{", encoding="utf-8")
 
@@ -101,7 +109,7 @@ def foreign(folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps({"format": 99}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("damage", [cut, scramble, spoil_json, drop, foreign])
+@pytest.mark.parametrize("damage", [cut, scramble, flip, spoil_json, drop, foreign])
 def test_a_damaged_newest_state_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
@@ -122,19 +130,38 @@ def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
     assert states.newest() is None
 
 
-def test_another_number_of_processes_is_refused_where_the_state_is_divided(tmp_path: Path) -> None:
-    engine = trained()
-    folder = store(tmp_path).save(2, engine, {}, RUN)
-    content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    (folder / STATE_FILE).write_text(json.dumps({**content, "processes": 4}), encoding="utf-8")
-    read_snapshot(folder).restore(
-        engine, World()
-    )  # plain torch holds everything everywhere: any number will do
-    (folder / STATE_FILE).write_text(
-        json.dumps({**content, "processes": 4, "sharded": True}), encoding="utf-8"
-    )
-    with pytest.raises(UserError, match=r"saved by 4 processes.* 1 cannot continue it"):
-        read_snapshot(folder).restore(engine, World())
+def test_a_state_is_checked_in_shares(tmp_path: Path) -> None:
+    """Every process reads its share of the files through; between them they find a flipped bit that no size shows."""
+    folder = store(tmp_path).save(2, trained(), {}, RUN)
+    flip(folder)
+    damages = []
+    for share in range(2):
+        try:
+            read_snapshot(folder, share, 2)
+        except UserError as error:
+            damages.append(str(error))
+    assert len(damages) == 1
+    assert "optimizer-0.safetensors' is damaged: its contents are not what was written" in damages[0]
+
+
+@pytest.mark.parametrize("obstacle", ["random_state", "state_file"])
+def test_a_state_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, engine = store(tmp_path), trained()
+    states.save(2, engine, {}, RUN)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save_random_state" if obstacle == "random_state" else "write_json", full)
+    with pytest.raises(UserError, match=r"cannot be written to .*No space left on device.* Earlier states are kept"):
+        states.save(4, engine, {}, RUN)
+    monkeypatch.undo()
+    found = states.newest()
+    assert found is not None
+    assert found.step == 2
+    assert [path.name for path in states.directory.iterdir()] == ["step_00000002"]
 
 
 def test_no_file_is_a_pickle(tmp_path: Path) -> None:

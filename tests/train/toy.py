@@ -118,7 +118,7 @@ def main(out: str, micro: str, *configs: str) -> None:
         if world.size == 1:  # only the main process is given the weights
             again.load_state_dict(weights)
             engine = make_engine(again, parse(text), OPTIM, world)
-            engine.load_optimizer_state(state)
+            engine.load_optimizer_state([state])
             assert train_steps(engine, world, int(micro), 3, 6) == norms_on, (
                 f"{text}: other norms after resuming"
             )
