@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.manifest import read_manifest, write_manifest
+from train.data import packed_file
 from train.data.answers import Answer, PartWriter, merge_parts
-from train.data.pack import PackedData, best_fit
+from train.data.pack import PackedData
+from train.data.packed_file import best_fit
 
 INFO = TargetInfo(
     id="t", revision="r", model_type="llama", tokenizer_hash="h", vocab_size=100, hidden_size=8,
@@ -86,6 +88,73 @@ def test_packing_is_deterministic():
     assert one.report.padding_share < 0.05
     total = sum(int((one.row(i).segments > 0).sum()) for i in range(len(one)))
     assert total == sum(len(tokens) for tokens, _ in documents) == one.report.tokens
+
+
+def rows_of(data):
+    names = ("tokens", "positions", "segments", "loss_mask")
+    return [[getattr(data.row(i), name).tolist() for name in names] for i in range(len(data))]
+
+
+def test_packing_in_windows_holds_every_document_once(monkeypatch):
+    """Windows bound the memory; they may cost padding, never a document."""
+    rng = np.random.default_rng(1)
+    documents = [document(100 * i, int(n), 2) for i, n in enumerate(rng.integers(3, 30, 60))]
+    one = PackedData(documents, 32)
+    packer = packed_file.Packer
+    monkeypatch.setattr(packed_file, "Packer", lambda length, files: packer(length, files, 7, 100))
+    windows = PackedData(documents, 32)
+    assert len(windows) >= len(one)
+    found = [
+        row.tokens[row.segments == segment].tolist()
+        for row in map(windows.row, range(len(windows)))
+        for segment in range(1, int(row.segments.max()) + 1)
+    ]
+    assert sorted(found) == [tokens for tokens, _ in documents]
+    assert windows.report.supervised_share == one.report.supervised_share
+    assert windows.supervised.tolist() == [int(windows.row(i).loss_mask.sum()) for i in range(len(windows))]
+
+
+def test_packed_rows_are_kept_beside_the_answers_and_rebuilt_when_damaged(tmp_path, monkeypatch, caplog):
+    rng = np.random.default_rng(2)
+    rows = [document(int(n), int(n), 2) for n in rng.integers(3, 30, 40)]
+    generated(tmp_path, rows)
+    first = PackedData.from_manifest(tmp_path, INFO, 32)
+    (kept,) = (tmp_path / "packed").iterdir()
+    reads = []
+    monkeypatch.setattr("train.data.pack.documents_of", lambda *arguments: reads.append(arguments))
+    again = PackedData.from_manifest(tmp_path, INFO, 32)
+    assert not reads, "the second training reads what the first one packed"
+    assert rows_of(first) == rows_of(again) == rows_of(PackedData(rows, 32))
+    assert first.report == again.report
+    monkeypatch.undo()
+
+    expected = rows_of(first)
+    content = bytearray((kept / "tokens.bin").read_bytes())
+    content[5] ^= 1
+    (kept / "tokens.bin").write_bytes(content)
+    assert rows_of(PackedData.from_manifest(tmp_path, INFO, 32)) == expected
+    assert "were damaged; they are built again" in caplog.text
+    (kept / "lengths.bin").write_bytes(b"")
+    assert rows_of(PackedData.from_manifest(tmp_path, INFO, 32)) == expected
+    PackedData.from_manifest(tmp_path, INFO, 16)
+    assert len(list((tmp_path / "packed").iterdir())) == 2, "another length has rows of its own"
+
+
+def test_a_folder_that_cannot_be_written_is_packed_elsewhere(tmp_path, monkeypatch, caplog):
+    rows = [document(10, 3, 1), document(20, 4, 2)]
+    generated(tmp_path, rows)
+    (tmp_path / "packed").write_text("a file where the folder should be")
+    assert rows_of(PackedData.from_manifest(tmp_path, INFO, 8)) == rows_of(PackedData(rows, 8))
+    assert "a temporary folder is used" in caplog.text
+
+
+def test_one_row_may_hold_several_documents(tmp_path):
+    with PartWriter(tmp_path, 100, 1000) as writer:
+        writer.add(Answer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,)))
+    merged = merge_parts(tmp_path, 1, shard_rows=2)
+    write_manifest(tmp_path, "generate", {"target": INFO.to_dict(), "shards": merged.shards})
+    expected = PackedData([([1, 2, 3], [(1, 3)]), ([4, 5, 6, 7], [(2, 4)])], 8)
+    assert rows_of(PackedData.from_manifest(tmp_path, INFO, 8)) == rows_of(expected)
 
 
 def test_nothing_supervised_or_too_short_rows_are_refused():

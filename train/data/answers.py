@@ -10,6 +10,7 @@ sorts by index: the shards do not depend on who wrote what when.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -25,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.chat import Span
@@ -39,17 +41,24 @@ SHARD_SCHEMA = pa.schema(
         ("spans", pa.list_(pa.list_(pa.int32()))),
         ("finish", pa.string()),
         ("seed", pa.int64()),
+        ("parts", pa.list_(pa.int32())),
     ]
 )
-PART_SCHEMA = SHARD_SCHEMA.append(pa.field("status", pa.string())).append(pa.field("reason", pa.string()))
-DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+PART_SCHEMA = (
+    SHARD_SCHEMA.append(pa.field("status", pa.string()))
+    .append(pa.field("reason", pa.string()))
+    .append(pa.field("cut", pa.int32()))
+)
+DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, FAILURES, SETTINGS, LOCK = "parts", "shards", "failures.jsonl", "generate.json", ".lock"
+PACKED, INPUT = "packed", "input"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one input row. tokens: prompt and answer; spans: [start, end) of what is supervised;
-    reason: if not done."""
+    """What became of one input row. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
+    tokens the second and later documents begin, when turns had to become documents of their own; reason: if not done; cut: tokens
+    that a truncation policy took away."""
 
     id: str
     index: int
@@ -58,19 +67,22 @@ class Answer:
     spans: tuple[Span, ...] = ()
     finish: str = ""
     seed: int = 0
+    parts: tuple[int, ...] = ()
     status: str = DONE
     reason: str = ""
+    cut: int = 0
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: manifest entries of the shards and of the failures, counts, and skip or failure
-    reasons by frequency."""
+    """The result of a merge: manifest entries of the shards and of the failures, counts, skip or failure
+    reasons by frequency, and what was truncated (rows, tokens)."""
 
     shards: list[dict[str, Any]]
     failures: dict[str, Any]
     counts: dict[str, int]
     reasons: dict[str, int]
+    truncated: dict[str, int]
 
 
 class PartWriter:
@@ -112,13 +124,12 @@ class PartWriter:
             self._waiting = []
 
 
-def read_done(out: Path) -> list[int]:
+def read_done(out: Path) -> NDArray[np.int64]:
     """Indices of all rows that part files hold already, sorted; half-written temporary files are removed."""
     for partial in (out / PARTS).glob("*.partial"):
         partial.unlink()
-    return sorted(
-        index for part in _parts(out) for index in _read(part, columns=["index"]).column("index").to_pylist()
-    )
+    found = [_read(part, columns=["index"]).column("index").to_numpy() for part in _parts(out)]
+    return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 
 
 def merge_parts(out: Path, total: int, shard_rows: int) -> Merged:
@@ -126,32 +137,21 @@ def merge_parts(out: Path, total: int, shard_rows: int) -> Merged:
     failures.jsonl.
 
     Raises `UserError` unless the parts hold every index of range(total) exactly once. Holds one shard in
-    memory at a time.
+    memory at a time, and one byte per row.
     """
-    overview = pa.concat_tables(
-        [_read(part, columns=["index", "id", "domain", "status", "reason"]) for part in _parts(out)]
-    ).sort_by("index")
-    found = overview.column("index").to_numpy()
-    if not np.array_equal(found, np.arange(total)):
-        raise UserError(
-            f"the part files in '{out / PARTS}' hold {len(found)} rows for an input of {total}, or some "
-            "twice: files were added, "
-            "removed or exchanged there. Delete the output folder and run again."
-        )
-    done = found[pc.equal(overview.column("status"), DONE).to_numpy()]
-    shards, tokens = _write_shards(out, done, shard_rows)
-    rest = overview.filter(pc.not_equal(overview.column("status"), DONE)).to_pylist()
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rest)
-    write_bytes(out / FAILURES, lines.encode("utf-8"))
-    by_status = Counter(overview.column("status").to_pylist())
+    ranges, status, truncated = _survey(out, total)
+    shards, tokens = _write_shards(out, ranges, np.flatnonzero(status == 1 + STATUSES.index(DONE)), shard_rows)
+    rest = np.flatnonzero(status != 1 + STATUSES.index(DONE))
+    reasons = _write_failures(out, ranges, rest, shard_rows)
     counts = {
         "input": total,
-        **{status: by_status[status] for status in (DONE, FAILED, SKIPPED)},
+        **{name: int((status == number).sum()) for number, name in enumerate(STATUSES, 1)},
         "tokens": tokens,
     }
     assert counts[DONE] + counts[FAILED] + counts[SKIPPED] == total, counts
-    reasons = dict(Counter(row["reason"] for row in rest).most_common())
-    return Merged(shards, file_entry(out, FAILURES, rows=len(rest)), counts, reasons)
+    return Merged(
+        shards, file_entry(out, FAILURES, rows=len(rest)), counts, dict(reasons.most_common()), truncated
+    )
 
 
 def remove_parts(out: Path) -> None:
@@ -164,7 +164,7 @@ def clear_output(out: Path) -> None:
     leaves no half of it valid."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
-    for name in (PARTS, SHARDS):
+    for name in (PARTS, SHARDS, PACKED, INPUT):
         shutil.rmtree(out / name, ignore_errors=True)
 
 
@@ -193,21 +193,58 @@ def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
         yield
 
 
-def _write_shards(out: Path, done: np.ndarray, shard_rows: int) -> tuple[list[dict[str, Any]], int]:
+Ranges = list[tuple[Path, int, int]]
+"""Part files with the lowest and highest index in each."""
+
+
+def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
+    """The parts' ranges, each row's status [total] (1 + its place in STATUSES) and what was truncated; checks that no row is
+    missing or doubled."""
+    status = np.zeros(total, dtype=np.uint8)
+    ranges: Ranges = []
+    rows, truncated = 0, {"rows": 0, "tokens": 0}
+    for part in _parts(out):
+        table = _read(part, columns=["index", "status", "cut"])
+        index = table.column("index").to_numpy()
+        rows += len(index)
+        if len(index) == 0 or index.min() < 0 or index.max() >= total:
+            break
+        numbers = pc.index_in(table.column("status"), pa.array(STATUSES)).to_numpy()
+        status[index] = numbers + 1
+        cut = table.column("cut").fill_null(0).to_numpy()
+        truncated["rows"] += int((cut > 0).sum())
+        truncated["tokens"] += int(cut.sum())
+        ranges.append((part, int(index.min()), int(index.max())))
+    if rows != total or not status.all():
+        raise UserError(
+            f"the part files in '{out / PARTS}' hold {rows} rows for an input of {total}, or some "
+            "twice: files were added, "
+            "removed or exchanged there. Delete the output folder and run again."
+        )
+    return ranges, status, truncated
+
+
+def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) -> Iterator[pa.Table]:
+    """The rows with the `wanted` indices in their order, `size` at a time."""
+    for begin in range(0, len(wanted), size):
+        chunk = wanted[begin : begin + size]
+        first, last = int(chunk[0]), int(chunk[-1])
+        filters = [("index", ">=", first), ("index", "<=", last), ("status", "=" if done else "!=", DONE)]
+        near = [_read(part, filters=filters) for part, low, high in ranges if low <= last and high >= first]
+        table = pa.concat_tables(near).sort_by("index")
+        assert np.array_equal(table.column("index").to_numpy(), chunk)
+        yield table
+
+
+def _write_shards(
+    out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int
+) -> tuple[list[dict[str, Any]], int]:
     """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier merge are
     replaced."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)
-    ranges = [(part, *_range(part)) for part in _parts(out)]
     entries, tokens = [], 0
-    for number, begin in enumerate(range(0, len(done), shard_rows)):
-        chunk = done[begin : begin + shard_rows]
-        first, last = int(chunk[0]), int(chunk[-1])
-        wanted = [("index", ">=", first), ("index", "<=", last), ("status", "=", DONE)]
-        table = pa.concat_tables(
-            [_read(part, filters=wanted) for part, low, high in ranges if low <= last and high >= first]
-        )
-        table = table.sort_by("index").select(SHARD_SCHEMA.names)
-        assert np.array_equal(table.column("index").to_numpy(), chunk)
+    for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
+        table = chunk.select(SHARD_SCHEMA.names)
         tokens += sum(end - start for spans in table.column("spans").to_pylist() for start, end in spans)
         name = f"{SHARDS}/shard-{number:05d}.parquet"
         write_bytes(out / name, _parquet(table))
@@ -215,13 +252,23 @@ def _write_shards(out: Path, done: np.ndarray, shard_rows: int) -> tuple[list[di
     return entries, tokens
 
 
+def _write_failures(out: Path, ranges: Ranges, rest: NDArray[np.int64], size: int) -> Counter[str]:
+    """Write failures.jsonl, a line per row that has no answer; how often each reason occurs."""
+    reasons: Counter[str] = Counter()
+    partial = out / (FAILURES + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for table in _chunks(ranges, rest, size, done=False):
+            for row in table.select(["index", "id", "domain", "status", "reason"]).to_pylist():
+                reasons[row["reason"]] += 1
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, out / FAILURES)
+    return reasons
+
+
 def _parts(out: Path) -> list[Path]:
     return sorted((out / PARTS).glob("*.parquet"))
-
-
-def _range(part: Path) -> tuple[int, int]:
-    bounds = pc.min_max(_read(part, columns=["index"]).column("index")).as_py()
-    return bounds["min"], bounds["max"]
 
 
 def _read(part: Path, **arguments: Any) -> pa.Table:

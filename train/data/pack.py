@@ -1,16 +1,21 @@
 """Packs documents of token ids into rows of one length, best fit first, so that little is padding.
 
-Documents stay flat in memory (int32 ids, one mask); a row is put together when it is asked for. Everything is
-deterministic: the same shards and sequence length give the same rows.
+Documents stay flat on disk beside their answers (`packed_file.py`), or in memory when they come from there; a row is put together
+when it is asked for. Everything is deterministic: the same shards and sequence length give the same rows.
 
 Legend: R rows, T positions (sequence_length), D documents.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +27,25 @@ from numpy.typing import NDArray
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.chat import Span
-from inference.manifest import read_manifest, verify_file
-from train.data.answers import SHARD_SCHEMA
-from train.data.masks import Tokens, mask_of, require_supervised
+from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, verify_file
+from train.data.answers import PACKED, SHARD_SCHEMA
+from train.data.masks import Tokens, require_supervised
+from train.data.packed_file import (
+    WINDOW_DOCUMENTS,
+    WINDOW_TOKENS,
+    Counts,
+    Indexes,
+    TokenFile,
+    is_whole,
+    pack_in_memory,
+    read_packed,
+    write_packed,
+)
 
 logger = logging.getLogger(__name__)
+
+BATCH_ROWS = 1024
+"""Rows of a shard that are read together."""
 
 
 @dataclass(frozen=True)
@@ -67,92 +86,92 @@ class PackedData:
     """Documents packed into R rows of T positions. `len(data)` is R; `row(i)` builds one; `supervised` [R]
     counts its mask."""
 
+    _temporary: tempfile.TemporaryDirectory[str] | None = None
+
     def __init__(self, documents: Iterable[tuple[Tokens, Sequence[Span]]], sequence_length: int) -> None:
-        if sequence_length < 2:
-            raise UserError(f"the sequence length must be at least 2; given: {sequence_length}.")
-        self.sequence_length = sequence_length
-        kept, truncated, dropped = _windows(documents, sequence_length)
-        require_supervised(sum(int(mask.sum()) for _, mask in kept), sum(len(tokens) for tokens, _ in kept))
-        lengths = [len(tokens) for tokens, _ in kept]
-        self._bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self._tokens = np.concatenate([tokens for tokens, _ in kept])
-        self._mask = np.concatenate([mask for _, mask in kept])
-        self._rows = best_fit(lengths, sequence_length)
-        per_document = [int(mask.sum()) for _, mask in kept]
-        self.supervised: NDArray[np.int64] = np.array(
-            [sum(per_document[d] for d in row) for row in self._rows], dtype=np.int64
-        )
-        tokens_total = len(self._tokens)
-        self.report = PackReport(
-            documents=len(kept),
-            truncated=truncated,
-            dropped=dropped,
-            rows=len(self._rows),
-            tokens=tokens_total,
-            padding_share=1 - tokens_total / (len(self._rows) * sequence_length),
-            supervised_share=int(self.supervised.sum()) / tokens_total,
-        )
+        _check_length(sequence_length)
+        self._open(sequence_length, *pack_in_memory(documents, sequence_length))
 
     @classmethod
     def from_manifest(cls, directory: Path, info: TargetInfo, sequence_length: int) -> PackedData:
-        """Pack the answers that `headstart generate` wrote to `directory`.
+        """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside them, in `packed/`, for the next
+        training (where that folder cannot be written: in a temporary one).
 
         Raises `UserError` when the stage is unfinished, a shard was changed, the answers were tokenised for
         another vocabulary than that of `info`, or nothing is supervised.
         """
-        return cls(read_documents(directory, info), sequence_length)
+        _check_length(sequence_length)
+        shards = checked_shards(directory, info)
+        key = {
+            "answers": file_sha256(directory / MANIFEST_FILE),
+            "sequence_length": sequence_length,
+            "vocab_size": info.vocab_size,
+            "windows": [WINDOW_DOCUMENTS, WINDOW_TOKENS],
+        }
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        folder = directory / PACKED / name
+        if is_whole(folder, key) and not is_whole(folder, key, thorough=True):
+            logger.warning("the packed rows in '%s' were damaged; they are built again", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        data = cls.__new__(cls)
+        if not is_whole(folder, key):
+            try:
+                write_packed(folder, documents_of(shards, info), sequence_length, key)
+            except OSError as error:
+                logger.warning("packed rows cannot be kept in '%s' (%s); a temporary folder is used", folder, error)
+                data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
+                folder = Path(data._temporary.name) / name
+                write_packed(folder, documents_of(shards, info), sequence_length, key)
+        data._open(sequence_length, *read_packed(folder))
+        return data
+
+    def _open(self, sequence_length: int, counts: Counts, indexes: Indexes, tokens: TokenFile) -> None:
+        require_supervised(counts.supervised, counts.tokens)
+        self.sequence_length = sequence_length
+        self._indexes, self._tokens = indexes, tokens
+        self.supervised: NDArray[np.int64] = indexes.supervised
+        self.report = PackReport(
+            documents=counts.documents,
+            truncated=counts.truncated,
+            dropped=counts.dropped,
+            rows=counts.rows,
+            tokens=counts.tokens,
+            padding_share=1 - counts.tokens / (counts.rows * sequence_length),
+            supervised_share=counts.supervised / counts.tokens,
+        )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.supervised)
 
     def row(self, index: int) -> RowArrays:
         """Row `index` as arrays of T entries."""
-        length = self.sequence_length
-        tokens, positions, segments = (np.zeros(length, dtype=np.int32) for _ in range(3))
-        loss_mask = np.zeros(length, dtype=bool)
-        begin = 0
-        for segment, document in enumerate(self._rows[index], 1):
-            source = slice(self._bounds[document], self._bounds[document + 1])
-            count = int(source.stop - source.start)
-            place = slice(begin, begin + count)
-            tokens[place] = self._tokens[source]
-            positions[place] = np.arange(count)
-            segments[place] = segment
-            loss_mask[place] = self._mask[source]
-            begin += count
+        at = self._indexes
+        stored = self._tokens.read(int(at.starts[index]), int(at.starts[index + 1]))
+        lengths = at.lengths[at.documents[index] : at.documents[index + 1]]
+        tokens, positions, segments = (np.zeros(self.sequence_length, dtype=np.int32) for _ in range(3))
+        loss_mask = np.zeros(self.sequence_length, dtype=bool)
+        used = len(stored)
+        loss_mask[:used] = stored < 0
+        tokens[:used] = np.where(stored < 0, ~stored, stored)
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions[:used] = np.arange(used) - begins
+        segments[:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         return RowArrays(tokens, positions, segments, loss_mask)
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at most
-    `capacity`.
-
-    Each document, longest first, goes into the fullest row that still has room for it. Open rows are kept by
-    free space, and a bit set of the spaces in use finds the smallest that is large enough.
-    """
-    rows: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
-    in_use = 0
-    for document in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        length = lengths[document]
-        fitting = in_use >> length
-        if fitting:
-            space = (fitting & -fitting).bit_length() - 1 + length
-            row = by_space[space].pop()
-            if not by_space[space]:
-                in_use &= ~(1 << space)
-        else:
-            space, row = capacity, len(rows)
-            rows.append([])
-        rows[row].append(document)
-        by_space[space - length].append(row)
-        in_use |= 1 << (space - length)
-    return rows
+def _check_length(sequence_length: int) -> None:
+    if sequence_length < 2:
+        raise UserError(f"the sequence length must be at least 2; given: {sequence_length}.")
 
 
 def read_documents(directory: Path, info: TargetInfo) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
     """Documents (tokens, answer spans) of a finished generate stage, in shard order, after the checks of
     `from_manifest`."""
+    yield from documents_of(checked_shards(directory, info), info)
+
+
+def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
+    """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises `UserError` otherwise."""
     manifest = read_manifest(directory, "generate")
     _require_target(directory, manifest.get("target"), info)
     if not manifest.get("shards"):
@@ -160,9 +179,15 @@ def read_documents(directory: Path, info: TargetInfo) -> Iterator[tuple[NDArray[
             f"the manifest in '{directory}' lists no shards. Delete the folder and run `headstart generate` "
             "again."
         )
-    for path in [verify_file(directory, entry) for entry in manifest["shards"]]:
+    return [verify_file(directory, entry) for entry in manifest["shards"]]
+
+
+def documents_of(shards: Iterable[Path], info: TargetInfo) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
+    """Documents of shards, in order. A row may hold several, one after the other: see `Answer.parts`."""
+    for path in shards:
         for batch in _batches(path):
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
+            parts = batch.column("parts").to_pylist() if "parts" in batch.schema.names else [None] * len(spans)
             values, bounds = tokens.values.to_numpy(), tokens.offsets.to_numpy()
             if len(values) and not 0 <= values.min() <= values.max() < info.vocab_size:
                 raise UserError(
@@ -170,7 +195,16 @@ def read_documents(directory: Path, info: TargetInfo) -> Iterator[tuple[NDArray[
                     f"'{info.id}'."
                 )
             for number, answer in enumerate(spans):
-                yield values[bounds[number] : bounds[number + 1]], [(start, end) for start, end in answer]
+                whole = values[bounds[number] : bounds[number + 1]]
+                yield from _split(whole, [(start, end) for start, end in answer], parts[number] or ())
+
+
+def _split(
+    tokens: NDArray[np.int32], spans: list[Span], parts: Sequence[int]
+) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
+    """The documents of one row: `parts` says where the second and later ones begin."""
+    for begin, end in pairwise([0, *parts, len(tokens)]):
+        yield tokens[begin:end], [(low - begin, high - begin) for low, high in spans if begin <= low < end]
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -187,7 +221,9 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
                 f"'{path}' is not a shard of `headstart generate`: it has no column '{name}' of token "
                 "numbers."
             )
-    yield from file.iter_batches(columns=["tokens", "spans"])
+    # Shards of older versions have no column `parts`: one document per row.
+    columns = [name for name in ("tokens", "spans", "parts") if name in file.schema_arrow.names]
+    yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
 
 
 def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
@@ -208,40 +244,3 @@ def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
             directory,
             stored.get("revision"),
         )
-
-
-def _windows(
-    documents: Iterable[tuple[Tokens, Sequence[Span]]], length: int
-) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.bool_]]], int, int]:
-    """(tokens, mask) of every document cut to `length`; how many were cut; how many had nothing supervised
-    and were dropped."""
-    kept, truncated, dropped = [], 0, 0
-    for tokens, spans in documents:
-        mask = mask_of(spans, len(tokens))
-        if not mask.any():
-            dropped += 1
-            continue
-        begin = _window_start(mask, length)
-        truncated += len(tokens) > length
-        window = np.array(tokens[begin : begin + length], dtype=np.int32)
-        kept.append((window, mask_of(_shift(spans, begin, len(window)), len(window))))
-    return kept, truncated, dropped
-
-
-def _window_start(mask: NDArray[np.bool_], length: int) -> int:
-    """Start of the window of `length` tokens to keep: the document's beginning when an answer reaches into
-    it.
-
-    Otherwise half of the window is the context right before the first answer and half is the answer (more
-    when the answer ends earlier), so that at least one token is supervised.
-    """
-    first = int(mask.argmax())
-    if first < length:
-        return 0
-    return min(first + (length + 1) // 2, len(mask)) - length
-
-
-def _shift(spans: Sequence[Span], begin: int, length: int) -> list[Span]:
-    """Spans relative to a window of `length` tokens from `begin`, without what lies outside."""
-    moved = ((max(0, start - begin), min(length, end - begin)) for start, end in spans)
-    return [(start, end) for start, end in moved if start < end]

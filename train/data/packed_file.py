@@ -1,0 +1,261 @@
+"""Packed rows on disk: one flat file of tokens in row order, and small indexes beside it.
+
+    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t (its sign says so)
+    lengths.bin     int32 per document, in the same order
+    starts.bin      int64 [R + 1]: where each row's tokens begin
+    documents.bin   int64 [R + 1]: where each row's documents begin in lengths.bin
+    supervised.bin  int64 [R]
+    packed.json     what was packed, the report, and size and SHA-256 of each file; written last
+
+Rows are read with positional reads, not through a map: what the kernel caches is then not counted as this process's memory. Held in
+memory: 24 bytes per row and 4 per document. Documents are packed in windows, so packing holds no more than one window's tokens.
+
+Legend: R rows, T positions (sequence_length).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.chat import Span
+from inference.manifest import file_entry, file_sha256, write_json
+from train.data.masks import Tokens, mask_of
+
+WINDOW_DOCUMENTS = 1 << 16
+"""Most documents that are packed together; fewer than that are packed as one, best fit over all of them."""
+WINDOW_TOKENS = 1 << 23
+"""Most tokens of a window, which are held in memory (int32) until it is packed."""
+PARTS = {"tokens": np.int32, "lengths": np.int32, "starts": np.int64, "documents": np.int64, "supervised": np.int64}
+HEADER = "packed.json"
+FORMAT = 1
+
+
+@dataclass
+class Counts:
+    """What packing met: documents kept, cut to the sequence length, dropped for having no answer; their tokens."""
+
+    documents: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    rows: int = 0
+
+
+@dataclass
+class Indexes:
+    """The small files, in memory."""
+
+    lengths: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    supervised: NDArray[np.int64]
+
+
+@dataclass
+class Packer:
+    """Takes documents one by one and writes their rows to open files, a window at a time."""
+
+    length: int
+    files: Mapping[str, BinaryIO]
+    window_documents: int = WINDOW_DOCUMENTS
+    window_tokens: int = WINDOW_TOKENS
+    counts: Counts = field(default_factory=Counts)
+    _waiting: list[NDArray[np.int32]] = field(default_factory=list)
+    _held: int = 0
+    _written: int = 0
+    _numbered: int = 0
+
+    def __post_init__(self) -> None:
+        self._put("starts", [0])
+        self._put("documents", [0])
+
+    def add_all(self, documents: Iterable[tuple[Tokens, Sequence[Span]]]) -> None:
+        """Take every document and write what is left at the end."""
+        for tokens, spans in documents:
+            self._add(tokens, spans)
+        self._pack()
+
+    def _add(self, tokens: Tokens, spans: Sequence[Span]) -> None:
+        signed = signed_window(tokens, spans, self.length)
+        if signed is None:
+            self.counts.dropped += 1
+            return
+        self.counts.truncated += len(tokens) > self.length
+        if len(self._waiting) == self.window_documents or self._held + len(signed) > self.window_tokens:
+            self._pack()
+        self._waiting.append(signed)
+        self._held += len(signed)
+
+    def _pack(self) -> None:
+        """Pack the waiting documents, best fit first, and write the rows."""
+        for row in best_fit([len(one) for one in self._waiting], self.length):
+            parts = [self._waiting[number] for number in row]
+            tokens = np.concatenate(parts)
+            supervised = int((tokens < 0).sum())
+            self._put("tokens", tokens)
+            self._put("lengths", [len(part) for part in parts])
+            self._put("supervised", [supervised])
+            self._written += len(tokens)
+            self._numbered += len(parts)
+            self._put("starts", [self._written])
+            self._put("documents", [self._numbered])
+            self.counts.rows += 1
+            self.counts.supervised += supervised
+        self.counts.documents += len(self._waiting)
+        self.counts.tokens += self._held
+        self._waiting, self._held = [], 0
+
+    def _put(self, name: str, values: Any) -> None:
+        self.files[name].write(np.asarray(values, dtype=PARTS[name]).tobytes())
+
+
+class TokenFile:
+    """Ranges of the flat tokens, from a file or from memory."""
+
+    def __init__(self, source: Path | bytes) -> None:
+        self._bytes = source if isinstance(source, bytes) else b""
+        self._descriptor = -1 if isinstance(source, bytes) else os.open(source, os.O_RDONLY)
+
+    def read(self, begin: int, end: int) -> NDArray[np.int32]:
+        """Stored values [end - begin] int32 from `begin`."""
+        first, count = 4 * begin, 4 * (end - begin)
+        if self._descriptor < 0:
+            return np.frombuffer(self._bytes, np.int32, end - begin, first)
+        found = b""
+        while len(found) < count:  # one read gives at most 2 GiB, and fewer bytes on some file systems
+            more = os.pread(self._descriptor, count - len(found), first + len(found))
+            if not more:
+                raise OSError(f"the packed tokens end before byte {first + count}")
+            found += more
+        return np.frombuffer(found, np.int32)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def pack_in_memory(
+    documents: Iterable[tuple[Tokens, Sequence[Span]]], length: int
+) -> tuple[Counts, Indexes, TokenFile]:
+    """Pack documents without touching the disk."""
+    files = {name: BytesIO() for name in PARTS}
+    packer = Packer(length, files)
+    packer.add_all(documents)
+    contents = {name: file.getvalue() for name, file in files.items()}
+    arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"}
+    return packer.counts, Indexes(**arrays), TokenFile(contents["tokens"])
+
+
+def write_packed(
+    folder: Path, documents: Iterable[tuple[Tokens, Sequence[Span]]], length: int, key: Mapping[str, Any]
+) -> None:
+    """Pack documents into `folder`, which appears whole or not at all. Several processes may do it at once: the first one wins."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
+    try:
+        files = {name: (building / f"{name}.bin").open("wb") for name in PARTS}
+        try:
+            packer = Packer(length, files)
+            packer.add_all(documents)
+        finally:
+            for file in files.values():
+                file.close()
+        entries = [file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size) for name in PARTS]
+        header = {"format": FORMAT, "key": dict(key), "counts": asdict(packer.counts), "files": entries}
+        write_json(building / HEADER, header)
+        if is_whole(folder, key):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(building, folder)
+    except OSError:
+        if not is_whole(folder, key):  # another process may just have put its own there
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def is_whole(folder: Path, key: Mapping[str, Any], *, thorough: bool = False) -> bool:
+    """Whether `folder` holds the packed rows of `key` and no file of them is missing or short (thorough: or changed)."""
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        if header["format"] != FORMAT or header["key"] != dict(key):
+            return False
+        names = {f"{name}.bin" for name in PARTS}
+        return {entry["file"] for entry in header["files"]} == names and all(
+            (folder / entry["file"]).stat().st_size == entry["bytes"]
+            and not (thorough and file_sha256(folder / entry["file"]) != entry["sha256"])
+            for entry in header["files"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_packed(folder: Path) -> tuple[Counts, Indexes, TokenFile]:
+    """Open what `write_packed` wrote."""
+    header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"}
+    return Counts(**header["counts"]), Indexes(**arrays), TokenFile(folder / "tokens.bin")
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at most
+    `capacity`.
+
+    Each document, longest first, goes into the fullest row that still has room for it. Open rows are kept by
+    free space, and a bit set of the spaces in use finds the smallest that is large enough.
+    """
+    rows: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    in_use = 0
+    for document in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        length = lengths[document]
+        fitting = in_use >> length
+        if fitting:
+            space = (fitting & -fitting).bit_length() - 1 + length
+            row = by_space[space].pop()
+            if not by_space[space]:
+                in_use &= ~(1 << space)
+        else:
+            space, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        by_space[space - length].append(row)
+        in_use |= 1 << (space - length)
+    return rows
+
+
+def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> NDArray[np.int32] | None:
+    """The tokens of a document, cut to `length`, supervised ones as ~token; None when nothing is supervised."""
+    mask = mask_of(spans, len(tokens))
+    if not mask.any():
+        return None
+    begin = _window_start(mask, length)
+    window = np.array(tokens[begin : begin + length], dtype=np.int32)
+    kept = mask[begin : begin + length].copy()
+    kept[:1] = False  # nothing before the window's first token could predict it
+    return np.where(kept, ~window, window)
+
+
+def _window_start(mask: NDArray[np.bool_], length: int) -> int:
+    """Start of the window of `length` tokens to keep: the document's beginning when an answer reaches into
+    it.
+
+    Otherwise half of the window is the context right before the first answer and half is the answer (more
+    when the answer ends earlier), so that at least one token is supervised.
+    """
+    first = int(mask.argmax())
+    if first < length:
+        return 0
+    return min(first + (length + 1) // 2, len(mask)) - length
