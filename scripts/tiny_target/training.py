@@ -40,6 +40,8 @@ class Intervals:
 class Trainer:
     """One training run over a prepared folder; `run` goes on until the budget, the call's limit or a signal ends it."""
 
+    architecture: type[TinyLlama] = TinyLlama
+
     def __init__(
         self, folder: Path, state: Path, out: Path, settings: TrainSettings, shape: ModelShape, device: torch.device,
         compiled: bool = False, intervals: Intervals | None = None, eval_tokens: int | None = None, command: str = "",
@@ -52,7 +54,7 @@ class Trainer:
         self.heldout: dict[str, HeldOut] = load_heldout(folder, manifest, settings.length, eval_tokens)
         self.streams = {name: Stream(load_stream(folder, manifest, name), settings.length, device) for name in ("raw", "chat")}
         torch.manual_seed(settings.seed)
-        self.model = TinyLlama(shape).to(device)
+        self.model = self.architecture(shape).to(device)
         self.optimisers = self._optimisers()
         self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
         self.step, self.seconds = 0, 0.0
