@@ -41,7 +41,8 @@ from train.data.pack import PackedData, read_documents
 from train.display import Display
 from train.distributed import World, join_world
 from train.engine import EngineConfig, TrainEngine, make_engine
-from train.features import FeaturesConfig, OnlineFeatures
+from train.feature_group import run_in_group
+from train.features import FeaturesConfig, OnlineFeatures, in_use, make_features
 from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
 from train.on_policy import OnPolicyFeatures
@@ -110,10 +111,17 @@ def train(
     if world.device.type == "cpu":
         keep_freed_memory()
     job = replace(job, target=replace(target, device=str(world.device)))
+    if job.joint.on and features.mode != "online":
+        raise UserError(
+            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is "
+            f"{features.mode}. Use features=online."
+        )
     if job.joint.on:
         from train.joint_run import JointRun  # builds on this module
 
         return JointRun(job, world).run(provenance)
+    if features.mode == "group":
+        return run_in_group(job, world, lambda trainers: Run(job, trainers).run(provenance))
     return Run(job, world).run(provenance)
 
 
@@ -210,7 +218,7 @@ class Run:
         """Refuse low-rank updates that would have no effect."""
         if self.job.config.refresh.lora_rank:
             batch, bfloat16 = (
-                self.features().batch(self.loader.step(0)[0]),
+                OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(self.loader.step(0)[0]),
                 self.job.engine.precision == "bfloat16",
             )
             require_reached(self.drafter, trial_loss(self.drafter, batch, self.world.device.type, bfloat16))
@@ -218,7 +226,10 @@ class Run:
     def features(self) -> Features:
         """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
         job, on_policy = self.job, self.job.config.on_policy
-        plain = OnlineFeatures(self.target, self.drafter.needs, job.engine.dtype)
+        plain = make_features(
+            job.features, self.target, self.drafter.needs, job.engine.dtype, answers=job.data, loader=self.loader,
+            steps=self.steps, on_policy=on_policy.share > 0,
+        )  # fmt: skip
         if on_policy.share == 0:
             return plain
         return OnPolicyFeatures(plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine)
@@ -234,10 +245,10 @@ class Run:
             run_id=progress.tracker_id,
             active=self.world.is_main,
         )
-        with tracker:
+        with tracker, in_use(self.features()) as features:
             return Trainer(
                 engine=engine,
-                features=self.features(),
+                features=features,
                 loader=self.loader,
                 rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
                 evaluate=self.evaluate if self.requests else None,
