@@ -6,6 +6,7 @@ it runs. A `UserError` is printed as one message and ends with status 2; HEADSTA
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -15,6 +16,9 @@ from heads.api.errors import UserError, suggest
 from scripts.stages import STAGES
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_WORDS = tuple(os.strerror(number) for number in FULL)
+"""How libraries that wrap such an error in one of their own (safetensors, pyarrow) spell it."""
 
 USAGE = """\
 Headstart trains drafters for speculative decoding and measures what each one is worth.
@@ -42,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         print(f"headstart{process_name()}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        complaint = disk_complaint(error)
+        if complaint is None or os.environ.get(DEBUG_VARIABLE):
+            raise
+        print(f"headstart{process_name()}: {complaint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nheadstart: interrupted; the same command continues where this one stopped.", file=sys.stderr)
@@ -95,6 +105,19 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
         else:
             overrides.append(item)
     return flags, overrides
+
+
+def disk_complaint(error: BaseException | None) -> str | None:
+    """What to tell a person when the disk is full, also where a library put its own words around that; None for other errors."""
+    if error is None:
+        return None
+    if (isinstance(error, OSError) and error.errno in FULL) or any(words in str(error) for words in FULL_WORDS):
+        where = f" while writing '{error.filename}'" if isinstance(error, OSError) and error.filename else ""
+        return (
+            f"the disk is full{where} ({error}). What was complete is kept. Free some space, or give another run.root; the same "
+            "command then continues where this one stopped."
+        )
+    return disk_complaint(error.__cause__ or error.__context__)
 
 
 def process_name() -> str:

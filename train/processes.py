@@ -1,5 +1,5 @@
 """Several processes working as one, for stages that only need to agree on small things, and leaving in good
-order on SIGTERM."""
+order when a scheduler asks for it."""
 
 from __future__ import annotations
 
@@ -66,17 +66,18 @@ def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM leave through `SystemExit`, as Ctrl-C leaves through `KeyboardInterrupt`, so that answers
-    are written first."""
+    """Let a scheduler's signal (SIGTERM, or SIGUSR1 of SLURM) leave through `SystemExit` with status 0, as Ctrl-C leaves through
+    `KeyboardInterrupt`, so that answers are written first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(0)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

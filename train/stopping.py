@@ -1,4 +1,6 @@
-"""Stopping a run from outside: SIGTERM (a scheduler) and SIGINT (Ctrl-C) let the step end, save, and leave in good order."""
+"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM before it takes nodes away, with --signal=USR1@seconds) and
+SIGINT (Ctrl-C) let the step end, save, and leave in good order.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,13 @@ import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop and has saved its state. Exit status 0 after SIGTERM, 130 after Ctrl-C, as shells expect."""
+    """The run was asked to stop and has saved its state. Exit status 0 after a scheduler's signal, and 130 after Ctrl-C, as shells
+    expect.
+    """
 
     def __init__(self, name: str, step: int) -> None:
         super().__init__(130 if name == signal.SIGINT.name else 0)

@@ -1,0 +1,1 @@
+"""The faults that `scripts.faults` injects, one module per stage they hit."""
