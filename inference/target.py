@@ -61,9 +61,12 @@ class TargetModel:
         pack_linears(model)
 
     @classmethod
-    def load(cls, config: TargetConfig) -> TargetModel:
-        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the model cannot be a target."""
-        model = load_model(config)
+    def load(cls, config: TargetConfig, model: Any = None) -> TargetModel:
+        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the model cannot be a target.
+
+        model: one that the caller has loaded in a way of its own (train/target_sharding.py).
+        """
+        model = load_model(config) if model is None else model
         tokenizer = load_tokenizer(config)
         reference = _own_logits(model)
         switch_attention(model)

@@ -31,6 +31,7 @@ from train.shards import AnyPart, Part, collect, distribute, whole_spans
 NAMES = ("deepspeed", "torch")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("none", "optimizer")
+SHARDINGS = ("none", "zero3")
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,16 @@ class EngineConfig:
     """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights and AdamW's state are float32
     in both.
     """
+    target_sharding: str = "none"
+    """none: every process holds the whole frozen target. zero3: its layers are divided among the processes, each put together only
+    while it runs (train/target_sharding.py), for targets that do not fit one device.
+    """
     offload: str = "none"
     """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory."""
 
     def __post_init__(self) -> None:
-        for field, allowed in (("name", NAMES), ("precision", PRECISIONS), ("offload", OFFLOADS)):
+        for field, allowed in (("name", NAMES), ("precision", PRECISIONS), ("offload", OFFLOADS),
+                               ("target_sharding", SHARDINGS)):  # fmt: skip
             value = getattr(self, field)
             if value not in allowed:
                 raise UserError(f"engine.{field} '{value}' is unknown.{suggest(value, allowed)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
@@ -98,7 +99,8 @@ class StepFigures:
 class Trainer:
     """One run in one process. `run()` returns why it ended: "steps", "patience" or "seconds".
 
-    rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state.
+    rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
+    what the main process alone does with the target.
     """
 
     engine: TrainEngine
@@ -114,6 +116,7 @@ class Trainer:
     limits: Limits
     run_facts: Mapping[str, Any]
     progress: Progress
+    led: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
@@ -221,11 +224,12 @@ class Trainer:
         weights = self.engine.weights()
         numbers = [0.0, 0.0, 0.0]
         found: Evaluation | None = None
-        if self.world.is_main:
-            assert self.evaluate is not None, "measure without a way to"
-            with self.display.measuring():
-                found = self.evaluate(weights)
-            numbers = [found.tau, *found.ci95]
+        with self.led():
+            if self.world.is_main:
+                assert self.evaluate is not None, "measure without a way to"
+                with self.display.measuring():
+                    found = self.evaluate(weights)
+                numbers = [found.tau, *found.ci95]
         tau, low, high = self.world.from_main(numbers)
         progress.evaluated_step = progress.step
         rose = progress.tau is None or tau > progress.tau
@@ -236,8 +240,9 @@ class Trainer:
                 progress.step,
                 0,
             )
-            if self.world.is_main:
-                self.keep_best(weights)
+            with self.led():
+                if self.world.is_main:
+                    self.keep_best(weights)
         else:
             progress.stale += 1
         if found is not None:

@@ -9,10 +9,11 @@ Legend: V the target's vocabulary, V' the source's, H hidden.
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -233,8 +234,8 @@ def copy_target_layers(
     module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
 ) -> None:
     """Set every parameter of a small language model from the target's weight of the same Hugging Face name."""
-    state = dict(weights.state)
-    state["lm_head.weight"], state["model.embed_tokens.weight"] = weights.lm_head, weights.embedding
+    own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
+    state = ChainMap(own, cast(Any, weights.state))  # read by name: a divided target puts together what is asked for
     wanted = {}
     for name, parameter in module.named_parameters():
         parts = name.split(".")

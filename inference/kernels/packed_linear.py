@@ -84,6 +84,8 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
             continue  # subclasses may mean something else by their forward
         if type(part.weight) is not nn.Parameter:
             continue  # quantised weights and slices of a split model have a product of their own
+        if part.weight.shape != (part.out_features, part.in_features):
+            continue  # divided among processes: there only while it runs
         if part.weight.dtype == torch.float32 and mkl_at_home() and part.weight.numel() < SMALLEST_WEIGHT:
             continue
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:

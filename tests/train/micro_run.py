@@ -76,7 +76,8 @@ def prepare(folder: Path) -> Path:
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of `train` for a short run on `folder`.
 
-    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint.
+    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint, engine (further
+    fields of it).
     """
     kind = changes.pop("kind", "medusa")
     head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
@@ -84,6 +85,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         name=changes.pop("name", "torch"),
         zero_stage=changes.pop("zero_stage", 1),
         precision=changes.pop("precision", "float32"),
+        **changes.pop("engine", {}),
     )
     plain = {
         "max_steps": 6, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, "eval_every": 3, "save_every": 2,
