@@ -23,6 +23,7 @@ class Stage:
 
 
 GENERATE = ("run", "target", "data", "sampling", "generate")
+FEATURES = ("run", "target", "head", "features", "engine", "train")
 TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode", "joint")
 MEASURE = ("run", "target", "decode", "bench", "measure")
 AUDIT = ("run", "target", "head", "decode", "bench", "audit")
@@ -31,6 +32,11 @@ STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
         Stage("generate", "let the target answer prompts; writes sharded answers and a manifest", GENERATE),
+        Stage(
+            "features",
+            "write the target's features for a training to disk, or serve them to trainings elsewhere",
+            FEATURES,
+        ),
         Stage(
             "train",
             "train one drafter on the answers; keeps the checkpoint with the best measured tau",

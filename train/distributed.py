@@ -28,11 +28,15 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the run. A plain value: the group itself is process-wide."""
+    """This process among all of the run. A plain value: the group itself is process-wide.
+
+    group: where only some processes of the launch train (train/feature_group.py), theirs; None: all of them.
+    """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -42,7 +46,7 @@ class World:
     def add(self, values: Tensor) -> Tensor:
         """Sum of `values` over all processes, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def from_main(self, values: Sequence[float]) -> list[float]:
@@ -50,7 +54,7 @@ class World:
         if self.size == 1:
             return list(values)
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(carried, src=0)
+        dist.broadcast(carried, src=0, group=self.group)
         return [float(value) for value in carried.tolist()]
 
     def gather(self, text: str) -> list[str]:
@@ -58,13 +62,13 @@ class World:
         if self.size == 1:
             return [text]
         texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, text)
+        dist.all_gather_object(texts, text, group=self.group)
         return texts
 
     def wait(self) -> None:
         """Return when every process has come here. Collective."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def join_world(wanted: str | torch.device, *, always: bool = False) -> World:

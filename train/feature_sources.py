@@ -47,5 +47,5 @@ def make_source(
     if config.mode == "group":
         from train.feature_group import GroupSource
 
-        return GroupSource(config, needs, form)
+        return GroupSource(config, target, precision, needs, form)
     raise UserError(f"features.mode={config.mode} has no source of its own.")

@@ -6,6 +6,8 @@ other processes of the same launch (train/feature_group.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -177,10 +179,10 @@ def make_features(
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online
-    if on_policy and config.mode in ("store", "group"):
+    if on_policy and config.mode == "store":
         raise UserError(
             f"train.on_policy.share is above 0, so that rows change while they are trained, but features.mode={config.mode} deals "
-            "features of rows that are known beforehand. Use features.mode=online or remote."
+            "features of rows that were known beforehand. Use features.mode=online, remote or group."
         )
     from train.feature_sources import make_source  # knows all sources, which know this module
 
@@ -190,3 +192,14 @@ def make_features(
     return FetchedFeatures(
         source, needs, online.logits, target.device, dtype, loader, config.ahead, last_step=steps - 1
     )
+
+
+@contextmanager
+def in_use(features: Features) -> Iterator[Features]:
+    """Features for as long as a training uses them; then files, connections and threads behind them are let go of."""
+    try:
+        yield features
+    finally:
+        close = getattr(getattr(features, "plain", features), "close", None)
+        if close is not None:
+            close()

@@ -29,7 +29,7 @@ from inference.noise import SharedNoise
 from inference.sampling import SamplingSettings
 from train.data.loader import PackedBatch
 from train.engine import EngineConfig
-from train.features import OnlineFeatures
+from train.trainer import Features
 
 HARD_LABELS = ("ce", "hard_label_weight")
 """Settings of kinds whose loss takes tokens of the batch as labels: here these may be the drafter's own."""
@@ -93,7 +93,7 @@ class OnPolicyFeatures:
 
     def __init__(
         self,
-        plain: OnlineFeatures,
+        plain: Features,
         drafter: TrainableDrafter,
         eos: Sequence[int],
         config: OnPolicyConfig,

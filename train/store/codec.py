@@ -22,6 +22,19 @@ SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """int4: shares of a group's largest value that are tried as its end of scale; the one with the least squared error is kept."""
 
 
+def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
+    """The tensors of a format: dtype and values per state of each; 0 stands for one number without a dimension."""
+    check_format(fmt)
+    groups = -(-hidden // GROUP)
+    return {
+        "fp32": {"values": (torch.float32, hidden)},
+        "bf16": {"values": (torch.bfloat16, hidden)},
+        "fp8": {"values": (FP8, hidden), "scales": (torch.bfloat16, 0)},
+        "int8": {"values": (torch.int8, hidden), "scales": (torch.bfloat16, 0)},
+        "int4": {"values": (torch.uint8, groups * GROUP // 2), "scales": (torch.bfloat16, groups)},
+    }[fmt]
+
+
 def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
     """states [N, H] -> the tensors that are stored: `values`, and `scales` where the format has them. On the states' device."""
     check_format(fmt)

@@ -1,0 +1,95 @@
+"""`headstart features`: the target's features for a training, written to disk once or served to trainings elsewhere.
+
+Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the target. The same command started in
+several processes, by a launcher or by hand, shares the work; repeated, it writes what is missing. Serving (features.serve=true):
+a feature server that runs until it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.run import open_folder, prepare_process, shown
+from scripts.train import answers_folder
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+    from train.store.run import StoreJob
+
+
+def run(settings: Settings) -> None:
+    """Write the store, or serve."""
+    prepare_process(settings.run)
+    if settings.features.serve:
+        serve(settings)
+        return
+    from inference.manifest import MANIFEST_FILE, read_manifest
+    from train.store.run import write_features
+    from train.store.writer import folder_lock, gib
+
+    answers = answers_folder(settings)
+    read_manifest(answers, "generate")  # says what to do when there are no answers yet
+    job = store_job(settings, answers)
+    with folder_lock(job.folder):  # other writers may be starting at this moment
+        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
+    manifest = write_features(job, folder.session if folder.record.get("sessions") else None, say)
+    folder.finish()
+    say(
+        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, {gib(manifest['bytes'])} in "
+        f"{len(manifest['shards'])} shards. Train on it with features=store and the same settings."
+    )
+
+
+def store_job(settings: Settings, answers: Path) -> StoreJob:
+    """What the settings ask to be stored."""
+    from train.store.run import StoreJob
+
+    return StoreJob(
+        heads=all_heads(settings),
+        target=settings.target,
+        answers=answers,
+        features=settings.features,
+        dtype=settings.engine.dtype,
+        sequence_length=settings.train.sequence_length,
+        batch_rows=settings.train.micro_batch,
+        seed=settings.train.seed,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
+    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for conf/head as it is."""
+    from scripts.config import load_settings
+
+    found = [(str(settings.choices["head"]), settings.head.kind, settings.head.config)]
+    common = [text for text in settings.overrides if not text.lstrip("+").startswith(("head=", "head.", "features.heads"))]
+    for name in settings.features.heads:
+        other = load_settings(settings.stage, [*common, f"head={name}"]).head
+        found.append((name, other.kind, other.config))
+    return tuple(found)
+
+
+def serve(settings: Settings) -> None:
+    """Serve features until SIGTERM or Ctrl-C."""
+    from inference.target import TargetModel
+    from train.processes import terminable
+    from train.remote_server import FeatureServer
+
+    config = settings.features
+    target = TargetModel.load(settings.target)
+    token = os.environ.get(config.token_variable, "")
+    server = FeatureServer(target, settings.engine.dtype, config.host, config.port, token)
+    say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
+    try:
+        with terminable(), server:
+            server.serve_forever()
+    except (KeyboardInterrupt, SystemExit):
+        say(f"stopped after {server.served} requests")
+
+
+def say(text: str) -> None:
+    """Print; processes of a launch say who they are."""
+    rank = os.environ.get("RANK", "0")
+    print(text if rank == "0" else f"process {rank}: {text}", flush=True)
