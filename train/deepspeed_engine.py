@@ -103,7 +103,7 @@ class DeepSpeedEngine:
         self._alone = "LOCAL_RANK" not in os.environ
         os.environ.setdefault("LOCAL_RANK", "0")
         self.engine, *_ = self.deepspeed.initialize(
-            model=Objective(drafter, config.precision, world.device.type),
+            model=Objective(drafter, config, world.device.type),
             optimizer=make_optimizer(trained, optim),
             config=settings,
             dist_init_required=False,

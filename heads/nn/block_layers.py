@@ -23,6 +23,7 @@ from heads.api.target_info import TargetInfo
 from heads.nn import init
 from heads.nn.block_conv import BlockConv
 from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
+from heads.nn.recompute import recomputed
 from heads.nn.rope import Rotation, rotate
 
 PARTS = (
@@ -64,6 +65,7 @@ class BlockLayer(nn.Module):
         self.attention_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
         self.mlp_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
 
+    @recomputed
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Slots [N, b, H] at `rotation` -> [N, b, H]; `attend` decides what they see."""
         normed = self.input_layernorm(states)
@@ -127,7 +129,7 @@ def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model
     if model_type.startswith("gemma"):
         return "norms that add one to their weight"
     prefix = f"model.layers.{layer}."
-    found = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    found = {name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)}
     own = dict(mine.named_parameters())
     for part in PARTS:
         value = found.get(f"{part}.weight")

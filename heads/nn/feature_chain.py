@@ -33,7 +33,8 @@ from heads.nn.attention import (
 from heads.nn.blocks import Attention
 from heads.nn.drafting import Plan, last_valid
 from heads.nn.growth import grow
-from heads.nn.rope import Rope, look_up
+from heads.nn.recompute import recomputed
+from heads.nn.rope import Rope, Rotation, look_up
 
 
 class Network(Protocol):
@@ -100,14 +101,30 @@ class Chain:
             # The last rows have no token this far ahead; whatever they read is supervised by nobody and seen by nobody.
             tokens = batch.tokens.roll(-(step + 1), 1)
             rotation = self.rope.at(batch.positions + step, feature.dtype)
-            states, residual = net.read(tokens, feature)
-            key, value = net.attention.key_value(states, rotation)
+            key, value, shown, feature = self._unrolled(tokens, rotation, feature, tuple(keys), tuple(values), mask)
             keys.append(key)
             values.append(value)
-            attended = chained_attention(net.attention.query(states, rotation), keys, values, mask)
-            shown, feature = net.emit(net.finish(residual, attended))
             emitted.append(shown)
         return emitted
+
+    @recomputed
+    def _unrolled(
+        self,
+        tokens: Tensor,
+        rotation: Rotation,
+        feature: Tensor,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step behind those that left `keys` and `values`: its own key and value, what the LM head reads, the next feature."""
+        net = self.network
+        states, residual = net.read(tokens, feature)
+        key, value = net.attention.key_value(states, rotation)
+        query = net.attention.query(states, rotation)
+        attended = chained_attention(query, [*keys, key], [*values, value], mask)
+        shown, following = net.emit(net.finish(residual, attended))
+        return key, value, shown, following
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> State:
         """State after prefill; see the protocol."""

@@ -1,0 +1,86 @@
+"""Activation checkpointing: the same loss and gradients to the last bit, in every kind, for less memory where there are layers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads.api.checkpoint import new_drafter
+from heads.api.registry import get_kind
+from heads.nn.recompute import recomputed, recomputing
+from tests.heads.micro import micro_target, packed_batch
+from tests.heads.recipes import TRAINED, build
+from tests.train.peak import PeakBytes
+
+DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
+LONG = [[(7 * i + row) % 41 for i in range(192)] for row in range(2)]
+
+
+def gradients(drafter: Any, batch: Any, on: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    drafter.zero_grad()
+    with recomputing(on):
+        loss = drafter.loss(batch).loss_sum
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_loss_and_gradients_are_the_same_to_the_last_bit(name: str) -> None:
+    target = micro_target()
+    drafter = build(name, target)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    plain, kept = gradients(drafter, batch, False)
+    again, found = gradients(drafter, batch, True)
+    assert torch.equal(plain, again)
+    assert kept.keys() == found.keys()
+    assert all(torch.equal(kept[weight], found[weight]) for weight in kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "most"),
+    [
+        ("eagle3", {"ttt_steps": 6, "intermediate_size": 256}, 0.6),
+        ("distilled", {"num_layers": 6, "intermediate_size": 256}, 0.6),
+        ("dflash", {"num_layers": 6, "intermediate_size": 256, "block_size": 5, "num_anchors": 32}, 0.7),
+    ],
+)
+def test_the_peak_of_memory_falls(kind: str, settings: dict[str, Any], most: float) -> None:
+    target = micro_target(torch.float32)
+    config = get_kind(kind).config_class(**settings)
+    drafter = new_drafter(kind, config, target.info, target.weights, 0, torch.ones(41, dtype=torch.int64)).float()
+    batch = packed_batch(target, drafter.needs, [LONG])
+    peaks = []
+    for on in (False, True):
+        gradients(drafter, batch, on)  # buffers that stay
+        gc.collect()
+        with PeakBytes() as memory:
+            gradients(drafter, batch, on)
+        peaks.append(memory.peak)
+    assert peaks[1] < most * peaks[0], peaks
+
+
+def test_a_part_within_a_part_is_computed_twice_at_most() -> None:
+    calls = []
+
+    @recomputed
+    def inner(x: Tensor) -> Tensor:
+        calls.append("inner")
+        return x.sin()
+
+    @recomputed
+    def outer(x: Tensor) -> Tensor:
+        return inner(x).cos()
+
+    x = nn.Parameter(torch.ones(3))
+    with recomputing():
+        total = outer(x).sum()
+    assert calls == ["inner"]
+    total.backward()
+    assert calls == ["inner", "inner"]
+    with torch.no_grad(), recomputing():
+        outer(x)
+    assert calls == ["inner"] * 3
