@@ -76,8 +76,8 @@ def prepare(folder: Path) -> Path:
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of `train` for a short run on `folder`.
 
-    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint, engine (further
-    fields of it).
+    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint, features, engine
+    (further fields of it).
     """
     kind = changes.pop("kind", "medusa")
     head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
@@ -93,13 +93,14 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "tracker": TrackerConfig(wandb="disabled"),
     }  # fmt: skip
     optim, joint = OptimConfig(lr=changes.pop("lr", 1e-2)), JointConfig(**changes.pop("joint", {}))
+    features = FeaturesConfig(**changes.pop("features", {}))
     return {
         "kind": kind,
         "head": head,
         "target": TargetConfig(str(folder / "target"), device="cpu", dtype=changes.pop("dtype", "float32")),
         "data": folder / "answers",
         "config": TrainConfig(**{**plain, **changes}),
-        "features": FeaturesConfig(),
+        "features": features,
         "engine": engine,
         "optim": optim,
         "schedule": ScheduleConfig(),
