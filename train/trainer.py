@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from train.data.loader import PackedBatch, StepLoader
 from train.display import Display
 from train.distributed import World
 from train.engine import TrainEngine
+from train.meter import Meter
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.tracker import Tracker
@@ -52,7 +53,8 @@ class Progress:
     """What a run remembers beside weights and generators; stored with every state.
 
     tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale: evaluations since
-    then. log_bytes: length of log.jsonl.
+    then. log_bytes: length of log.jsonl. spent: time by part and other costs (see `train.meter`); what a killed session did
+    after its last saved state is not in it.
     """
 
     step: int = 0
@@ -65,6 +67,7 @@ class Progress:
     tokens: int = 0
     tracker_id: str = ""
     log_bytes: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Progress:
@@ -116,10 +119,15 @@ class Trainer:
     limits: Limits
     run_facts: Mapping[str, Any]
     progress: Progress
+    meter: Meter
     led: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
+        self.clock = self.meter.clock
+        # Features from elsewhere are waited for; those of a target that is here are computed.
+        fetched = hasattr(getattr(self.features, "plain", self.features), "wait_seconds")
+        self.feature_part = "data" if fetched else "target"
 
     def run(self) -> str:
         """Train to the end, or raise `Stopped` after saving when a signal asks for it before the last step.
@@ -129,9 +137,7 @@ class Trainer:
         limits, progress = self.limits, self.progress
         reason = self.finished()
         with StopRequest() as request:
-            for index, batches in self.loader.iterate(
-                progress.step, limits.steps if not reason else progress.step
-            ):
+            for index, batches in self.rows(limits.steps if not reason else progress.step):
                 stop = self.step(index, batches, request)
                 if self.due(limits.eval_every):
                     self.measure()
@@ -145,7 +151,18 @@ class Trainer:
             if self.evaluate is not None and progress.evaluated_step != progress.step:
                 self.measure()
             self.save()
+        self.meter.finish()
         return reason or "steps"
+
+    def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is `data`."""
+        dealt = self.loader.iterate(self.progress.step, stop)
+        while True:
+            with self.clock.part("data"):
+                item = next(dealt, None)
+            if item is None:
+                return
+            yield item
 
     def due(self, every: int) -> bool:
         """Whether something that happens every `every` steps happens now."""
@@ -166,30 +183,54 @@ class Trainer:
         """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns whether to stop."""
         begun = time.perf_counter()
         supervised = self.loader.supervised(index)
-        outputs = []
-        for place, packed in enumerate(batches):
-            batch = self.features.batch(packed, index)
-            batch.progress = index / max(1, self.limits.steps)
-            outputs.append(self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1))
+        with self.meter.counting():
+            outputs = self.forward_backward(index, batches, supervised)
         tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
         figures = self.add_up(outputs, tokens, bool(request.number))
         if not math.isfinite(figures.loss):
             raise self.failure(index, f"the loss is {figures.loss}")
         rate = self.rate(index)
-        norm = self.engine.step(rate)
+        with self.clock.part("update"):
+            norm = self.engine.step(rate)
         if not math.isfinite(norm):
             raise self.failure(index, f"the gradient's norm is {norm}")
         seconds = self.world.from_main([time.perf_counter() - begun])[0]
         progress = self.progress
         progress.step, progress.seconds = index + 1, progress.seconds + seconds
         progress.tokens += int(figures.tokens)
-        line = {"loss": figures.loss / max(1, supervised), "lr": rate, "grad_norm": norm, **figures.metrics}
-        speed = figures.tokens / seconds
-        self.tracker.write(
-            progress.step, {**line, "tokens": progress.tokens, "tokens_per_second": speed, "seconds": seconds}
-        )
-        self.display.step(progress.step, line["loss"], speed)
+        self.note(figures, supervised, rate, norm, seconds, sum(packed.tokens.numel() for packed in batches))
         return figures.stop > 0
+
+    def forward_backward(self, index: int, batches: list[PackedBatch], supervised: int) -> list[LossOutput]:
+        """Features, losses and gradients of this process's micro-batches."""
+        outputs = []
+        for place, packed in enumerate(batches):
+            with self.clock.part(self.feature_part):
+                batch = self.features.batch(packed, index)
+            batch.progress = index / max(1, self.limits.steps)
+            if batch.target_logits is not None:
+                batch.target_logits = self.clock.within("target", batch.target_logits)
+            with self.clock.part("drafter"):
+                outputs.append(
+                    self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1)
+                )
+        return outputs
+
+    def note(
+        self, figures: StepFigures, supervised: int, rate: float, norm: float, seconds: float, positions: int
+    ) -> None:
+        """Log and show a finished step. positions: of this process's rows, padding included."""
+        progress, speed = self.progress, figures.tokens / seconds
+        loss = figures.loss / max(1, supervised)
+        padding = 1.0 - figures.tokens / (positions * self.world.size)
+        line = {"loss": loss, "lr": rate, "grad_norm": norm, **figures.metrics}
+        costs = self.meter.step()
+        self.tracker.write(
+            progress.step,
+            {**line, "tokens": progress.tokens, "padding": padding, "tokens_per_second": speed, "seconds": seconds,
+             "cost": costs},
+        )  # fmt: skip
+        self.display.step(progress.step, loss, speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
         """The step's sums over micro-batches and processes, in one message and with one wait for the device."""
@@ -214,12 +255,18 @@ class Trainer:
         """The error for a step that went wrong: nothing was saved since."""
         kept = f"The state of step {self.saved_step} is kept" if self.saved_step else "No state was saved yet"
         return UserError(
-            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there and "
-            "would end the same way: lower optim.lr, raise schedule.warmup or lower optim.clip, and start in another folder."
+            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there. If it ends "
+            "at the same step again, it is no fault of the machine: lower optim.lr, raise schedule.warmup or lower optim.clip, and start "
+            "in another folder."
         )
 
     def measure(self) -> None:
         """Measure tau, and keep the weights if it is the best so far."""
+        with self.clock.part("evaluation"):
+            self.evaluate_and_keep()
+
+    def evaluate_and_keep(self) -> None:
+        """See `measure`."""
         progress = self.progress
         weights = self.engine.weights()
         numbers = [0.0, 0.0, 0.0]
@@ -240,7 +287,7 @@ class Trainer:
                 progress.step,
                 0,
             )
-            with self.led():
+            with self.clock.part("saving"), self.led():
                 if self.world.is_main:
                     self.keep_best(weights)
         else:
@@ -256,8 +303,10 @@ class Trainer:
         progress = self.progress
         if self.saved_step == progress.step:
             return
-        progress.tracker_id, progress.log_bytes = self.tracker.run_id, self.tracker.flush()
-        self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
+        with self.clock.part("saving"):
+            progress.tracker_id, progress.log_bytes = self.tracker.run_id, self.tracker.flush()
+            self.meter.take()
+            self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
         self.saved_step = progress.step
 
     def leave(self, request: StopRequest) -> None:
