@@ -33,7 +33,6 @@ from inference.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from inference.measure import quick_tau
 from inference.parity import check_parity
 from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
 from train.config import Job, TrainConfig, require_same, run_facts
 from train.data.loader import StepLoader
 from train.data.masks import mask_report
@@ -49,6 +48,7 @@ from train.on_policy import OnPolicyFeatures
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
 from train.state import StateStore
+from train.target_sharding import load_target
 from train.tracker import LOG_FILE, Tracker
 from train.trainer import Evaluation, Features, Limits, Progress, Trainer
 
@@ -131,7 +131,7 @@ class Run:
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world = job, world
         seed_everything(job.config.seed + world.rank)
-        self.target = TargetModel.load(job.target)
+        self.target, self.access = load_target(job, world)
         self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
         self.loader = StepLoader(
             self.data,
@@ -190,8 +190,10 @@ class Run:
             reason = self.fit(engine, store, progress, display)
             weights = engine.weights()
             self.check(weights, display)
-            if world.is_main and not self.requests:
-                self.keep_best(weights)
+            if not self.requests:
+                with self.access.led():
+                    if world.is_main:
+                        self.keep_best(weights)
             engine.close()
         if world.is_main:
             write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
@@ -253,6 +255,7 @@ class Run:
                 rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
                 evaluate=self.evaluate if self.requests else None,
                 keep_best=self.keep_best,
+                led=self.access.led,
                 store=store,
                 tracker=tracker,
                 display=display,
@@ -315,9 +318,15 @@ class Run:
             old.rename(best)
 
     def check(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Compare the training path with the decoding path in the main process; raises `ParityError`."""
-        if not self.job.config.parity or not self.world.is_main:
+        """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
+        if not self.job.config.parity:
             return
+        with self.access.led():
+            if self.world.is_main:
+                self.compare_paths(weights, display)
+
+    def compare_paths(self, weights: dict[str, Tensor], display: Display) -> None:
+        """Say whether training and decoding agree; raises `ParityError` where they do not."""
         depth = self.job.decode.tree().max_depth
         documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
         if not documents:
