@@ -63,6 +63,10 @@ class TrainConfig:
     """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit. What comes
     out then depends on the machine's speed: prefer max_steps.
     """
+    peak_tflops: float = 0.0
+    """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0: known GPUs by name, and a CPU
+    is measured by a short matrix product.
+    """
     parity: bool = True
     """Compare the training path with the decoding path before the first step and after the last."""
     seed: int = 0
@@ -77,7 +81,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, least in (("global_batch", 1), ("micro_batch", 1), ("sequence_length", 2), ("eval_prompts", 1),
                             ("eval_tokens", 1), ("eval_batch", 1), ("keep", 1), ("max_steps", 0), ("eval_every", 0),
-                            ("patience", 0), ("save_every", 0), ("max_seconds", 0)):  # fmt: skip
+                            ("patience", 0), ("save_every", 0), ("max_seconds", 0), ("peak_tflops", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise UserError(f"train.{name} must be at least {least}; given: {getattr(self, name)}.")
         if not self.max_steps and self.epochs <= 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from train.clock import PARTS
 
 REFRESHES_PER_SECOND = 4
 
@@ -41,12 +43,12 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show the figures of a finished step."""
+    def step(self, step: int, loss: float, tokens_per_second: float, costs: Mapping[str, float]) -> None:
+        """Show the figures of a finished step. costs: see `train.meter.Meter.step`."""
         self._bar.update(
             self._task,
             completed=step,
-            figures=f"loss {loss:.3f}{self.tau}  {tokens_per_second:,.0f} tokens/s",
+            figures=f"loss {loss:.3f}{self.tau}  {tokens_per_second:,.0f} tokens/s  {spread(costs)}",
         )
 
     @contextmanager
@@ -68,3 +70,15 @@ class Display:
         """A line above the progress."""
         if self.active:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def spread(costs: Mapping[str, float]) -> str:
+    """Where the time went, for people: shares of the three largest parts, waiting for data if any, and the utilisation."""
+    total = sum(costs.get(name, 0.0) for name in PARTS)
+    if total <= 0:
+        return ""
+    shares = {name: costs.get(name, 0.0) / total for name in PARTS}
+    largest = sorted(shares, key=lambda name: -shares[name])[:3]
+    shown = [name for name in PARTS if name in largest or (name == "data" and shares[name] >= 0.01)]
+    words = [f"{name} {shares[name]:.0%}" for name in shown]
+    return " ".join(words + ([f"mfu {costs['mfu']:.0%}"] if "mfu" in costs else []))

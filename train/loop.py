@@ -3,6 +3,7 @@
     <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights that were measured
     <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
     <out>/log.jsonl        one line per step and per evaluation
+    <out>/summary.json     what it cost and what came out; tau.png
     <out>/manifest.json    written last
 
 Before the first step and after the last the training path is compared with the decoding path (`inference.parity`).
@@ -14,6 +15,7 @@ import logging
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,6 +35,7 @@ from inference.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from inference.measure import quick_tau
 from inference.parity import check_parity
 from inference.prompts import load_prompts, select_prompts, to_requests
+from train.clock import Clock, timing_collectives
 from train.config import Job, TrainConfig, require_same, run_facts
 from train.data.loader import StepLoader
 from train.data.masks import mask_report
@@ -44,10 +47,12 @@ from train.feature_group import run_in_group
 from train.features import FeaturesConfig, OnlineFeatures, in_use, make_features
 from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
+from train.meter import Meter
 from train.on_policy import OnPolicyFeatures
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
 from train.state import StateStore
+from train.summary import SUMMARY_FILE, summarise, write_summary
 from train.target_sharding import load_target
 from train.tracker import LOG_FILE, Tracker
 from train.trainer import Evaluation, Features, Limits, Progress, Trainer
@@ -183,22 +188,32 @@ class Run:
         with Display(f"training {job.kind}", self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
             self.check_updates()
-            engine = make_engine(self.drafter, job.engine, job.optim, world)
-            self.check(engine.weights(), display)
-            if snapshot is not None:
-                snapshot.restore(engine, world)
-            reason = self.fit(engine, store, progress, display)
-            weights = engine.weights()
-            self.check(weights, display)
+            clock = Clock.of(world.device)
+            with timing_collectives(clock) if world.size > 1 else nullcontext():
+                engine = make_engine(self.drafter, job.engine, job.optim, world)
+                self.check(engine.weights(), display)
+                if snapshot is not None:
+                    snapshot.restore(engine, world)
+                reason = self.fit(engine, store, progress, display, clock)
+                weights = engine.weights()
+                self.check(weights, display)
             if not self.requests:
                 with self.access.led():
                     if world.is_main:
                         self.keep_best(weights)
             engine.close()
+            if world.is_main:
+                self.conclude(progress, reason, display)
         if world.is_main:
             write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
         world.wait()
         return read_manifest(job.out, "train")
+
+    def conclude(self, progress: Progress, reason: str, display: Display) -> None:
+        """Write the summary and show it."""
+        meter = self.meter
+        content = summarise(self.job, progress, reason, self.world, self.data.report, meter.peak, self.job.out / LOG_FILE)
+        display.console.print(write_summary(content, self.job.out))
 
     def introduce(self, display: Display, progress: Progress) -> None:
         """Say what is going to be trained on what."""
@@ -236,7 +251,9 @@ class Run:
             return plain
         return OnPolicyFeatures(plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine)
 
-    def fit(self, engine: TrainEngine, store: StateStore, progress: Progress, display: Display) -> str:
+    def fit(
+        self, engine: TrainEngine, store: StateStore, progress: Progress, display: Display, clock: Clock
+    ) -> str:
         """Run the loop; returns why it ended."""
         job, config = self.job, self.job.config
         tracker = Tracker(
@@ -248,6 +265,10 @@ class Run:
             active=self.world.is_main,
         )
         with tracker, in_use(self.features()) as features:
+            self.meter = Meter(
+                self.world.device, job.engine.dtype, progress.spent,
+                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main,
+            )  # fmt: skip
             return Trainer(
                 engine=engine,
                 features=features,
@@ -265,6 +286,7 @@ class Run:
                 ),
                 run_facts=self.facts,
                 progress=progress,
+                meter=self.meter,
             ).run()
 
     # ---- with weights --------------------------------------------------------------------------------------------------
@@ -358,6 +380,7 @@ class Run:
             "seconds": progress.seconds,
             "processes": self.world.size,
             "history": LOG_FILE,
+            "summary": SUMMARY_FILE,
             "settings": {name: self.facts[name] for name in ("engine", "optim", "schedule", "train")},
         }
 

@@ -22,7 +22,7 @@ from train.state import StateStore
 from train.tracker import LOG_FILE, Tracker, read_log
 
 WORKER = "tests.train.micro_run"
-CLOCK = ("seconds", "tokens_per_second")
+CLOCK = ("seconds", "tokens_per_second", "cost")
 STEPS = 14
 DEADLINE_SECONDS = 600
 

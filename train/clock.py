@@ -1,0 +1,170 @@
+"""Where a training's time goes, by part, without slowing it down.
+
+A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is put down to the kind before.
+So the parts are exclusive and add up to the whole. On the CPU a mark is a reading of `perf_counter`; on CUDA it is an event in the
+stream, which is read when the device has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much
+as the host runs ahead, which shifts time between two lines of the log and loses none.
+
+    target          the frozen target's forward pass, and its logits where a loss asks for them
+    drafter         the drafter's forward and backward pass
+    update          clipping and AdamW
+    data            waiting for rows, or for features that come from elsewhere
+    communication   inside collectives, waiting for slower processes included (what overlaps with computing counts as that)
+    evaluation      measuring tau
+    saving          states and best checkpoints
+    other           everything else of the loop
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PARTS = ("target", "drafter", "update", "data", "communication", "evaluation", "saving", "other")
+COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
+    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "broadcast_object_list",
+)  # fmt: skip
+"""Functions of torch.distributed whose time counts as communication."""
+
+
+class Timeline(Protocol):
+    """Gives marks, and the seconds between two of them; None while the device has not come there."""
+
+    def mark(self) -> Any: ...
+
+    def between(self, first: Any, second: Any) -> float | None: ...
+
+
+class HostTimeline:
+    """The CPU's clock."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def between(self, first: float, second: float) -> float:
+        """Seconds; always known."""
+        return second - first
+
+
+class DeviceTimeline:
+    """Events in the current CUDA stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind what was enqueued so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
+        """Seconds of the device's time, if it has come past the second event; never waits for it."""
+        return first.elapsed_time(second) / 1000.0 if second.query() else None
+
+
+class Clock:
+    """Puts time down to parts. Begins when it is made, in `other`."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or HostTimeline()
+        self._stack = ["other"]
+        self._open: deque[tuple[str, Any, Any]] = deque()
+        self._last = self.timeline.mark()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Clock:
+        """The clock for a training on `device`."""
+        return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
+
+    @property
+    def current(self) -> str:
+        """The part that time is put down to now."""
+        return self._stack[-1]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time inside the block belongs to `name`, except for parts within it."""
+        self._switch()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._stack.pop()
+
+    def _switch(self) -> None:
+        now = self.timeline.mark()
+        self._open.append((self._stack[-1], self._last, now))
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        """Seconds per part that have become known since the last call."""
+        self._switch()
+        seconds = dict.fromkeys(PARTS, 0.0)
+        while self._open:
+            name, first, second = self._open[0]
+            passed = self.timeline.between(first, second)
+            if passed is None:
+                break
+            seconds[name] += passed
+            self._open.popleft()
+        return seconds
+
+    def within(self, name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`function`, whose time belongs to `name`."""
+
+        @wraps(function)
+        def timed(given: Tensor) -> Tensor:
+            with self.part(name):
+                return function(given)
+
+        return timed
+
+
+class _TimedWork:
+    """A collective in flight: waiting for it is communication."""
+
+    def __init__(self, work: Any, clock: Clock) -> None:
+        self._work, self._clock = work, clock
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.distributed.Work.wait`."""
+        with self._clock.part("communication"):
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def timing_collectives(clock: Clock) -> Iterator[None]:
+    """Inside the block, time in torch.distributed's collectives is put down to communication, whoever calls them (DeepSpeed too).
+
+    Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
+    """
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with clock.part("communication"):
+                work = function(*args, **kwargs)
+            return _TimedWork(work, clock) if isinstance(work, dist.Work) else work
+
+        return run
+
+    plain = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    for name, function in plain.items():
+        setattr(dist, name, timed(function))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)

@@ -1,0 +1,90 @@
+"""What devices can do at most: a table of known GPUs, and a short matrix product on CPUs.
+
+Peaks are the makers' figures for dense bfloat16 tensor cores with float32 sums (without sparsity), at the boost clock; what
+float32 reaches there is not used, since GPUs train in bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from heads.api.errors import UserError, suggest
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """peak: bfloat16 FLOP/s; memory: bytes; link: bytes/s to each of the GPUs of the same machine, one direction; name_part: how
+    CUDA's device names show it.
+    """
+
+    peak: float
+    memory: float
+    link: float
+    name_part: str
+
+
+GPUS = {
+    "a100": Gpu(312 * TERA, 80 * GIGA, 300 * GIGA, "A100"),
+    "h100": Gpu(989.4 * TERA, 80 * GIGA, 450 * GIGA, "H100"),
+    "h200": Gpu(989.4 * TERA, 141 * GIGA, 450 * GIGA, "H200"),
+    "b200": Gpu(2250 * TERA, 180 * GIGA, 900 * GIGA, "B200"),
+    "l40s": Gpu(362 * TERA, 48 * GIGA, 32 * GIGA, "L40S"),
+    "l4": Gpu(121 * TERA, 24 * GIGA, 32 * GIGA, "L4"),
+    "a10": Gpu(125 * TERA, 24 * GIGA, 32 * GIGA, "A10"),
+    "rtx4090": Gpu(165.2 * TERA, 24 * GIGA, 32 * GIGA, "4090"),
+    "rtx3090": Gpu(71 * TERA, 24 * GIGA, 32 * GIGA, "3090"),
+}
+"""Name in configurations -> figures (SXM where there are several)."""
+PROBE_SIZE, PROBE_REPEATS = 1024, 5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s that utilisation is a share of, and where the number comes from. flops 0: unknown."""
+
+    flops: float
+    source: str
+
+
+def gpu(name: str) -> Gpu:
+    """A GPU of the table; raises `UserError` for one that is not there."""
+    if name not in GPUS:
+        raise UserError(f"plan.gpu '{name}' is unknown.{suggest(name, GPUS)}")
+    return GPUS[name]
+
+
+def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0) -> Peak:
+    """The peak of this device in `dtype`: as given, from the table, or measured (CPU)."""
+    if given_tflops > 0:
+        return Peak(given_tflops * TERA, "train.peak_tflops")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        # the longest part first: L40S is no L4
+        for known in sorted(GPUS.values(), key=lambda each: -len(each.name_part)):
+            if known.name_part in name:
+                return Peak(known.peak, f"{name}, dense bfloat16, maker's figure")
+        return Peak(0.0, f"{name} is not in the table; give train.peak_tflops")
+    return measured_peak(dtype, torch.get_num_threads())
+
+
+@cache
+def measured_peak(dtype: torch.dtype, threads: int) -> Peak:
+    """What a product of two [1024, 1024] matrices reaches on this CPU with `threads` threads: the best of five."""
+    assert threads == torch.get_num_threads(), "measured with the threads that are set"
+    left, right = (torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype) for _ in range(2))
+    left @ right
+    best = min(_timed(left, right) for _ in range(PROBE_REPEATS))
+    name = str(dtype).removeprefix("torch.")
+    return Peak(2 * PROBE_SIZE**3 / best, f"measured: {PROBE_SIZE}^3 {name} matrix product, {threads} threads")
+
+
+def _timed(left: torch.Tensor, right: torch.Tensor) -> float:
+    begun = time.perf_counter()
+    left @ right
+    return time.perf_counter() - begun

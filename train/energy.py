@@ -1,0 +1,61 @@
+"""What NVIDIA GPUs have used, where NVML tells: joules since the last reading.
+
+The `pynvml` module (package nvidia-ml-py) is optional; without it, on CPUs, and where the driver refuses, there is no figure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import torch
+
+
+class EnergyMeter:
+    """Joules of one CUDA device. Cards with an energy counter are read exactly; for others the power is integrated from reading to
+    reading.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type != "cuda":
+            return
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return
+        try:
+            nvml.nvmlInit()
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        except (nvml.NVMLError, AttributeError):
+            return
+        self._nvml = nvml
+        self._counter, self._read_at = self._total(), time.monotonic()
+
+    @property
+    def available(self) -> bool:
+        """Whether there will be figures."""
+        return self._nvml is not None
+
+    def take(self) -> float | None:
+        """Joules since the last call (or since the meter was made); None where they are not known."""
+        if self._nvml is None:
+            return None
+        counter, now = self._total(), time.monotonic()
+        before, since = self._counter, now - self._read_at
+        self._counter, self._read_at = counter, now
+        if counter is not None and before is not None:
+            return counter - before
+        try:
+            return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000.0 * since
+        except self._nvml.NVMLError:
+            return None
+
+    def _total(self) -> float | None:
+        """The card's counter in joules, where it has one."""
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000.0
+        except self._nvml.NVMLError:
+            return None
