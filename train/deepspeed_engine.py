@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,21 @@ def import_deepspeed(device_type: str) -> Any:
     return deepspeed
 
 
+def require_async_io(deepspeed: Any, path: str) -> None:
+    """Raise `UserError` unless this machine can keep AdamW's state on disk."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            f"engine.offload_path is '{path}', but deepspeed cannot write there: its async_io operation needs a C++ compiler, "
+            "ninja and libaio with its header (Debian, Ubuntu: apt install libaio-dev), or CFLAGS and LDFLAGS that point to them. "
+            "Leave engine.offload_path empty to use CPU memory."
+        )
+    if not Path(path).is_dir():
+        raise UserError(f"engine.offload_path '{path}' is no folder. Create it on a local disk, on every machine of the launch.")
+    deepspeed.ops.__compatible_ops__["async_io"] = True
+
+
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
     """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32 weights and
     our boundaries."""
@@ -73,8 +89,11 @@ def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, An
             "stage3_max_live_parameters": 20 * bucket,
             "memory_efficient_linear": False,
         }
-    if config.offload == "optimizer":
-        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.offload != "none":
+        disk = {"device": "nvme", "nvme_path": config.offload_path}
+        zero["offload_optimizer"] = disk if config.offload_path else {"device": "cpu"}
+    if config.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: batches never pass through DeepSpeed's loader
         "gradient_accumulation_steps": 1,
@@ -93,6 +112,8 @@ class DeepSpeedEngine:
         self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
     ) -> None:
         self.deepspeed = import_deepspeed(world.device.type)
+        if config.offload_path:
+            require_async_io(self.deepspeed, config.offload_path)
         join_world(world.device, always=True)
         self.drafter, self.world, self.stage, self.clip = drafter, world, config.zero_stage, optim.clip
         self.sharded = config.sharded

@@ -31,7 +31,7 @@ from train.shards import AnyPart, Part, collect, distribute, whole_spans
 
 NAMES = ("deepspeed", "torch")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OFFLOADS = ("none", "optimizer")
+OFFLOADS = ("none", "optimizer", "all")
 SHARDINGS = ("none", "zero3")
 
 
@@ -57,7 +57,13 @@ class EngineConfig:
     while it runs (train/target_sharding.py), for targets that do not fit one device.
     """
     offload: str = "none"
-    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory."""
+    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all` (zero_stage 3) the weights too,
+    while they are not in use.
+    """
+    offload_path: str = ""
+    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead of CPU memory. Needs libaio.
+    Each process writes there; nothing in it outlives the training. Empty: CPU memory.
+    """
 
     def __post_init__(self) -> None:
         for field, allowed in (("name", NAMES), ("precision", PRECISIONS), ("offload", OFFLOADS),
@@ -69,6 +75,16 @@ class EngineConfig:
             raise UserError(f"engine.zero_stage must be 0, 1, 2 or 3; given: {self.zero_stage}.")
         if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):
             raise UserError("engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3.")
+        if self.offload == "all" and self.zero_stage != 3:
+            raise UserError(
+                f"engine.offload=all moves weights that are divided, which needs engine.zero_stage=3; given: {self.zero_stage}. "
+                "Use offload=optimizer."
+            )
+        if self.offload_path and (self.offload == "none" or self.zero_stage != 3):
+            raise UserError(
+                "engine.offload_path needs engine.offload=optimizer or all, and engine.zero_stage=3; given: "
+                f"offload {self.offload}, zero_stage {self.zero_stage}."
+            )
 
     @property
     def dtype(self) -> torch.dtype:

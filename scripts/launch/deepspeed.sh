@@ -4,8 +4,10 @@
 #   HOSTFILE=hostfile scripts/launch/deepspeed.sh experiment=qwen3_8b_eagle3 run.name=qwen run.root=/shared/outputs
 #
 # A hostfile has one line per machine:   worker-1 slots=8
-# All machines need this environment at the same path, and run.root on a shared file system.
+# More than one machine needs pdsh on the first one, this environment at the same path on all, and run.root on a shared file system.
 # NCCL variables of the environment (NCCL_SOCKET_IFNAME, ...) are passed on by the launcher when listed in .deepspeed_env.
+# STAGES: what to do, in this order (default: "generate train measure report"). PORT: of the first machine (default: 29500).
+# The script is safe to repeat: complete stages are skipped, interrupted ones continue.
 set -euo pipefail
 
 hostfile="${HOSTFILE:?set HOSTFILE to a file with one \"<host> slots=<gpus>\" line per machine}"
@@ -13,10 +15,12 @@ if [[ ! -f "$hostfile" ]]; then
   echo "hostfile '$hostfile' does not exist" >&2
   exit 2
 fi
-launch=(deepspeed --hostfile "$hostfile" --no_python --no_local_rank)
+launch=(deepspeed --hostfile "$hostfile" --master_port "${PORT:-29500}" --no_python --no_local_rank)
 program="$(command -v headstart)"
 
-"${launch[@]}" "$program" generate "$@"
-"${launch[@]}" "$program" train "$@"
-headstart measure "$@"
-headstart report "$@"
+for stage in ${STAGES:-generate train measure report}; do
+  case "$stage" in
+    generate | train) "${launch[@]}" "$program" "$stage" "$@" ;;
+    *) headstart "$stage" "$@" ;;
+  esac
+done

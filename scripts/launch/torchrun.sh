@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# One machine, several GPUs: answers and training over all of them, measuring on one.
+# One machine, several processes: answers and training over all GPUs, measuring on one.
 #
 #   scripts/launch/torchrun.sh experiment=llama31_8b_eagle3 run.name=llama
 #
-# GPUS: number of processes per machine (default: all visible GPUs).
+# GPUS: processes on this machine (default: all visible GPUs; needed on a machine without any, where it counts CPU processes).
+# STAGES: what to do, in this order (default: "generate train measure report").
+# RESTARTS: how often a launch in which a process has died begins again by itself, from the newest state (default: 2).
 # The script is safe to repeat: complete stages are skipped, interrupted ones continue.
 set -euo pipefail
 
 gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
-launch=(torchrun --standalone --nproc-per-node "$gpus" --no-python)
+launch=(torchrun --standalone --nproc-per-node "$gpus" --max-restarts "${RESTARTS:-2}" --no-python)
 
-"${launch[@]}" headstart generate "$@"
-"${launch[@]}" headstart train "$@"
-headstart measure "$@"
-headstart report "$@"
+for stage in ${STAGES:-generate train measure report}; do
+  case "$stage" in
+    generate | train) "${launch[@]}" headstart "$stage" "$@" ;;
+    *) headstart "$stage" "$@" ;;
+  esac
+done

@@ -18,7 +18,7 @@ from train.engine import EngineConfig, TorchEngine, make_engine
 from train.optim import OptimConfig, make_optimizer
 
 DEEPSPEED = [f"deepspeed:{stage}:float32" for stage in range(4)]
-OFFLOADED = ["deepspeed:2:float32:optimizer", "deepspeed:3:float32:optimizer"]
+OFFLOADED = ["deepspeed:2:float32:optimizer", "deepspeed:3:float32:optimizer", "deepspeed:3:float32:all"]
 FLOAT32 = ["torch:0:float32", *DEEPSPEED]
 # ZeRO-3 in bfloat16 comes last on purpose: the process ends right after it, which used to abort (docs/decisions.md).
 BFLOAT16 = ["torch:0:bfloat16", "deepspeed:1:bfloat16", "deepspeed:3:bfloat16"]
@@ -141,6 +141,9 @@ def test_a_weight_that_no_row_uses_is_updated_as_beside_a_process_that_uses_it()
         ({"precision": "float16"}, "engine.precision 'float16' is unknown"),
         ({"zero_stage": 4}, "engine.zero_stage must be 0, 1, 2 or 3; given: 4"),
         ({"name": "torch", "offload": "optimizer"}, "engine.offload needs engine.name=deepspeed"),
+        ({"zero_stage": 2, "offload": "all"}, "needs engine.zero_stage=3; given: 2"),
+        ({"zero_stage": 3, "offload_path": "disk"}, "engine.offload_path needs engine.offload=optimizer or all"),
+        ({"target_sharding": "zero2"}, "engine.target_sharding 'zero2' is unknown"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, object], message: str) -> None:
