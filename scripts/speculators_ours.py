@@ -25,6 +25,7 @@ from train.distributed import join_world
 from train.engine import TrainEngine, make_engine
 from train.loop import Run
 from train.memory import keep_freed_memory
+from train.meter import Meter
 from train.optim import learning_rate
 from train.state import StateStore
 from train.stopping import StopRequest
@@ -50,11 +51,13 @@ def follow(run: Run, engine: TrainEngine, channel: Channel) -> None:
     job, out = run.job, run.job.out
     tracker = Tracker(job.config.tracker, out, length=0, settings=run.facts, active=True)
     with Display("", run.steps, 0, active=False) as display, tracker, StopRequest() as request:
+        progress = Progress()
         trainer = Trainer(
             engine=engine, features=run.features(), loader=run.loader,
             rate=lambda step: learning_rate(step, run.steps, job.optim.lr, job.schedule),
             evaluate=None, keep_best=run.keep_best, store=StateStore(out / "checkpoints", 1, run.world), tracker=tracker,
-            display=display, world=run.world, limits=Limits(run.steps, 0, 0, 0, 0.0), run_facts=run.facts, progress=Progress(),
+            display=display, world=run.world, limits=Limits(run.steps, 0, 0, 0, 0.0), run_facts=run.facts, progress=progress,
+            meter=Meter(run.world.device, job.engine.dtype, progress.spent),
         )  # fmt: skip
         stream = run.loader.iterate(0, 1_000_000)
         for command in channel.commands():

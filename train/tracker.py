@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: `log.jsonl`, and Weights & Biases if asked for.
+"""What a run writes down while it trains: `log.jsonl`, and Weights & Biases and TensorBoard if asked for.
 
 One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
 written later is cut off first, so that nothing is there twice.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError, suggest
+from train.tensorboard import EventFile, scalars
 
 LOG_FILE = "log.jsonl"
 WANDB_MODES = ("disabled", "offline", "online")
@@ -32,6 +33,8 @@ class TrackerConfig:
     """Weights & Biases project."""
     name: str = ""
     """Name of the run there; empty: the kind of drafter."""
+    tensorboard: bool = False
+    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
@@ -60,6 +63,7 @@ class Tracker:
         self.run_id = run_id
         self._file: Any = None
         self._wandb: Any = None
+        self._events: EventFile | None = None
         if not active:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -67,6 +71,8 @@ class Tracker:
         self._file = path.open("ab")
         if path.stat().st_size > length:
             self._file.truncate(length)
+        if config.tensorboard:
+            self._events = EventFile(out, read_log(path))
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
@@ -102,8 +108,9 @@ class Tracker:
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._wandb is not None:
-            numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-            self._wandb.log(numbers, step=step)
+            self._wandb.log(dict(scalars(line)), step=step)
+        if self._events is not None:
+            self._events.write(step, line)
 
     def flush(self) -> int:
         """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
@@ -117,6 +124,9 @@ class Tracker:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
@@ -151,4 +161,6 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     """JSON knows no infinity and no not-a-number: None stands for them."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heads.api.errors import UserError
+from train.tensorboard import FOLDER, crc32c
 from train.tracker import LOG_FILE, Tracker, TrackerConfig, read_log, without_secrets
 
 OFF = TrackerConfig(wandb="disabled")
@@ -56,6 +60,67 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def events(out: Path) -> list[tuple[int, dict[str, float]]]:
+    """What an event file says, read back by the format's own description: step and values of every summary."""
+    (path,) = (out / FOLDER).iterdir()
+    content, found, at = path.read_bytes(), [], 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        body = content[at + 12 : at + 12 + length]
+        for start, size in ((at, 8), (at + 12, length)):
+            (stored,) = struct.unpack_from("<I", content, start + size)
+            plain = (stored - 0xA282EAD8) & 0xFFFFFFFF
+            assert ((plain >> 17) | (plain << 15)) & 0xFFFFFFFF == crc32c(content[start : start + size])
+        at += 16 + length
+        parts = dict(fields(body))
+        if 5 in parts:
+            values = [dict(fields(value)) for _, value in fields(parts[5])]
+            found.append((parts[2], {each[1].decode(): struct.unpack("<f", each[2])[0] for each in values}))
+    return found
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and content of every field of a protocol buffer."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or varint()
+        yield number, message[at : at + size]
+        at += size
+
+
+def test_the_checksum_is_castagnolis() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of its specification
+
+
+def test_tensorboard_shows_every_step_once_also_after_a_kill(tmp_path: Path) -> None:
+    config = TrackerConfig(wandb="disabled", tensorboard=True)
+    with Tracker(config, tmp_path, length=0, settings={}) as log:
+        log.write(1, {"loss": 1.5, "cost": {"target": 0.25, "mfu": 0.5}, "name": "x"})
+        length = log.flush()
+        log.write(300, {"loss": 3.0})  # after the state
+    assert [step for step, _ in events(tmp_path)] == [1, 300]
+    with Tracker(config, tmp_path, length=length, settings={}) as log:
+        log.write(300, {"loss": 4.0, "gap": math.nan, "best": True})
+    assert events(tmp_path) == [
+        (1, {"loss": 1.5, "cost/target": 0.25, "cost/mfu": 0.5}),
+        (300, {"loss": 4.0, "best": 1.0}),
+    ]
+
+
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -65,8 +130,12 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         log.write(1, {"tau": 1.5, "tau_ci95": [1.0, 2.0]})
         run_id = log.run_id
     assert run_id
+    with Tracker(TrackerConfig(name="micro"), tmp_path, length=0, settings=settings, run_id=run_id) as log:
+        assert log.run_id == run_id  # continued, not begun anew
+        log.write(2, {"loss": 1.0})
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 1
+    assert len(files) == 2
+    assert {path.stem for path in files} == {f"run-{run_id}"}
     content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
     assert b"tau" in content
     assert b"hf_abcdef" not in content
