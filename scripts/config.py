@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from scripts.measure import MeasureConfig
     from scripts.report import ReportConfig
     from scripts.run import RunConfig
+    from train.data.sampling import SamplingConfig
     from train.data.sources import DataConfig
     from train.engine import EngineConfig
     from train.features import FeaturesConfig
@@ -52,7 +53,7 @@ EXTRA_VARIABLE = "HEADSTART_CONF"
 CONSUMERS = {
     "target": "inference.loading:TargetConfig",
     "data": "train.data.sources:DataConfig",
-    "sampling": "inference.engine:DecodeConfig",
+    "sampling": "train.data.sampling:SamplingConfig",
     "generate": "train.generate:GenerateConfig",
     "features": "train.features:FeaturesConfig",
     "engine": "train.engine:EngineConfig",
@@ -91,7 +92,7 @@ class Settings:
     target: TargetConfig
     head: HeadSettings
     data: DataConfig
-    sampling: DecodeConfig
+    sampling: SamplingConfig
     generate: GenerateConfig
     features: FeaturesConfig
     engine: EngineConfig

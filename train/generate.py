@@ -1,10 +1,11 @@
 """`headstart generate`: the target answers prompts, and its answers become the training data.
 
-Answers are sampled by our own decoder, optionally sped up by a drafter, which changes nothing in them. An
-answer depends on its prompt, the sampling settings and the prompt's own seed: not on the number of processes,
-nor on the order or the batch. (The last holds as far as the target's arithmetic does: in float32 a batch may
-round differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common. Continuing after
-a kill repeats nothing that was written, so a finished folder is consistent.)
+Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a held-out prompt is left out
+(`train/data/ingest.py`). Answers are sampled by our own decoder, optionally sped up by a drafter, which changes nothing in them; by
+servers that return token ids; or by vLLM in this process. With our decoder an answer depends on its prompt, the sampling settings
+and the prompt's own seed: not on the number of processes, nor on the order or the batch. (The last holds as far as the target's
+arithmetic does: in float32 a batch may round differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
+Continuing after a kill repeats nothing that was written, so a finished folder is consistent.)
 
 Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files, see
 `train/data/answers.py`. Running the same command again continues; another configuration in the same folder is
@@ -15,43 +16,42 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from numpy.typing import NDArray
 
-from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError, suggest
-from inference.engine import DecodeConfig, Engine, Request
+from inference.engine import DecodeConfig
 from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
-from inference.target import TargetModel
-from train.data.answering import Refused, keep_answer, read_rows, request_of, sample_answers, sampled_answer
+from train.answer_loop import AnyTarget, answer_rows, console_of, load_target
 from train.data.answers import (
     DONE,
-    FAILED,
+    INPUT,
     SETTINGS,
-    SKIPPED,
-    Answer,
-    PartWriter,
     clear_output,
     merge_parts,
     output_lock,
     read_done,
     remove_parts,
 )
-from train.data.sources import DataConfig, Row, SkippedRow
-from train.data.tables import BadRowError
-from train.processes import join_processes, on_main, own_device, terminable
+from train.data.held_out import load_held_out
+from train.data.ingest import Input, ingest, remove_rows
+from train.data.sampling import sampling_of
+from train.data.sources import DataConfig
+from train.processes import join_processes, on_main
 
 ANSWERS = ("sample", "dataset")
 SHOWN_REASONS = 5
+SHOWN_ROWS = 25
+"""Blocks of input after which their number is said."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class GenerateConfig:
     answers are the same."""
     shard_rows: int = 4096
     """Most answers in one shard of the final output."""
+    window_rows: int = 8192
+    """Rows that are rendered, ordered by length and answered together, per process; memory grows with it."""
     flush_rows: int = 256
     """Finished answers that are written together; a kill loses at most these, and they are generated
     again."""
@@ -80,7 +82,7 @@ class GenerateConfig:
             raise UserError(
                 f"generate.answers '{self.answers}' is not known.{suggest(self.answers, ANSWERS)}"
             )
-        for name in ("shard_rows", "flush_rows"):
+        for name in ("shard_rows", "window_rows", "flush_rows"):
             if getattr(self, name) < 1:
                 raise UserError(f"generate.{name} must be at least 1; given: {getattr(self, name)}.")
 
@@ -117,24 +119,51 @@ def generate(
         on_main(state, lambda: stack.enter_context(output_lock(out, exclusive=True)))
         if not state.is_main_process:
             stack.enter_context(output_lock(out, exclusive=False))
-        rows, total, fingerprint = read_rows(data, state.process_index, state.num_processes)
-        model = TargetModel.load(own_device(target, state))
-        settings = settings_of(job, model, fingerprint)
-        done = set(on_main(state, lambda: prepare_output(out, settings, config.overwrite)))
+        on_main(state, lambda: refuse_foreign(out))
+        model = load_target(job)
+        read = on_main(state, lambda: read_input(job, model))
+        settings = settings_of(job, model, read)
+        done = on_main(state, lambda: prepare_output(out, settings, config.overwrite, read.total))
         manifest = on_main(state, lambda: finished_manifest(out))
         if manifest is None:
-            answer_rows(job, model, [row for row in rows if row.index not in done], already=len(done))
+            on_main(state, lambda: read_input(job, model, again=True))  # a finished folder has lost its rows
+            answer_rows(job, model, read.total, done)
             gather_object([state.process_index])  # returns once every process has written its last part
-            manifest = on_main(state, lambda: finish(job, model, settings, total, provenance))
+            manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
         if state.is_main_process:
-            _console().print(summary(manifest, out))
+            console_of().print(summary(manifest, out))
         return manifest
+
+
+def read_input(job: Job, target: AnyTarget, again: bool = False) -> Input:
+    """Read the sources into the output folder, once; says what was left out. again: once more, quietly, for missing answers."""
+    console = console_of(again)
+    held_out = load_held_out(job.data)
+
+    def progress(rows: int) -> None:
+        if rows % (SHOWN_ROWS * 4096) == 0:
+            console.print(f"{rows} rows read")
+
+    def text(tokens: tuple[int, ...]) -> str:
+        return str(target.tokenizer.decode(tokens))
+
+    finished = (job.out / MANIFEST_FILE).is_file() and not again
+    read = ingest(job.data, job.out / INPUT, held_out, text, progress=progress, answered=finished)
+    for source in read.report["sources"]:
+        if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
+            console.print(
+                f"source '{source['name']}' ran out after {source['rows']} rows: it is {source['share']:.1%} of the mixture, "
+                f"{source['share_asked']:.1%} were asked for"
+            )
+    for reason, count in read.report["left_out"].items():
+        console.print(f"left out: {count} of {read.total} rows, {reason}")
+    return read
 
 
 # ---- the input, and whether the output folder belongs to it ------------------------------------------------
 
 
-def settings_of(job: Job, model: TargetModel, fingerprint: str) -> dict[str, Any]:
+def settings_of(job: Job, model: AnyTarget, read: Input) -> dict[str, Any]:
     """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they may change
     between resumptions."""
     template = str(model.tokenizer.chat_template or "")
@@ -145,7 +174,13 @@ def settings_of(job: Job, model: TargetModel, fingerprint: str) -> dict[str, Any
             "tokenizer_hash": model.info.tokenizer_hash,
             "chat_template": hashlib.sha256(template.encode()).hexdigest()[:32],
         },
-        "data": {"rows": fingerprint, "turn": job.data.turn, "max_prompt_tokens": job.data.max_prompt_tokens},
+        "data": {
+            "rows": read.fingerprint,
+            "turn": job.data.turn,
+            "max_prompt_tokens": job.data.max_prompt_tokens,
+            **({"left_out": read.left_out} if read.left_out else {}),
+            **_unusual(job.data),
+        },
     }
     if job.config.answers == "sample":
         settings["target"]["dtype"] = job.target.dtype
@@ -153,17 +188,19 @@ def settings_of(job: Job, model: TargetModel, fingerprint: str) -> dict[str, Any
     return settings
 
 
-def sampling_of(decode: DecodeConfig) -> dict[str, Any]:
-    """The part of a decode configuration that decides the text."""
-    return {
-        **json.loads(json.dumps(asdict(decode.sampling()))),  # as it is read back: lists, not tuples
-        "max_new_tokens": decode.max_new_tokens,
-        "seed": decode.seed,
-    }
+def refuse_foreign(out: Path) -> None:
+    """Raise `UserError` for a folder that another stage has written."""
+    if (out / MANIFEST_FILE).exists() and not (out / SETTINGS).is_file():
+        raise UserError(
+            f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
+            "another folder."
+        )
 
 
-def prepare_output(out: Path, settings: Mapping[str, Any], overwrite: bool) -> list[int]:
-    """Make `out` ready for `settings` and return the indices of rows that are done already.
+def prepare_output(
+    out: Path, settings: Mapping[str, Any], overwrite: bool, total: int
+) -> NDArray[np.bool_]:
+    """Make `out` ready for `settings` and return which of the `total` rows are done already.
 
     Raises `UserError` naming the differences when the folder holds another configuration's answers, unless
     `overwrite`.
@@ -180,13 +217,11 @@ def prepare_output(out: Path, settings: Mapping[str, Any], overwrite: bool) -> l
             )
         if differences:
             clear_output(out)
-    elif (out / MANIFEST_FILE).exists():
-        raise UserError(
-            f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
-            "another folder."
-        )
     write_json(path, settings)
-    return read_done(out)
+    done = np.zeros(total, dtype=bool)
+    found = read_done(out)
+    done[found[(found >= 0) & (found < total)]] = True  # others are refused when all is put together
+    return done
 
 
 def finished_manifest(out: Path) -> dict[str, Any] | None:
@@ -197,7 +232,16 @@ def finished_manifest(out: Path) -> dict[str, Any] | None:
     for entry in manifest["shards"]:
         verify_file(out, entry)
     remove_parts(out)
+    remove_rows(out / INPUT)
     return manifest
+
+
+def _unusual(data: DataConfig) -> dict[str, Any]:
+    """Settings that change what is rendered, where they are not the defaults: those that older versions did not have."""
+    names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
+    usual = asdict(DataConfig("-"))
+    chosen = asdict(data)
+    return {name: chosen[name] for name in names if chosen[name] != usual[name]}
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -216,91 +260,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:14] + '..."'
 
 
-# ---- answering ---------------------------------------------------------------------------------------------
-
-
-def answer_rows(job: Job, model: TargetModel, rows: Sequence[Row | SkippedRow], already: int) -> None:
-    """Write an answer, a failure or a skip for each row to this process's part files; an interruption writes
-    what is finished."""
-    writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds)
-    console = _console(quiet=not job.state.is_main_process)
-    if already:
-        console.print(f"continuing: {already} rows were finished before")
-    try:
-        with terminable(), writer, _progress(console) as progress:
-            waiting = _render_rows(job, model, rows, writer, progress)
-            _sample_rows(job, model, waiting, writer, progress)
-    except (KeyboardInterrupt, SystemExit):
-        console.print(
-            f"interrupted: {writer.written} rows of this run are kept in '{job.out}'; the same command "
-            "continues"
-        )
-        raise
-
-
-def _render_rows(
-    job: Job, model: TargetModel, rows: Sequence[Row | SkippedRow], writer: PartWriter, progress: Progress
-) -> dict[int, tuple[Row, Request]]:
-    """Requests by index for all rows that need an answer; the others are written at once."""
-    waiting: dict[int, tuple[Row, Request]] = {}
-    task = progress.add_task("rendering prompts", total=len(rows), speed="")
-    for row in rows:
-        try:
-            if isinstance(row, SkippedRow):
-                raise BadRowError(row.reason)
-            if job.config.answers == "dataset":
-                writer.add(keep_answer(row, model))
-            else:
-                waiting[row.index] = (row, request_of(row, model, job.data, job.decode))
-        except (BadRowError, UserError) as error:
-            writer.add(Answer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error)))
-        progress.advance(task)
-    progress.remove_task(task)
-    return waiting
-
-
-def _sample_rows(
-    job: Job,
-    model: TargetModel,
-    waiting: Mapping[int, tuple[Row, Request]],
-    writer: PartWriter,
-    progress: Progress,
-) -> None:
-    """Sample an answer for each request and write it."""
-    if not waiting:
-        return
-    drafter = None
-    if job.config.drafter is not None:
-        drafter = load_drafter(Path(job.config.drafter), model.info, model.weights)
-    engine = Engine(model, drafter, job.decode)
-    share = "" if job.state.num_processes == 1 else f" (process 1 of {job.state.num_processes})"
-    task = progress.add_task(f"answers{share}", total=len(waiting), speed="")
-    tokens = 0
-    for outcome in sample_answers(engine, [request for _, request in waiting.values()]):
-        row, request = waiting[outcome.request.index]
-        if isinstance(outcome, Refused):
-            writer.add(
-                Answer(row.id, row.index, row.domain, seed=request.seed, status=FAILED, reason=outcome.reason)
-            )
-        else:
-            writer.add(sampled_answer(row, outcome))
-            tokens += len(outcome.tokens)
-        elapsed = progress.tasks[-1].elapsed or 0.0
-        progress.update(task, advance=1, speed=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
-
-
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
 def finish(
     job: Job,
-    model: TargetModel,
+    model: AnyTarget,
     settings: Mapping[str, Any],
-    total: int,
+    read: Input,
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError` when nothing
     was answered."""
+    total = read.total
     merged = merge_parts(job.out, total, job.config.shard_rows)
     if not merged.counts[DONE]:
         raise UserError(f"none of the {total} rows could be answered: {_reasons(merged.reasons)}.")
@@ -309,13 +281,16 @@ def finish(
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
         "data": {**asdict(job.data), "answers": job.config.answers, "fingerprint": settings["data"]["rows"]},
+        "input": read.report,
         "counts": merged.counts,
+        "truncated": merged.truncated,
         "reasons": merged.reasons,
         "shards": merged.shards,
         "failures": merged.failures,
     }
     write_manifest(job.out, "generate", content, provenance)
     remove_parts(job.out)
+    remove_rows(job.out / INPUT)
     return read_manifest(job.out, "generate")
 
 
@@ -327,24 +302,12 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
         f"{counts['input']} input rows; "
         f"{counts['tokens']} answer tokens in {len(manifest['shards'])} shards under '{out}'"
     )
+    cut = manifest.get("truncated", {})
+    if cut.get("rows"):
+        line += f"; {cut['rows']} rows were cut by {cut['tokens']} tokens"
     return line + (f"\nnot answered: {_reasons(manifest['reasons'])}" if manifest["reasons"] else "")
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:
     shown = [f"{reason} ({count} rows)" for reason, count in list(reasons.items())[:SHOWN_REASONS]]
     return "; ".join(shown) + ("; ..." if len(reasons) > SHOWN_REASONS else "")
-
-
-def _console(quiet: bool = False) -> Console:
-    return Console(stderr=True, quiet=quiet, markup=False, highlight=False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )

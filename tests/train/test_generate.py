@@ -20,7 +20,8 @@ from inference.manifest import read_manifest
 from inference.prompts import prompt_seed
 from inference.target import TargetModel
 from tests.inference.tokenizers import save_micro_target
-from train.data.answering import Refused, sample_answers
+from train.answer_loop import sample_answers
+from train.data.answering import Refused
 from train.data.answers import SHARD_SCHEMA, output_lock
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
@@ -262,15 +263,17 @@ def job(out, prompts, target, kills, **config):
 
 
 KILLS = {
-    # While answering: before the settings are in place, after one part, after three, after a SIGTERM, early
-    # once more.
-    "answering": [["before", 1], ["before", 3], ["after", 4], ["term", 4], ["before", 2], None, None],
-    # While merging: with all answers in one part, the files are settings, part, three shards, failures,
-    # manifest.
-    "merging": [["after", 2], ["before", 3], ["after", 4], ["before", 5], ["before", 6], ["after", 6], None],
+    # While reading the input (rows, state, verdict, summary): before anything, with rows, with a verdict. While
+    # answering: after one part, after three, after a SIGTERM, early once more.
+    "answering": [
+        ["before", 1], ["after", 2], ["before", 2], ["before", 5], ["after", 4], ["term", 4], ["before", 2], None, None,
+    ],
+    # While merging: with all answers in one part, the files are four of the input, settings, part, three shards,
+    # failures, manifest.
+    "merging": [["after", 6], ["before", 3], ["after", 4], ["before", 5], ["before", 6], ["after", 6], None],
     # A SIGTERM before anything was written.
     "terminated": [["term", 7]],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

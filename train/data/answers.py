@@ -160,11 +160,11 @@ def remove_parts(out: Path) -> None:
 
 
 def clear_output(out: Path) -> None:
-    """Remove everything that generation writes to `out`, and nothing else; the manifest first, so a kill
+    """Remove everything that generation writes to `out` but the input, and nothing else; the manifest first, so a kill
     leaves no half of it valid."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
-    for name in (PARTS, SHARDS, PACKED, INPUT):
+    for name in (PARTS, SHARDS, PACKED):
         shutil.rmtree(out / name, ignore_errors=True)
 
 

@@ -18,14 +18,25 @@ def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int
     """
     offset = _mix_int(_mix_int(seed & MASK) ^ (stream & MASK))
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(offset)
-    return np.argsort(_mix(state), kind="stable").astype(np.int64)
+    return np.argsort(mix(state), kind="stable").astype(np.int64)
 
 
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def unit_interval(seed: int, index: int) -> float:
+    """A number in [0, 1) for (seed, index), evenly spread over every run of indices: multiples of the golden ratio.
+
+    Of any n successive ones, an interval of length w holds w n of them up to a deviation that grows like log n, where random
+    numbers deviate by the root of n.
+    """
+    start = _mix_int(seed & MASK)
+    return ((start + (index + 1) * GOLDEN) & MASK) / 2**64
+
+
+def mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64: spreads every bit of the values over all bits."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
 def _mix_int(value: int) -> int:
-    return int(_mix(np.array([(value + GOLDEN) & MASK], dtype=np.uint64))[0])
+    return int(mix(np.array([(value + GOLDEN) & MASK], dtype=np.uint64))[0])

@@ -1,8 +1,9 @@
 """Where prompts and conversations come from: any dataset, turned into rows with a stable id, or a reason why
 one was skipped.
 
-Nothing disappears: iterating over a `Source` yields one `Row` or one `SkippedRow` per row of the dataset
-(after shuffle and limit), in an order that depends on the configuration alone.
+Nothing disappears: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset (after shuffle and limit), in an order
+that depends on the configuration alone, and can continue from any place. A `Mixture` interleaves several sources by weight: which
+one is asked for row i is a function of (seed, i) and of which sources have run out by then.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from heads.api.errors import UserError, suggest
 from inference.chat import Message, Span, check_messages, check_unicode
-from train.data.permute import stable_permutation
-from train.data.tables import BadRowError, Table, open_table
+from train.data.config import DataConfig, SourceConfig
+from train.data.permute import stable_permutation, unit_interval
+from train.data.streams import Place, Rows, TableRows, open_rows_streaming
+from train.data.tables import BadRowError, open_table
 
-KINDS = ("auto", "messages", "prompt", "tokens")
-TURNS = ("first", "last")
+__all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
+
 COLUMN_NAMES = {
     "messages": ("messages", "conversations", "conversation"),
     "tokens": ("tokens", "input_ids"),
@@ -40,59 +45,14 @@ SHAREGPT_ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """Which dataset, and how its columns are read."""
-
-    path: str
-    """Hub dataset id, or a local .jsonl, .json, .parquet or .arrow file, a folder of one kind of them, a
-    glob, or a saved dataset."""
-    name: str | None = None
-    """Configuration of a Hub dataset (its `name` in `datasets.load_dataset`)."""
-    split: str = "train"
-    """Split of a Hub or saved dataset; local files are one split."""
-    revision: str | None = None
-    """Git revision of a Hub dataset; None takes the newest, so name one where runs must be repeatable."""
-    kind: str = "auto"
-    """What the column holds: messages (OpenAI {role, content} or ShareGPT {from, value}), prompt (text),
-    tokens (ids), or auto."""
-    column: str | None = None
-    """Column with the content; None looks for messages, conversations, conversation, tokens, input_ids,
-    prompt, in this order."""
-    spans_column: str = "spans"
-    """Column with answer spans [[start, end), ...] of pre-tokenised rows; used when it exists."""
-    id_column: str | None = None
-    """Column with unique row ids; None makes ids from a hash of the content."""
-    domain_column: str | None = None
-    """Column with the row's domain (code, chat, ...); None uses `domain` for all rows."""
-    domain: str = "general"
-    """Domain of all rows when there is no `domain_column`, and of rows whose value there is empty."""
-    turn: str = "last"
-    """Which user message the target answers: the first or the last one of a conversation. Earlier turns stay
-    as context."""
-    limit: int | None = None
-    """Most rows to use, counted after shuffling; None uses all."""
-    shuffle: bool = False
-    """Whether rows are taken in a random order (fixed by `seed`)."""
-    seed: int = 0
-    """Seed of the shuffle."""
-    max_prompt_tokens: int | None = None
-    """Longer prompts are skipped and counted; None allows what the target's positions allow."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"data.kind '{self.kind}' is not known.{suggest(self.kind, KINDS)}")
-        if self.turn not in TURNS:
-            raise UserError(f"data.turn '{self.turn}' is not known.{suggest(self.turn, TURNS)}")
-        for field in ("limit", "max_prompt_tokens"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise UserError(f"data.{field} must be at least 1, or null for no limit; given: {value}.")
+KIND_PROBE = 1000
+"""Rows that are looked at to find what a column holds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring them."""
+    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring them, `tools` only for
+    conversations that do."""
 
     index: int
     id: str
@@ -100,6 +60,13 @@ class Row:
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
     spans: tuple[Span, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What the row's hash covers."""
+        content: dict[str, Any] = {"messages": self.messages, "tokens": self.tokens, "spans": self.spans}
+        return {**content, "tools": self.tools} if self.tools else content
 
 
 @dataclass(frozen=True)
@@ -113,35 +80,56 @@ class SkippedRow:
 
 
 class Source:
-    """An opened dataset. Iterating yields `Row` and `SkippedRow`, one per row; may be repeated."""
+    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may be repeated."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self.config = config
-        self.table: Table = open_table(config.path, config.name, config.split, config.revision)
-        if not len(self.table):
+    def __init__(self, config: SourceConfig, label: str = "") -> None:
+        self.config, self.label = config, label
+        self.rows: Rows = self._open()
+        self.column = self._find_column()
+        self.kind = self._find_kind()
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Row | SkippedRow]:
+        return self.read(None)
+
+    def read(self, place: Place | None) -> Iterator[Row | SkippedRow]:
+        """Rows from a place on; `index` counts this source's rows."""
+        self.taken = place["taken"] if place else 0
+        if self.taken == self.config.limit:
+            return
+        for number, raw in self.rows.read(place["rows"] if place else None):
+            self.taken += 1
+            yield self._read(self.taken - 1, number, raw)
+            if self.taken == self.config.limit:
+                return
+
+    def place(self) -> Place:
+        """Where the last row that `read` gave ends, for `read` to continue from."""
+        return {"taken": self.taken, "rows": self.rows.place()}
+
+    def _open(self) -> Rows:
+        config = self.config
+        if config.streaming:
+            return open_rows_streaming(
+                config.path,
+                config.name,
+                config.split,
+                config.revision,
+                shuffle=config.shuffle,
+                seed=config.seed,
+                buffer=config.buffer,
+            )
+        table = open_table(config.path, config.name, config.split, config.revision)
+        if not len(table):
             raise UserError(
                 f"dataset '{config.path}' is empty: it has no rows. Check data.path, data.name and "
                 "data.split."
             )
-        self.column = self._find_column()
-        self._numbers = self._choose()
-        self.kind = self._find_kind()
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[Row | SkippedRow]:
-        seen: set[str] = set()
-        for index, number in enumerate(self._numbers):
-            row = self._read(index, int(number))
-            if isinstance(row, Row) and row.id in seen:
-                row = SkippedRow(index, row.id, row.domain, "the id or the content is that of an earlier row")
-            elif isinstance(row, Row):
-                seen.add(row.id)
-            yield row
+        numbers = stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
+        return TableRows(table, numbers[: config.limit])
 
     def _find_column(self) -> str:
-        columns = self.table.columns
+        columns = self.rows.columns
         for field in ("column", "id_column", "domain_column"):
             name = getattr(self.config, field)
             if name is not None and name not in columns:
@@ -163,21 +151,13 @@ class Source:
             f"Set data.column to one of: {', '.join(columns) or 'nothing'}."
         )
 
-    def _choose(self) -> np.ndarray:
-        count = len(self.table)
-        numbers = stable_permutation(count, self.config.seed) if self.config.shuffle else np.arange(count)
-        return numbers[: self.config.limit]
-
     def _find_kind(self) -> str:
         """The configured kind, or that of the first row whose value is text, a list of ids or a list of
         messages."""
         if self.config.kind != "auto":
             return self.config.kind
-        for number in self._numbers:
-            try:
-                value = self.table[int(number)].get(self.column)
-            except BadRowError:
-                continue
+        for _, row in islice(self.rows.read(None), KIND_PROBE):
+            value = None if isinstance(row, BadRowError) else row.get(self.column)
             if isinstance(value, str):
                 return "prompt"
             if isinstance(value, Mapping):
@@ -189,10 +169,11 @@ class Source:
             "messages in any row."
         )
 
-    def _read(self, index: int, number: int) -> Row | SkippedRow:
-        identity, domain = f"row-{number}", self.config.domain
+    def _read(self, index: int, number: int, raw: Mapping[str, Any] | BadRowError) -> Row | SkippedRow:
+        identity, domain = f"{self.label}row-{number}", self.config.domain
         try:
-            raw = self.table[number]
+            if isinstance(raw, BadRowError):
+                raise raw
             if self.config.domain_column is not None:
                 domain = check_unicode(str(raw.get(self.config.domain_column) or domain), "the domain")
             content = self._content(raw)
@@ -206,7 +187,8 @@ class Source:
         if value is None:
             raise BadRowError(f"column '{self.column}' is missing or null")
         if self.kind == "messages":
-            return {"messages": tuple(check_messages(from_sharegpt(value)))}
+            tools = read_tools(raw.get(self.config.tools_column))
+            return {"messages": tuple(check_messages(from_sharegpt(value))), "tools": tools}
         if self.kind == "tokens":
             tokens = read_tokens(value)
             return {"tokens": tokens, "spans": read_spans(raw.get(self.config.spans_column), len(tokens))}
@@ -218,11 +200,78 @@ class Source:
 
     def _identity(self, raw: Mapping[str, Any], content: Mapping[str, Any]) -> str:
         if self.config.id_column is None:
-            return content_hash(content)[:32]
+            # What a row had before it could bring tools: ids stay what they were.
+            hashed = {key: value for key, value in content.items() if key != "tools" or value}
+            return content_hash(hashed)[:32]
         given = raw.get(self.config.id_column)
         if given is None or given == "":
             raise BadRowError(f"column '{self.config.id_column}' (the row's id) is empty")
-        return check_unicode(str(given), "the id")
+        return self.label + check_unicode(str(given), "the id")
+
+
+class Mixture:
+    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at among those that are left."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.data = data
+        labels = [Path(source.path).stem for source in data.sources]
+        self.labels = [
+            label if labels.count(label) == 1 else f"{label}{number}" for number, label in enumerate(labels)
+        ]
+        named = [f"{label}/" if data.mixture else "" for label in self.labels]
+        self.sources = [Source(config, label) for config, label in zip(data.sources, named, strict=True)]
+        self.index = 0
+        self.ended: dict[int, int] = {}
+
+    def read(self, place: Place | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
+        """(number of the source, row) from a place on; `index` counts all rows."""
+        self.index = place["index"] if place else 0
+        self.ended = {int(number): at for number, at in place["ended"].items()} if place else {}
+        places = place["sources"] if place else [None] * len(self.sources)
+        open_rows = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
+        for source, at in zip(self.sources, places, strict=True):
+            source.taken = at["taken"] if at else 0
+        self._resumed = list(places)
+        limit = self.data.limit if self.data.mixture else None
+        while len(self.ended) < len(self.sources) and self.index != limit:
+            number = self._pick()
+            row = next(open_rows[number], None)
+            if row is None:
+                self.ended[number] = self.index
+                continue
+            self._resumed[number] = None
+            self.index += 1
+            yield number, replace(row, index=self.index - 1)
+
+    def place(self) -> Place:
+        """Where the last row that `read` gave ends."""
+        places = [
+            kept if kept is not None or not source.taken else source.place()
+            for kept, source in zip(self._resumed, self.sources, strict=True)
+        ]
+        return {"index": self.index, "ended": dict(self.ended), "sources": places}
+
+    def report(self) -> list[dict[str, Any]]:
+        """Per source: path, rows taken, its share asked for and found, and the row at which it ran out (None: it had more)."""
+        weights = sum(source.config.weight for source in self.sources)
+        return [
+            {
+                "name": label,
+                "path": source.config.path,
+                "rows": source.taken,
+                "share_asked": source.config.weight / weights,
+                "share": source.taken / max(1, self.index),
+                "ran_out_at": self.ended.get(number),
+            }
+            for number, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
+        ]
+
+    def _pick(self) -> int:
+        left = [number for number in range(len(self.sources)) if number not in self.ended]
+        weights = np.array([self.sources[number].config.weight for number in left])
+        edges = np.cumsum(weights) / weights.sum()
+        place = unit_interval(self.data.seed, self.index)
+        return left[min(int(np.searchsorted(edges, place, side="right")), len(left) - 1)]
 
 
 def content_hash(content: Mapping[str, Any]) -> str:
@@ -261,13 +310,18 @@ def from_sharegpt(messages: Any) -> Any:
     return converted
 
 
-def prompt_of(messages: Sequence[Message], turn: str) -> list[Message]:
-    """The part of a conversation up to and including its first or last user message; raises `BadRowError`
-    when there is none."""
-    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not places:
-        raise BadRowError("the conversation has no user message")
-    return list(messages[: (places[0] if turn == "first" else places[-1]) + 1])
+def read_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError` for anything else."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRowError("the tools are not JSON") from error
+    if not value:
+        return None
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadRowError("the tools are not a list of descriptions")
+    return tuple(dict(tool) for tool in value)
 
 
 def read_tokens(value: Any) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ import glob
 import json
 import mmap
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,20 +45,17 @@ class Table(Protocol):
 def open_table(path: str, name: str | None, split: str, revision: str | None) -> Table:
     """Open a local file, folder or glob when `path` is one, else the Hub dataset of that id; raises
     `UserError` when neither is."""
-    files = _local_files(path)
+    files = local_files(path)
     if files is None:
         return _open_hub(path, name, split, revision)
     if isinstance(files, Path):
         return _open_saved(files, split)
-    kinds = {file.suffix for file in files}
-    if len(kinds) > 1:
-        raise UserError(
-            f"'{path}' mixes {', '.join(sorted(kinds))} files. Give one kind with a glob, e.g. "
-            f"'{path}/*{sorted(kinds)[0]}'."
-        )
-    if kinds == {LINES}:
+    kind = _one_kind(path, files)
+    if kind == LINES:
         return JsonLines(files)
-    return _load(path, split="train", path=BUILDERS[kinds.pop()], data_files=[str(file) for file in files])
+    return HubTable(
+        _load(path, split="train", path=BUILDERS[kind], data_files=[str(file) for file in files])
+    )
 
 
 class JsonLines:
@@ -67,15 +65,16 @@ class JsonLines:
     def __init__(self, files: list[Path]) -> None:
         self.files = files
         self._maps: list[mmap.mmap | bytes] = []
-        starts: list[tuple[int, int, int]] = []
+        bounds = array("q")  # flat: file, begin, end; a list of tuples would take ten times as much
         for number, file in enumerate(files):
             with file.open("rb") as opened:
                 content = (
                     mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
                 )
             self._maps.append(content)
-            starts.extend((number, begin, end) for begin, end in _line_bounds(content))
-        self._lines = np.array(starts, dtype=np.int64).reshape(-1, 3)
+            for begin, end in _line_bounds(content):
+                bounds.extend((number, begin, end))
+        self._lines = np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3)
         self.columns = self._probe_columns()
 
     def __len__(self) -> int:
@@ -116,19 +115,31 @@ class HubTable:
         return row
 
 
-def _line_bounds(content: mmap.mmap | bytes) -> list[tuple[int, int]]:
+def _line_bounds(content: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
     """[start, end) of every line that is not blank."""
-    bounds, begin = [], 0
+    begin = 0
     while begin < len(content):
         end = content.find(b"\n", begin)
         end = len(content) if end < 0 else end
         if content[begin:end].strip():
-            bounds.append((begin, end))
+            yield begin, end
         begin = end + 1
-    return bounds
 
 
-def _local_files(path: str) -> list[Path] | Path | None:
+def open_stream(
+    path: str, files: list[Path] | Path | None, name: str | None, split: str, revision: str | None
+) -> Any:
+    """A `datasets.IterableDataset` of local files, a saved dataset or a Hub dataset; raises `UserError` when there is none."""
+    if isinstance(files, Path):
+        return _open_saved(files, split).dataset.to_iterable_dataset()
+    if files is None:
+        _check_hub_id(path)
+        return _load(path, split, path=path, name=name, revision=revision, streaming=True)
+    kinds = _one_kind(path, files)
+    return _load(path, split="train", path=BUILDERS[kinds], data_files=[str(file) for file in files], streaming=True)
+
+
+def local_files(path: str) -> list[Path] | Path | None:
     """Files of a local source, the folder itself when `Dataset.save_to_disk` wrote it, None when `path` can
     only be a Hub id."""
     expanded = Path(path).expanduser()
@@ -161,7 +172,17 @@ def _local_files(path: str) -> list[Path] | Path | None:
     return None
 
 
-def _open_saved(folder: Path, split: str) -> Table:
+def _one_kind(path: str, files: list[Path]) -> str:
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise UserError(
+            f"'{path}' mixes {', '.join(sorted(kinds))} files. Give one kind with a glob, e.g. "
+            f"'{path}/*{sorted(kinds)[0]}'."
+        )
+    return kinds.pop()
+
+
+def _open_saved(folder: Path, split: str) -> HubTable:
     from datasets import DatasetDict, load_from_disk
 
     loaded = load_from_disk(str(folder))
@@ -173,21 +194,25 @@ def _open_saved(folder: Path, split: str) -> Table:
 
 
 def _open_hub(path: str, name: str | None, split: str, revision: str | None) -> Table:
+    _check_hub_id(path)
+    return HubTable(_load(path, split, path=path, name=name, revision=revision))
+
+
+def _check_hub_id(path: str) -> None:
     if not HUB_ID.fullmatch(path):
         raise UserError(
             f"'{path}' is neither a local file or folder nor a Hub dataset id like 'owner/name'. Check "
             "data.path."
         )
-    return _load(path, split, path=path, name=name, revision=revision)
 
 
-def _load(shown: str, split: str, **arguments: Any) -> Table:
+def _load(shown: str, split: str, **arguments: Any) -> Any:
     """`datasets.load_dataset` with its many failures turned into one sentence each."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     try:
-        return HubTable(load_dataset(split=split, **arguments))
+        return load_dataset(split=split, **arguments)
     except DatasetNotFoundError as error:
         raise UserError(
             f"dataset '{shown}' is neither a local path nor a dataset on the Hub that this account can read."

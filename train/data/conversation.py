@@ -1,0 +1,138 @@
+"""What of a conversation is rendered, answered and supervised: turns, reasoning, and what to do with too long ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inference.chat import Message, Span
+from train.data.tables import BadRowError
+
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+OPENED_BY_THE_PROMPT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+CUT_ATTEMPTS = 12
+
+
+def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
+    """The conversation with the assistant's <think>...</think> kept, dropped, or kept in its last turn only; raises `BadRowError`
+    when a turn has nothing but reasoning that is to be dropped."""
+    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
+    changed = list(messages)
+    for place in dropped:
+        message = {key: value for key, value in messages[place].items() if key != "reasoning_content"}
+        message["content"] = without_thinking(message["content"])
+        if not message["content"].strip() and "tool_calls" not in message:
+            raise BadRowError("an assistant turn is nothing but reasoning")
+        changed[place] = message
+    return changed
+
+
+def without_thinking(text: str) -> str:
+    """A turn's text without its reasoning, also where the template's prompt has opened it."""
+    return OPENED_BY_THE_PROMPT.sub("", THINKING.sub("", text), count=1)
+
+
+def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
+    """How many messages come before each answer: up to the first user message, up to the last user or tool message, or (all)
+    wherever the assistant speaks or is to speak. Raises `BadRowError` when there is no user message.
+
+    Of all turns, those in which the assistant calls tools stay as the dataset has them: what the tools returned belongs to them.
+    """
+    if all(message["role"] != "user" for message in messages):
+        raise BadRowError("the conversation has no user message")
+    asked = [place for place, message in enumerate(messages) if message["role"] in ("user", "tool")]
+    if turn == "first":
+        return [next(place for place in asked if messages[place]["role"] == "user") + 1]
+    if turn == "last":
+        return [asked[-1] + 1]
+    return [
+        place + 1
+        for place in asked
+        if place + 1 == len(messages)
+        or (messages[place + 1]["role"] == "assistant" and "tool_calls" not in messages[place + 1])
+    ]
+
+
+def fit_prompt(
+    messages: Sequence[Message], longest: int, policy: str, render: Callable[[Sequence[Message]], list[int]], tokenizer: Any
+) -> tuple[list[int], int]:
+    """Token ids of a prompt of at most `longest` tokens, and how many tokens were cut; raises `BadRowError` when it cannot be cut
+    to that.
+
+    left: the oldest turns go first (a system message stays), then the beginning of the only user message left; right: the end of
+    the last user message goes; middle: the middle of the longest message.
+    """
+    tokens = render(messages)
+    before = len(tokens)
+    kept = list(messages)
+    while policy == "left" and len(tokens) > longest and (shorter := _without_oldest(kept)) is not None:
+        kept = shorter
+        tokens = render(kept)
+    for _ in range(CUT_ATTEMPTS):
+        if len(tokens) <= longest:
+            return tokens, before - len(tokens)
+        place = _place_to_cut(kept, policy)
+        text = _cut_text(kept[place]["content"], len(tokens) - longest, policy, tokenizer)
+        kept[place] = {**kept[place], "content": text}
+        tokens = render(kept)
+    raise BadRowError(f"the prompt cannot be cut to {longest} tokens")
+
+
+def fit_document(
+    tokens: Sequence[int], spans: Sequence[Span], longest: int, policy: str
+) -> tuple[list[int], list[Span], int]:
+    """A document of at most `longest` tokens with its spans, and how many tokens were cut; raises `BadRowError` when no answer is
+    left or the policy is to skip."""
+    excess = len(tokens) - longest
+    if excess <= 0:
+        return list(tokens), list(spans), 0
+    if policy == "skip":
+        raise BadRowError(f"the document is longer than data.max_tokens={longest}")
+    begin = {"left": 0, "right": longest, "middle": longest // 2}[policy]
+    end = begin + excess
+    kept = [*tokens[:begin], *tokens[end:]]
+    moved = []
+    for start, stop in spans:
+        # What lies before the gap stays, what lies behind it moves; the gap itself goes.
+        low = min(start, begin) if start < end else start - excess
+        high = min(stop, begin) if stop < end else stop - excess
+        if low < high:
+            moved.append((low, high))
+    if not moved or moved[-1][1] < 2:
+        raise BadRowError("no answer is left when the document is cut")
+    return kept, moved, excess
+
+
+def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
+    """The conversation from its second user message on, system messages kept; None when there is only one."""
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if len(users) < 2:
+        return None
+    system = [message for message in messages[: users[0]] if message["role"] == "system"]
+    return [*system, *messages[users[1] :]]
+
+
+def _place_to_cut(messages: Sequence[Message], policy: str) -> int:
+    if policy == "middle":
+        return max(range(len(messages)), key=lambda place: len(messages[place]["content"]))
+    return max(place for place, message in enumerate(messages) if message["role"] == "user")
+
+
+def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:
+    """The text without about `excess` of its tokens; raises `BadRowError` when nothing would be left."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    left = len(ids) - excess
+    if left < 1:
+        raise BadRowError("the prompt is too long even without its longest message's text")
+    if policy == "left":
+        ids = ids[-left:]
+    elif policy == "right":
+        ids = ids[:left]
+    else:
+        ids = [*ids[: (left + 1) // 2], *ids[len(ids) - left // 2 :]]
+    cut = str(tokenizer.decode(ids, skip_special_tokens=False)).strip("\ufffd")
+    if not cut.strip():
+        raise BadRowError("the prompt is too long even without its longest message's text")
+    return cut

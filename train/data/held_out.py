@@ -1,0 +1,145 @@
+"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is watched on during training.
+
+A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of it (case, signs and spaces do
+not count; about eight words), or is the whole of it. Runs that many held-out prompts share are their template, not their content,
+and do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inference.bench_data import load_bench_prompts
+from inference.prompts import Prompt, load_prompts
+from train.data.config import DataConfig
+from train.data.shingles import Bytes, normalised, shingles, whole
+
+WIDTH = 50
+"""Bytes of a run."""
+TEMPLATE = 10
+"""A run that more prompts of one source share is their template."""
+EXAMPLES = 10
+"""Repeated prompts that are reported with their text."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A held-out prompt found in a row: its source and id, and the common text."""
+
+    source: str
+    prompt: str
+    text: str
+
+
+class HeldOutIndex:
+    """Held-out prompts, ready to be looked for. In memory: some twenty bytes per letter of them."""
+
+    def __init__(self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False) -> None:
+        """prompts: (source, id, texts). exact: only whole prompts count."""
+        self.exact = exact
+        self.names: list[tuple[str, str]] = []
+        self._whole: dict[int, int] = {}
+        hashes, owners, sources = [], [], []
+        for number, (source, name, texts) in enumerate(prompts):
+            self.names.append((source, name))
+            for content in map(normalised, texts):
+                if len(content):
+                    self._whole.setdefault(whole(content), number)
+                hashes.append(np.unique(shingles(content, WIDTH)))
+                owners.append(np.full(len(hashes[-1]), number, dtype=np.int64))
+            sources.append(source)
+        self._hashes, self._owners = _content_only(hashes, owners, sources)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def digest(self) -> str:
+        """Hash of everything that decides what is found."""
+        content = [self.exact, sorted(self._whole), self._hashes.tolist()]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def find(self, texts: Iterable[str]) -> Repeat | None:
+        """The first held-out prompt that one of a row's texts repeats."""
+        for text in texts:
+            content = normalised(text)
+            number = self._whole.get(whole(content))
+            if number is not None:
+                source, prompt = self.names[number]
+                return Repeat(source, prompt, _shown(content))
+            if not self.exact and len(self._hashes):
+                found = self._run(content)
+                if found is not None:
+                    return found
+        return None
+
+    def _run(self, content: Bytes) -> Repeat | None:
+        hashes = shingles(content, WIDTH)
+        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        hits = np.flatnonzero(self._hashes[places] == hashes)
+        if not len(hits):
+            return None
+        first = int(hits[0])
+        source, prompt = self.names[self._owners[places[first]]]
+        return Repeat(source, prompt, _shown(content[first : first + WIDTH]))
+
+
+def load_held_out(data: DataConfig) -> HeldOutIndex | None:
+    """The held-out prompts that a configuration names; None when it names none or asks for no decontamination. Raises `UserError`
+    for what cannot be read."""
+    if data.decontaminate == "none":
+        return None
+    prompts: list[tuple[str, str, Sequence[str]]] = []
+    for path in data.held_out:
+        prompts += [(path, prompt.id, texts_of(prompt)) for prompt in load_prompts(path)]
+    for bench in data.held_out_prompts:
+        loaded = load_bench_prompts(bench.path, bench.dataset, bench.domains)
+        prompts += [(bench.path, prompt.id, texts_of(prompt)) for prompt in loaded.prompts]
+    return HeldOutIndex(prompts, exact=data.decontaminate == "exact") if prompts else None
+
+
+def texts_of(prompt: Prompt) -> list[str]:
+    """A prompt's user messages; none for one that is given as token ids."""
+    return [message["content"] for message in prompt.messages or () if message["role"] == "user"]
+
+
+class Findings:
+    """Counts of repeats by source, and some of them with their text."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.counts: dict[str, int] = dict(state["counts"]) if state else {}
+        self.examples: list[dict[str, str]] = list(state["examples"]) if state else []
+
+    def add(self, row: str, repeat: Repeat) -> None:
+        self.counts[repeat.source] = self.counts.get(repeat.source, 0) + 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(
+                {"row": row, "source": repeat.source, "prompt": repeat.prompt, "text": repeat.text}
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"counts": self.counts, "examples": self.examples}
+
+
+def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> tuple[Any, Any]:
+    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one source share."""
+    if not hashes:
+        return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
+    every, owner = np.concatenate(hashes), np.concatenate(owners)
+    _, numbers = np.unique(np.array(sources), return_inverse=True)
+    common = []
+    for source in range(int(numbers.max(initial=-1)) + 1):
+        values, counts = np.unique(every[numbers[owner] == source], return_counts=True)
+        common.append(values[counts > TEMPLATE])
+    kept = ~np.isin(every, np.concatenate(common))
+    values, first = np.unique(every[kept], return_index=True)
+    return values, owner[kept][first]
+
+
+def _shown(content: Bytes) -> str:
+    return content[: 2 * WIDTH].tobytes().decode("utf-8", "replace")

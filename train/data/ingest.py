@@ -1,0 +1,324 @@
+"""Reads all sources once and leaves their rows on disk: judged, in order, ready for any number of processes.
+
+    input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being made
+    input/keys/, *.bin             what judging the rows needs, until it is done
+    input/state.json               where reading stands: an interrupted reading continues after its last complete block
+    input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
+    input/input.json               what was read and what was left out; stays when the rows are removed
+
+Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and content of every row, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from inference.manifest import write_bytes, write_json
+from train.data.config import DataConfig
+from train.data.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.held_out import Findings, HeldOutIndex
+from train.data.shingles import SIGNATURE, band_keys, normalised, signature, whole
+from train.data.sources import Mixture, Row, SkippedRow, content_hash
+from train.data.tables import local_files
+
+BLOCK = 4096
+"""Rows that are read and written together."""
+FORMAT = 1
+ROWS, KEYS, STATE, VERDICT, SUMMARY = "rows-{:05d}.parquet", "keys", "state.json", "verdict.bin", "input.json"
+SIGNATURES, HELD = "signatures.bin", "held_out.bin"
+SCHEMA = pa.schema(
+    [("id", pa.string()), ("domain", pa.string()), ("reason", pa.string()), ("hash", pa.string()), ("content", pa.string())]
+)
+
+
+@dataclass(frozen=True)
+class Input:
+    """What was read: number of rows, fingerprint of all, hash of which were left out ("" for none), and a report for manifests."""
+
+    total: int
+    fingerprint: str
+    left_out: str
+    report: dict[str, Any]
+
+
+@dataclass
+class Block:
+    """What one block leaves: rows of the table, keys and signatures of the usable ones."""
+
+    table: list[dict[str, str]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    texts: list[int] = field(default_factory=list)
+    signatures: list[NDArray[np.uint32]] = field(default_factory=list)
+    held_out: list[int] = field(default_factory=list)
+
+
+Progress = Callable[[int], None]
+
+
+def ingest(
+    data: DataConfig,
+    folder: Path,
+    held_out: HeldOutIndex | None,
+    decode: Callable[[tuple[int, ...]], str],
+    *,
+    progress: Progress = lambda rows: None,
+    answered: bool = False,
+) -> Input:
+    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for pre-tokenised rows.
+
+    Raises `UserError` for sources that cannot be read. progress is told how many rows have been read. answered: the rows
+    themselves are not needed any more.
+    """
+    identity = identity_of(data, held_out)
+    known = read_input(folder)
+    if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
+        return known[1]
+    state = _state(folder, identity)
+    if state is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
+    reader = Reader(data, folder, held_out, decode)
+    total, mixture = reader.read(state, progress)
+    return _finish(data, folder, identity, total, mixture, state)
+
+
+class Reader:
+    """Turns rows into blocks on disk."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        folder: Path,
+        held_out: HeldOutIndex | None,
+        decode: Callable[[tuple[int, ...]], str],
+    ) -> None:
+        self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
+        self.keys = KeyFiles(folder / KEYS)
+
+    def read(self, state: dict[str, Any], progress: Progress) -> tuple[int, Mixture]:
+        """Read from where `state` stands to the end; `state` is kept up to date, on disk as well."""
+        self.keys.forget_from(state["rows"])
+        _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
+        _cut(self.folder / HELD, state["held_out"] * 8)
+        mixture = Mixture(self.data)
+        findings = Findings(state["findings"])
+        rows = mixture.read(state["place"])
+        while block := list(islice(rows, BLOCK)):
+            made = self._block([row for _, row in block], findings)
+            number = state["rows"] // BLOCK
+            table = pa.Table.from_pylist(made.table, schema=SCHEMA)
+            write_bytes(self.folder / ROWS.format(number), _parquet(table))
+            self._write_keys(made, len(block))
+            with (self.folder / HELD).open("ab") as file:
+                file.write(np.array(made.held_out, dtype=np.int64).tobytes())
+            state |= {
+                "rows": state["rows"] + len(block),
+                "place": mixture.place(),
+                "findings": findings.state(),
+                "held_out": state["held_out"] + len(made.held_out),
+            }
+            write_json(self.folder / STATE, state)
+            progress(state["rows"])
+        return state["rows"], mixture
+
+    def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> Block:
+        made = Block()
+        for row in rows:
+            content = {} if isinstance(row, SkippedRow) else row.content
+            made.table.append(
+                {
+                    "id": row.id,
+                    "domain": row.domain,
+                    "reason": row.reason if isinstance(row, SkippedRow) else "",
+                    "hash": content_hash(content),
+                    "content": json.dumps(content, ensure_ascii=False) if content else "",
+                }
+            )
+            if isinstance(row, SkippedRow):
+                continue
+            texts = self._texts(row)
+            repeat = self.held_out.find(texts) if self.held_out is not None else None
+            if repeat is not None:
+                findings.add(row.id, repeat)
+                made.held_out.append(row.index)
+                continue
+            self._add_keys(made, row, texts)
+        return made
+
+    def _texts(self, row: Row) -> list[str]:
+        if row.messages is not None:
+            return [message["content"] for message in row.messages]
+        return [self.decode(row.tokens or ())] if self._needs_text() else []
+
+    def _needs_text(self) -> bool:
+        return self.held_out is not None or self.data.deduplicate != "none"
+
+    def _add_keys(self, made: Block, row: Row, texts: list[str]) -> None:
+        made.numbers.append(row.index)
+        made.ids.append(_hash(row.id))
+        if self.data.deduplicate == "none":
+            return
+        content = normalised("\n".join(texts))
+        # A text of signs alone has no letters to compare.
+        made.texts.append(whole(content) if len(content) else _hash("\n".join(texts)))
+        if self.data.deduplicate == "near":
+            made.signatures.append(signature(content))
+
+    def _write_keys(self, made: Block, rows: int) -> None:
+        numbers = np.array(made.numbers, dtype=np.int64)
+        self.keys.add("id", np.array(made.ids, dtype=np.uint64), numbers)
+        if self.data.deduplicate != "none":
+            self.keys.add("text", np.array(made.texts, dtype=np.uint64), numbers)
+        if self.data.deduplicate == "near":
+            table = np.zeros((rows, SIGNATURE), dtype=np.uint32)
+            if made.signatures:
+                found = np.stack(made.signatures)
+                table[numbers % BLOCK] = found
+                bands = band_keys(found)
+                self.keys.add("band", bands.reshape(-1), np.repeat(numbers, bands.shape[1]))
+            with (self.folder / SIGNATURES).open("ab") as file:
+                file.write(table.tobytes())
+
+
+def _finish(
+    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: Mapping[str, Any]
+) -> Input:
+    """Judge the rows, write the summary, remove what is not needed any more."""
+    signatures = folder / SIGNATURES if data.deduplicate == "near" and (folder / SIGNATURES).is_file() else None
+    held = np.fromfile(folder / HELD, dtype=np.int64) if total else np.zeros(0, dtype=np.int64)
+    verdict = judge(KeyFiles(folder / KEYS), signatures, total, data.near_share, held)
+    write_bytes(folder / VERDICT, verdict.tobytes())
+    counts = Counter(verdict[verdict != KEPT].tolist())
+    left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
+    report: dict[str, Any] = {
+        "rows": total,
+        "sources": mixture.report(),
+        "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
+    }
+    if counts[HELD_OUT]:
+        report["held_out"] = state["findings"]
+    result = Input(total, _fingerprint(folder), left_out, report)
+    write_json(folder / SUMMARY, {"format": FORMAT, "identity": identity, **asdict(result)})
+    shutil.rmtree(folder / KEYS)
+    for name in (STATE, SIGNATURES, HELD):
+        (folder / name).unlink(missing_ok=True)
+    return result
+
+
+def read_rows(folder: Path, rank: int, world: int, done: NDArray[np.bool_]) -> Iterator[Row | SkippedRow]:
+    """This process's rows that are not done yet (index % world == rank), in order, a block in memory."""
+    verdict = np.fromfile(folder / VERDICT, dtype=np.uint8)
+    for first in range(0, len(verdict), BLOCK):
+        wanted = [
+            index
+            for index in range(first, min(first + BLOCK, len(verdict)))
+            if index % world == rank and not done[index]
+        ]
+        if not wanted:
+            continue
+        table = pq.read_table(folder / ROWS.format(first // BLOCK))
+        for row in table.take([index - first for index in wanted]).to_pylist():
+            index = wanted.pop(0)
+            yield _row(index, row, int(verdict[index]))
+
+
+def remove_rows(folder: Path) -> None:
+    """Remove the rows once they are answered; the summary stays."""
+    for path in [*folder.glob("rows-*.parquet"), folder / VERDICT]:
+        path.unlink(missing_ok=True)
+
+
+def read_input(folder: Path) -> tuple[str, Input] | None:
+    """Identity and summary of what was read completely into `folder`, None when there is no such thing."""
+    path = folder / SUMMARY
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored.pop("format", None) != FORMAT:
+        return None
+    return stored.pop("identity"), Input(**stored)
+
+
+def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
+    """Hash of what decides the rows: sources with their files' sizes and times, and what is left out."""
+    content: list[Any] = [data.deduplicate, data.near_share, data.decontaminate, data.seed, data.limit]
+    for source in data.sources:
+        own = {name: getattr(source, name) for name in source.__dataclass_fields__ if name in _SOURCE_FIELDS}
+        files = local_files(source.path)
+        paths = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
+        content += [own, [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]]
+    if held_out is not None:
+        content.append(held_out.digest())
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+_SOURCE_FIELDS = frozenset(
+    "path name split revision kind column spans_column tools_column id_column domain_column domain weight limit shuffle seed "
+    "streaming buffer".split()
+)
+
+
+def _cut(path: Path, size: int) -> None:
+    """Drop what an interrupted run appended beyond its last complete block."""
+    if path.is_file():
+        with path.open("r+b") as file:
+            file.truncate(size)
+
+
+def _state(folder: Path, identity: str) -> dict[str, Any] | None:
+    """Where an interrupted reading of the same rows stands."""
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return state if state["identity"] == identity else None
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("rows-*.parquet")):
+        for row in pq.read_table(path, columns=["id", "domain", "hash"]).to_pylist():
+            line = f"{row['id']}\0{row['domain']}\0{row['hash']}\n"
+            digest.update(line.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRow:
+    if stored["reason"] or verdict != KEPT:
+        return SkippedRow(index, stored["id"], stored["domain"], stored["reason"] or REASONS[verdict])
+    content = json.loads(stored["content"])
+    spans = content["spans"]
+    return Row(
+        index,
+        stored["id"],
+        stored["domain"],
+        messages=None if content["messages"] is None else tuple(content["messages"]),
+        tokens=None if content["tokens"] is None else tuple(content["tokens"]),
+        spans=None if spans is None else tuple((start, end) for start, end in spans),
+        tools=tuple(content["tools"]) if content.get("tools") else None,
+    )
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

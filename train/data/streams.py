@@ -1,0 +1,177 @@
+"""Rows one after the other, from any dataset, with a place to continue from: nothing is indexed and little is held.
+
+Shuffling works on blocks of `buffer` rows: block n is read whole and dealt in an order that depends on the seed and n alone. A
+place is then the block's beginning and how many of its rows were taken, so continuing repeats nothing and skips nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from heads.api.errors import UserError
+from train.data.permute import stable_permutation
+from train.data.tables import LINES, BadRowError, Table, local_files, open_stream
+
+Place = dict[str, Any]
+
+
+class Rows(Protocol):
+    """Numbered rows in reading order. `columns` names what rows have (as far as that is known)."""
+
+    columns: list[str]
+
+    def read(self, place: Place | None) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        """(number, row or what is wrong with it) from a place on."""
+
+    def place(self) -> Place:
+        """Where the last row that `read` gave ends."""
+
+
+class TableRows:
+    """The rows of a table with random access, in a given order."""
+
+    def __init__(self, table: Table, numbers: Any) -> None:
+        self.table, self.numbers = table, numbers
+        self.columns = table.columns
+        self._next = 0
+
+    def read(self, place: Place | None) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        for at in range(place["next"] if place else 0, len(self.numbers)):
+            self._next = at + 1
+            number = int(self.numbers[at])
+            try:
+                row: Mapping[str, Any] | BadRowError = self.table[number]
+            except BadRowError as error:
+                row = error
+            yield number, row
+
+    def place(self) -> Place:
+        return {"next": self._next}
+
+
+class LineStream:
+    """The lines of .jsonl files, read in order; a place is a file, a byte and a row number."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.at: Place = {"file": 0, "byte": 0, "number": 0}
+
+    def seek(self, place: Place) -> None:
+        self.at = dict(place)
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        for number in range(self.at["file"], len(self.files)):
+            with self.files[number].open("rb") as file:
+                file.seek(self.at["byte"] if number == self.at["file"] else 0)
+                for line in iter(file.readline, b""):
+                    if line.strip():
+                        row = self.at["number"]
+                        self.at = {"file": number, "byte": file.tell(), "number": row + 1}
+                        yield row, _parse(line)
+            self.at = {"file": number + 1, "byte": 0, "number": self.at["number"]}
+
+
+class DatasetStream:
+    """A `datasets.IterableDataset`; a place is its own state and a row number."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.number = 0
+
+    @property
+    def at(self) -> Place:
+        return {"state": self.dataset.state_dict(), "number": self.number}
+
+    def seek(self, place: Place) -> None:
+        self.dataset.load_state_dict(place["state"])
+        self.number = place["number"]
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        for row in self.dataset:
+            self.number += 1
+            yield self.number - 1, row
+
+
+class StreamedRows:
+    """The rows of a stream, in order or shuffled block by block."""
+
+    def __init__(self, opened: Any, shown: str, *, shuffle: bool, seed: int, buffer: int) -> None:
+        self._open, self.shown = opened, shown
+        self.shuffle, self.seed, self.buffer = shuffle, seed, buffer if shuffle else 1
+        self._at: Place = {}
+        self.columns = self._columns()
+
+    def read(self, place: Place | None) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        """Rows from a place on. Raises `UserError` when the stream breaks off."""
+        stream = self._open()
+        begin = place or {"block": 0, "taken": 0, "stream": None}
+        if begin["stream"] is not None:
+            stream.seek(begin["stream"])
+        rows = iter(stream)
+        block, taken = begin["block"], begin["taken"]
+        while True:
+            start = stream.at if self.shuffle else None
+            held = self._block(rows)
+            if not held:
+                return
+            order = stable_permutation(len(held), self.seed, block) if self.shuffle else range(len(held))
+            for used in range(taken, len(held)):
+                if self.shuffle:
+                    self._at = {"block": block, "taken": used + 1, "stream": start}
+                else:  # the place is asked for now and then only, and a dataset's own state is costly
+                    self._at = {"block": block + 1, "taken": 0, "live": stream}
+                yield held[int(order[used])]
+            block, taken = block + 1, 0
+
+    def place(self) -> Place:
+        live = self._at.get("live")
+        return self._at if live is None else {"block": self._at["block"], "taken": 0, "stream": live.at}
+
+    def _block(self, rows: Iterator[Any]) -> list[Any]:
+        held = []
+        try:
+            for row in rows:
+                held.append(row)
+                if len(held) == self.buffer:
+                    break
+        except OSError as error:
+            raise UserError(
+                f"dataset '{self.shown}' broke off ({error}). The same command continues where it stopped."
+            ) from error
+        return held
+
+    def _columns(self) -> list[str]:
+        """Names in the first usable rows."""
+        names: dict[str, None] = {}
+        for count, (_, row) in enumerate(self._open()):
+            if isinstance(row, Mapping):
+                names.update(dict.fromkeys(row))
+            if count >= 20:
+                break
+        return list(names)
+
+
+def open_rows_streaming(
+    path: str, name: str | None, split: str, revision: str | None, *, shuffle: bool, seed: int, buffer: int
+) -> StreamedRows:
+    """A dataset as a stream; raises `UserError` when it cannot be opened."""
+    files = local_files(path)
+    if isinstance(files, list) and {file.suffix for file in files} == {LINES}:
+        found = files
+        return StreamedRows(lambda: LineStream(found), path, shuffle=shuffle, seed=seed, buffer=buffer)
+
+    def opened() -> DatasetStream:
+        return DatasetStream(open_stream(path, files, name, split, revision))
+
+    return StreamedRows(opened, path, shuffle=shuffle, seed=seed, buffer=buffer)
+
+
+def _parse(line: bytes) -> Mapping[str, Any] | BadRowError:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return BadRowError("the line is not valid JSON")
+    return row if isinstance(row, Mapping) else BadRowError("the line is not a JSON object")
