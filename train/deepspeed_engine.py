@@ -17,8 +17,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -167,23 +167,39 @@ class DeepSpeedEngine:
                     found |= cpu_copies({name: value})
         return found
 
-    def _spans(self) -> list[Span]:
-        """The runs of weights that AdamW updates in this process; the only place that knows how DeepSpeed divides them."""
-        zero = self.engine.optimizer
+    def _spans(self) -> list[list[Span]]:
+        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights. Only here is known how it
+        divides them.
+        """
+        zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
-            return whole_spans(self._named())
+            return [whole_spans(self._named())]
         names = {id(p): name for name, p in self._named().items()}
-        spans: list[Span] = []
+        groups: list[list[Span]] = []
         if self.stage == 3:
             for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
                 named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
-                spans += piece_spans(named, [p.partition_numel() for p in group], self.world.rank, flat)
-            return spans
+                groups.append(piece_spans(named, [p.partition_numel() for p in group], rank, flat))
+            return groups
         for group, flat in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             named = [(names[id(p)], tuple(p.shape)) for p in group]
             offsets = [0, *accumulate(p.numel() for p in group[:-1])]
-            spans += slice_spans(named, offsets, self.world.rank * flat.numel(), flat)
-        return spans
+            groups.append(slice_spans(named, offsets, rank * flat.numel(), flat))
+        return groups
+
+    @contextmanager
+    def _at_hand(self, group: int, *, changed: bool) -> Iterator[None]:
+        """AdamW's state of a group in memory inside the block, read from disk where it is kept there, and written if `changed`."""
+        zero = self.engine.optimizer
+        if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
+            yield
+            return
+        zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if changed:
+            zero._optimizer_states_and_gradient_swap_out(group)
+        else:
+            zero._release_swap_buffers(group)
 
     def _named(self) -> dict[str, nn.Parameter]:
         """The trained weights by name."""
@@ -197,12 +213,20 @@ class DeepSpeedEngine:
 
     def optimizer_state(self) -> Part:
         """See `TrainEngine`."""
-        return collect(self._adam(), self._spans())
+        whole = Part()
+        for group, spans in enumerate(self._spans()):
+            with self._at_hand(group, changed=False):
+                part = collect(self._adam(), spans)
+            whole.tensors |= part.tensors
+            whole.runs |= part.runs
+        return whole
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
         """See `TrainEngine`."""
         whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
-        distribute(self._adam(), self._spans(), whole, parts)
+        for group, spans in enumerate(self._spans()):
+            with self._at_hand(group, changed=True):
+                distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
         """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as the

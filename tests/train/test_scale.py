@@ -19,6 +19,7 @@ from train.tracker import LOG_FILE, read_log
 WORKER = "tests.train.scale_worker"
 COMMON: dict[str, Any] = {
     "kind": "eagle3", "head": {"ttt_steps": 2}, "max_steps": 4, "eval_every": 4, "save_every": 2, "micro_batch": 1, "keep": 3,
+    "parity": False,
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "torch": {},
