@@ -31,6 +31,7 @@ from inference.report_schema import arm_name, read_report
 from scripts import cli
 from scripts.compare_speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.held_out_target import making
+from scripts.held_out_target.model import HeldOutShape
 from scripts.speculators_convert import convert
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,12 +52,20 @@ ROWS = {
     "medusa": Row("medusa", 1e-2),
     "hydra_heads": Row("hydra_heads", 3e-3),
     "eagle": Row("eagle", 1e-2),
-    "eagle3": Row("eagle3", 1e-2, ("head.ttt_steps=4",)),
+    "eagle3": Row("eagle3", 3e-3, ("head.ttt_steps=4",)),
+    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", f"head.from_target_layer={HeldOutShape().layers - 1}")),
     "dflash": Row("dflash", 1e-3, ("head.num_anchors=64",)),
     "dspark": Row("dspark", 1e-3, ("head.num_anchors=64",)),
 }
-ORDER = (("dspark", "dflash"), ("dspark", "eagle3"), ("eagle3", "eagle"), ("eagle", "medusa"), ("hydra_heads", "medusa"))
-"""Which tau is to lie above which; dspark also stands above eagle3 through dflash where that holds."""
+ORDER = (
+    ("dspark", "dflash"),
+    ("dspark", "eagle3"),
+    ("eagle3", "eagle"),
+    ("eagle3_copied", "eagle"),
+    ("eagle", "medusa"),
+    ("hydra_heads", "medusa"),
+)
+"""Which tau is to lie above which."""
 RIVALS = ("eagle3", "dflash", "dspark")
 
 
@@ -89,38 +98,29 @@ class Place:
             raise UserError(f"`headstart {name}` failed, see above; run the same command again to go on.")
 
 
-def train_all(place: Place) -> None:
-    """Train every row."""
-    for name, row in ROWS.items():
-        place.stage("train", f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
-
-
-def train_rivals(place: Place, python: str, threads: int) -> dict[str, dict[str, float]]:
-    """Let the library train on the same answers, with each of its recipes; keep the one with the best tau on the validation prompts
-    as drafter `speculators_<kind>`. Returns tau by recipe and kind.
+def train_rival(place: Place, kind: str, python: str, threads: int) -> dict[str, float]:
+    """Let the library train a kind on the same answers, with each of its recipes; keep the one with the best tau on the validation
+    prompts as drafter `speculators_<kind>`. Returns tau by recipe.
     """
-    setting = Setting(python, place.run / "generate", place.target, place.work / "speculators", threads)
-    write_rows(setting)
-    found: dict[str, dict[str, float]] = {}
-    for kind in RIVALS:
-        record = place.run / "train" / f"speculators_{kind}" / "recipes.json"
-        if not record.is_file():
-            found[kind] = {}
-            for number, (recipe, flags) in enumerate(RECIPES.items()):
-                side = setting.theirs(kind, f"{kind}-{number}", PLACES, flags, EPOCHS)
-                steps = EPOCHS * side.answer()["steps_per_epoch"]
-                side.ask(do="steps", count=steps)
-                out = setting.work / f"theirs-{kind}-{number}"
-                side.ask(do="save", to=str(out / "saved"))
-                side.end()
-                convert(out / "saved", out / "converted", setting.model)
-                found[kind][recipe] = validation_tau(place, setting, out / "converted")
-            best = max(range(len(RECIPES)), key=lambda i: list(found[kind].values())[i])
-            for file in (setting.work / f"theirs-{kind}-{best}" / "converted").iterdir():
-                write_bytes(record.parent / "best" / file.name, file.read_bytes())
-            write_json(record, found[kind])
-        found[kind] = making.read_json(record)
-    return found
+    record = place.run / "train" / f"speculators_{kind}" / "recipes.json"
+    if not record.is_file():
+        setting = Setting(python, place.run / "generate", place.target, place.work / "speculators", threads)
+        write_rows(setting)
+        found: dict[str, float] = {}
+        for number, (recipe, flags) in enumerate(RECIPES.items()):
+            out = setting.work / f"theirs-{kind}-{number}"
+            side = setting.theirs(kind, f"{kind}-{number}", PLACES, flags, EPOCHS)
+            side.ask(do="steps", count=EPOCHS * side.answer()["steps_per_epoch"])
+            side.ask(do="save", to=str(out / "saved"))
+            side.end()
+            convert(out / "saved", out / "converted", setting.model)
+            found[recipe] = validation_tau(place, setting, out / "converted")
+        best = max(range(len(RECIPES)), key=lambda number: list(found.values())[number])
+        for file in (setting.work / f"theirs-{kind}-{best}" / "converted").iterdir():
+            write_bytes(record.parent / "best" / file.name, file.read_bytes())
+        write_json(record, found)
+    known: dict[str, float] = making.read_json(record)
+    return known
 
 
 def validation_tau(place: Place, setting: Setting, checkpoint: Path) -> float:
@@ -149,12 +149,12 @@ def report(place: Place, recipes: Mapping[str, Mapping[str, float]], command: st
     order = [
         {"above": above, "below": below, "holds": table[above]["tau"] > table[below]["tau"],
          "difference": table[above]["tau"] - table[below]["tau"]}
-        for above, below in ORDER
+        for above, below in ORDER if above in table and below in table
     ]  # fmt: skip
     rivals = [
         {"kind": kind, "ours": table[kind]["tau"], "speculators": table[f"speculators_{kind}"]["tau"],
          "holds": table[kind]["tau"] >= table[f"speculators_{kind}"]["tau"]}
-        for kind in RIVALS if f"speculators_{kind}" in table
+        for kind in RIVALS if {kind, f"speculators_{kind}"} <= set(table)
     ]  # fmt: skip
     told = making.read_json(place.target / "training.json")
     trained = {key: told[key] for key in ("steps", "tokens_seen", "training_seconds")}
@@ -207,17 +207,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.held_out", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--speculators", metavar="PYTHON", help="a python that has speculators; without it, only ours are trained")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "held_out")
-    parser.add_argument("--seconds", type=float, default=840.0, help="training time of the target")
+    parser.add_argument("--steps", type=int, default=800, help="of the target's training, 4,096 tokens each")
+    parser.add_argument("--training", type=int, default=making.PROMPTS["training"], help="prompts for the drafters")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="drafters to train")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help="drafters that speculators trains")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "held_out", help="report, without its ending")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     command = "python -m scripts.held_out" + (" --speculators PYTHON" if given.speculators else "")
     try:
-        place = Place(given.work.resolve(), making.make(given.work.resolve(), given.seconds))
+        work = given.work.resolve()
+        place = Place(work, making.make(work, given.steps, {**making.PROMPTS, "training": given.training}))
         place.stage("generate")
-        train_all(place)
-        recipes = train_rivals(place, given.speculators, given.threads) if given.speculators else {}
+        for name in given.rows:
+            row = ROWS[name]
+            place.stage("train", f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
+        rivals = given.rivals if given.speculators else []
+        recipes = {kind: train_rival(place, kind, given.speculators, given.threads) for kind in rivals}
         place.stage("measure", "measure.kinds=[ngram]", "measure.heads={}", f"measure.draft={{shape: chain, depth: {DEPTH}}}")
         content = report(place, recipes, command)
     except UserError as error:

@@ -1,8 +1,9 @@
-"""C++ headers that come with torch and pyarrow, turned into conversations: text that the embedded target never saw.
+"""Operator declarations that come with torch, turned into conversations: text that the embedded target never saw.
 
-The embedded target reads Python files and prose; headers are neither. Three ways to ask: `continue` (some lines, then what
-follows), `declare` (a comment, then the code under it) and `comment` (the other way round). Files are split by their stem, so that
-`x.h` and `x_inl.h` stay together: group A gives prompts for training drafters, group B for measuring.
+The embedded target reads Python files and prose. These are C++ headers, generated from operator schemas, so that a small model
+learns them in minutes where hand-written C++ takes it hours. Four ways to ask: `inline` (a schema, then the functions that call
+it), `operator` (a schema, then its struct), `native` (a name, then the native functions of it) and `schema` (a function, then its
+schema). Operators are split by name: group A gives prompts for training drafters, group B for measuring.
 """
 
 from __future__ import annotations
@@ -11,103 +12,93 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.tiny_target.corpus import Document, deduplicate, drop_leaks
 from scripts.tiny_target.groups import Group
 
-SUFFIXES = (".h", ".hpp", ".cuh")
-PACKAGES = ("torch", "pyarrow")
-GENERATED = re.compile(
-    r"ATen/ops/|ATen/(Redispatch|Vmap|Registration|Native|Operators|Functions|MethodOp)|\.pb\.h$|sleef|ittnotify"
-)
-LICENCE = re.compile(r"copyright|licen[sc]e", re.I)
-MIN_FILE, MAX_FILE = 400, 60_000
-MIN_SHOWN, MAX_SHOWN = 40, 480
-MIN_ANSWER, MAX_ANSWER = 60, 640
-DOMAINS = ("continue", "declare", "comment")
+MIN_ANSWER, MAX_ANSWER, MAX_ASKED = 60, 560, 400
+DOMAINS = ("inline", "operator", "native", "schema")
 ASKED = {
-    "continue": "Go on with {path}:\n{shown}",
-    "declare": "Code for this comment in {path}:\n{shown}",
-    "comment": "Comment this code of {path}:\n{shown}",
+    "inline": "Inline functions of {asked}",
+    "operator": "Operator struct of {asked}",
+    "native": "Native functions of {asked}",
+    "schema": "Schema of\n{asked}",
 }
+INLINE = re.compile(r"^// aten::(.+)\n((?:inline .+ \{\n(?: .*\n)+\}\n)+)", re.M)
+STRUCT = re.compile(r"^struct TORCH_API \w+ \{\n.*?^\};\n", re.M | re.S)
+SCHEMA = re.compile(r'schema_str = "(.+)";')
+UNTOLD = re.compile(r"^ +(//.*|using ptr_schema.*|static constexpr const char\* (schema_str|name).*)\n", re.M)
 Row = dict[str, str]
 """`domain`, `source`, `asked` (the user's message) and `answer`."""
 
 
-def documents() -> list[Document]:
-    """Return the headers of the installed packages, deduplicated, without training files that share passages with held-out ones."""
+@dataclass(frozen=True)
+class Operator:
+    """One operator: `name`, its `group`, and the `text` of its headers without what all of them share."""
+
+    name: str
+    group: Group
+    text: str
+    rows: tuple[tuple[str, str, str], ...]
+
+
+def operators(root: Path | None = None) -> list[Operator]:
+    """Return the operators of the installed torch, by name; `root`: another folder of such headers."""
+    if root is None:
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.origin is not None, "torch is a dependency"
+        root = Path(spec.origin).parent / "include" / "ATen" / "ops"
     found = []
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None, f"{package} is a dependency"
-        found += list(headers(Path(spec.origin).parent / "include", package))
-    return drop_leaks(deduplicate(found))[0]
+    for file in sorted(root.glob("*_native.h")):
+        name = file.name.removesuffix("_native.h")
+        parts = [file.with_name(name + ending) for ending in (".h", "_ops.h", "_native.h")]
+        function, struct, native = (part.read_text(encoding="utf-8") if part.is_file() else "" for part in parts)
+        rows = (*_inline(function), *_structs(struct), *_natives(name, native))
+        if rows:
+            found.append(Operator(name, group_of(name), "\n".join(answer for _, _, answer in rows), rows))
+    return found
 
 
-def headers(root: Path, source: str) -> Iterator[Document]:
-    """Yield the readable, hand-written headers below `root`, in path order."""
-    for file in sorted(root.rglob("*")):
-        path = file.relative_to(root).as_posix()
-        if file.suffix not in SUFFIXES or GENERATED.search(path) or not file.is_file():
-            continue
-        try:
-            text = without_licence(file.read_text(encoding="utf-8").replace("\r\n", "\n").expandtabs(4))
-        except UnicodeDecodeError:
-            continue
-        digits = sum(map(text.count, "0123456789"))
-        if MIN_FILE <= len(text) <= MAX_FILE and digits < 0.12 * len(text):
-            yield Document(source, path, "prose", group_of(path), text)
-
-
-def without_licence(text: str) -> str:
-    """Return `text` without trailing blanks and without the licence comment that it opens with."""
-    lines = [line.rstrip() for line in text.split("\n")]
-    end = 0
-    while end < len(lines) and (not lines[end] or lines[end].lstrip().startswith(("//", "/*", "*"))):
-        end += 1
-    if LICENCE.search("\n".join(lines[:end])):
-        lines = lines[end:]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
-
-
-def group_of(path: str) -> Group:
-    """Return the group of a header: a quarter A, an eighth B, by the hash of its stem without the usual endings."""
-    stem = re.sub(r"([_-](inl|impl|internal|fwd|utils?|defs))+$", "", Path(path).stem.lower())
+def group_of(name: str) -> Group:
+    """Return the group of an operator: a quarter A, an eighth B, by the hash of its first word, so that `conv_tbc` and
+    `conv_tbc_backward` stay together.
+    """
+    stem = next((word for word in name.lower().split("_") if len(word) > 1), name)
     bucket = hashlib.sha256(stem.encode()).digest()[0] % 8
     return "A" if bucket < 2 else "B" if bucket == 2 else "train"
 
 
-def rows_of(document: Document) -> list[Row]:
-    """Return what can be asked about one header, in the order of its text; equal answers once."""
-    blocks = [block for block in document.text.split("\n\n") if block.strip()]
+def rows_of(operator: Operator) -> list[Row]:
+    """Return what can be asked about one operator; equal answers once."""
     seen: set[str] = set()
     rows = []
-    for domain, shown, answer in [*_continued(blocks), *_commented(blocks)]:
-        if MIN_SHOWN <= len(shown) <= MAX_SHOWN and MIN_ANSWER <= len(answer) <= MAX_ANSWER and answer not in seen:
+    for domain, asked, answer in operator.rows:
+        if MIN_ANSWER <= len(answer) <= MAX_ANSWER and len(asked) <= MAX_ASKED and answer not in seen:
             seen.add(answer)
-            asked = ASKED[domain].format(path=document.path, shown=shown)
-            rows.append({"domain": domain, "source": document.name, "asked": asked, "answer": answer})
+            rows.append(
+                {"domain": domain, "source": operator.name, "asked": ASKED[domain].format(asked=asked), "answer": answer}
+            )
     return rows
 
 
-def _continued(blocks: list[str]) -> Iterator[tuple[str, str, str]]:
-    for before, block in pairwise(blocks):
-        shown = before[-MAX_SHOWN:].partition("\n")[2] if len(before) > MAX_SHOWN else before
-        yield "continue", shown, block.rstrip()
+def _inline(text: str) -> Iterator[tuple[str, str, str]]:
+    for schema, functions in INLINE.findall(text):
+        # One of the two, so that a question never holds another question's answer.
+        if hashlib.sha256(functions.encode()).digest()[0] % 3:
+            yield "inline", schema, functions.rstrip()
+        else:
+            yield "schema", functions.rstrip().partition(" {\n")[0], f"// aten::{schema}"
 
 
-def _commented(blocks: list[str]) -> Iterator[tuple[str, str, str]]:
-    for block in blocks:
-        lines = block.split("\n")
-        end = 0
-        while end < len(lines) and lines[end].lstrip().startswith(("//", "/*", "*")):
-            end += 1
-        comment, code = "\n".join(lines[:end]), "\n".join(lines[end:])
-        if comment and code.strip():
-            # One of the two, so that a question never holds another question's answer.
-            if hashlib.sha256(block.encode()).digest()[0] % 2:
-                yield "declare", comment, code
-            else:
-                yield "comment", code, comment
+def _structs(text: str) -> Iterator[tuple[str, str, str]]:
+    for struct in STRUCT.findall(text):
+        schema = SCHEMA.search(struct)
+        if schema:
+            yield "operator", schema.group(1), UNTOLD.sub("", struct).rstrip()
+
+
+def _natives(name: str, text: str) -> Iterator[tuple[str, str, str]]:
+    lines = [line for line in text.split("\n") if line.startswith("TORCH_API ")]
+    if lines:
+        yield "native", name, "\n".join(lines)[:MAX_ANSWER].rpartition(";")[0] + ";"

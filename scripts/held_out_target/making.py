@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from tokenizers import Tokenizer
 from heads.api.errors import UserError
 from scripts.held_out_target import corpus
 from scripts.held_out_target import tokenizer as tokens
-from scripts.held_out_target.corpus import Row
+from scripts.held_out_target.corpus import Operator, Row
 from scripts.held_out_target.model import HeldOutShape, TinyQwen3
 from scripts.tiny_target.atomic import write_bytes, write_json
-from scripts.tiny_target.corpus import Document
 from scripts.tiny_target.export import generation_config
 from scripts.tiny_target.prepare import _compress
 from scripts.tiny_target.progress import note
@@ -25,8 +25,12 @@ from scripts.tiny_target.settings import TrainSettings
 from scripts.tiny_target.tokenizer import file_hash
 from scripts.tiny_target.training import Intervals, Trainer
 
-PER_DOCUMENT = 4
-"""Most prompts that one header gives."""
+PER_DOCUMENT = 12
+"""Most prompts that one operator gives."""
+PROMPTS = {"training": 1440, "validation": 48, "measuring": 96}
+"""How many prompts there are for what: drafters, choosing among their checkpoints, the report."""
+WORTH_COMPILING = 100
+"""Steps from which on compiling saves more time than it takes."""
 
 
 class HeldOutTrainer(Trainer):
@@ -35,11 +39,11 @@ class HeldOutTrainer(Trainer):
     architecture = TinyQwen3
 
 
-def prepare(folder: Path, seed: int = 0) -> None:
+def prepare(folder: Path, prompts: Mapping[str, int] = PROMPTS, seed: int = 0) -> None:
     """Write token streams, tokenizer, manifest and the prompt rows of groups A and B to `folder`."""
     if (folder / "manifest.json").is_file():
         return
-    documents = corpus.documents()
+    documents = corpus.operators()
     rows = {group: [row for d in documents if d.group == group for row in corpus.rows_of(d)] for group in ("train", "A", "B")}
     known = {row["answer"] for row in rows["train"]}
     rows["A"] = [row for row in rows["A"] if row["answer"] not in known]
@@ -60,7 +64,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
     }
     for name, ids in streams.items():
         _compress((folder / f"{name}.bin.xz", ids.tobytes()))
-    write_prompts(folder / "prompts", rows, seed)
+    write_prompts(folder / "prompts", rows, seed, **prompts)
     write_json(folder / "manifest.json", describe(documents, rows, streams, tokenizer, folder))
 
 
@@ -73,7 +77,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def describe(
-    documents: list[Document], rows: dict[str, list[Row]], streams: dict[str, np.ndarray], tokenizer: Tokenizer, folder: Path
+    documents: list[Operator], rows: dict[str, list[Row]], streams: dict[str, np.ndarray], tokenizer: Tokenizer, folder: Path
 ) -> dict[str, Any]:
     """Return the manifest of a prepared folder, in the form of scripts/tiny_target/prepare.py."""
     sizes = tokens.token_bytes(tokenizer)
@@ -91,7 +95,7 @@ def describe(
 
 
 def choose(rows: list[Row], count: int, prefix: str, rng: random.Random) -> list[dict[str, Any]]:
-    """Return `count` prompt rows with the domains by turns, at most four per header; UserError where there are too few."""
+    """Return `count` prompt rows, domains by turns, at most `PER_DOCUMENT` per operator; UserError where there are too few."""
     queues = {domain: [row for row in rows if row["domain"] == domain] for domain in corpus.DOMAINS}
     for queue in queues.values():
         rng.shuffle(queue)
@@ -106,7 +110,7 @@ def choose(rows: list[Row], count: int, prefix: str, rng: random.Random) -> list
                 used[row["source"]] = used.get(row["source"], 0) + 1
                 chosen.append(row)
     if len(chosen) < count:
-        raise UserError(f"the headers give {len(chosen)} prompts, {count} were asked for: install more packages with C++ headers.")
+        raise UserError(f"the operators give {len(chosen)} prompts, {count} were asked for: install a torch with its headers.")
     return [
         {
             "id": f"{prefix}-{number:04d}",
@@ -119,7 +123,7 @@ def choose(rows: list[Row], count: int, prefix: str, rng: random.Random) -> list
 
 
 def write_prompts(
-    folder: Path, rows: dict[str, list[Row]], seed: int, training: int = 1440, validation: int = 48, measuring: int = 96
+    folder: Path, rows: dict[str, list[Row]], seed: int, training: int, validation: int, measuring: int
 ) -> None:
     """Write train.jsonl and validation.jsonl (group A) and `measuring`/<domain>.jsonl (group B)."""
     rng = random.Random(f"{seed}:prompts")
@@ -132,14 +136,17 @@ def write_prompts(
         write_bytes(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
 
 
-def train(folder: Path, state: Path, seconds: float, compiled: bool = True, seed: int = 0) -> None:
-    """Train the target on a prepared folder for `seconds` of training time; goes on where a stopped run ended."""
+def train(folder: Path, state: Path, steps: int, seed: int = 0) -> None:
+    """Train the target on a prepared folder for `steps` steps of 4,096 tokens; goes on where a stopped run ended."""
     record = state / "training.json"
     if record.is_file() and json.loads(record.read_text())["finished"]:
         return
-    settings = TrainSettings(seconds=seconds, lr=4e-3, batch_tokens=8192, micro_tokens=8192, length=512, bf16=True, seed=seed)
+    settings = TrainSettings(
+        steps=steps, lr=4e-3, batch_tokens=4096, micro_tokens=4096, length=512, bf16=True, chat_share=0.8,
+        final_chat_share=0.9, seed=seed,
+    )  # fmt: skip
     trainer = HeldOutTrainer(
-        folder, state, state, settings, HeldOutShape(), torch.device("cpu"), compiled=compiled,
+        folder, state, state, settings, HeldOutShape(), torch.device("cpu"), compiled=steps >= WORTH_COMPILING,
         intervals=Intervals(log=30.0, evaluate=240.0, save=120.0), eval_tokens=32_768, command="python -m scripts.held_out",
     )  # fmt: skip
     if not trainer.run():
@@ -164,9 +171,9 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def make(work: Path, seconds: float) -> Path:
+def make(work: Path, steps: int, prompts: Mapping[str, int] = PROMPTS) -> Path:
     """Make everything below `work`; return the target's folder (its prompts lie in `work`/data/prompts)."""
-    prepare(work / "data")
-    train(work / "data", work / "state", seconds)
+    prepare(work / "data", prompts)
+    train(work / "data", work / "state", steps)
     export(work / "data", work / "state", work / "target")
     return work / "target"

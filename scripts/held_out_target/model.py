@@ -17,15 +17,15 @@ from scripts.tiny_target.vocabulary import BOS_ID, END_ID, PAD_ID
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutShape(ModelShape):
-    """Sizes of the held-out target: 3.05 M parameters; queries are wider than the model, as in Qwen3's small sizes."""
+    """Sizes of the held-out target: 2.48 M parameters; queries are wider than the model, as in Qwen3's small sizes."""
 
     vocabulary: int = 2048
-    hidden: int = 192
-    layers: int = 6
+    hidden: int = 160
+    layers: int = 7
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 64
-    intermediate: int = 512
+    head_dim: int = 48
+    intermediate: int = 448
     positions: int = 2048
     rope_theta: float = 100_000.0
     eps: float = 1e-6
