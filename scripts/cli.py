@@ -26,6 +26,7 @@ Headstart trains drafters for speculative decoding and measures what each one is
 usage: headstart <stage> [group=option] [key=value] ...
        headstart <stage> --help          groups, options and keys of a stage
        headstart <stage> --show [...]    the composed configuration, without running it
+       headstart train --plan [...]      what a training will take: memory, disk, hours
        headstart <stage> -m key=a,b      once for every combination of the listed values
        headstart --version
 
@@ -74,6 +75,10 @@ def dispatch(given: list[str]) -> int:
     if name not in STAGES:
         raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
     flags, overrides = split_flags(rest)
+    if "--plan" in flags:
+        if name not in ("train", "plan"):
+            raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
+        name = "plan"
     if "--help" in flags:
         helper = importlib.import_module("scripts.help")
         print(helper.stage_help(STAGES[name], overrides))
@@ -93,6 +98,7 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
         "-m": "--multirun",
         "--show": "--show",
         "--cfg": "--show",
+        "--plan": "--plan",
     }
     flags, overrides = set(), []
     for item in rest:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from train.joint_config import JointConfig
     from train.loop import TrainConfig
     from train.optim import OptimConfig, ScheduleConfig
+    from train.plan import PlanConfig
 
 REPOSITORY = Path(conf.__file__).resolve().parents[1]
 EXTRA_VARIABLE = "HEADSTART_CONF"
@@ -67,6 +68,7 @@ CONSUMERS = {
     "run": "scripts.run:RunConfig",
     "measure": "scripts.measure:MeasureConfig",
     "audit": "inference.audit_config:AuditConfig",
+    "plan": "train.plan:PlanConfig",
     "report": "scripts.report:ReportConfig",
     "chat": "scripts.chat:ChatConfig",
     "loop": "scripts.loop:LoopConfig",
@@ -105,6 +107,7 @@ class Settings:
     push: PushConfig
     measure: MeasureConfig
     audit: AuditConfig
+    plan: PlanConfig
     report: ReportConfig
     chat: ChatConfig
     loop: LoopConfig

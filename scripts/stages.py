@@ -43,6 +43,11 @@ STAGES: dict[str, Stage] = {
             TRAIN,
         ),
         Stage(
+            "plan",
+            "predict a training's memory, disk and hours without training (also: headstart train --plan)",
+            (*TRAIN, "plan"),
+        ),
+        Stage(
             "measure", "decode held-out prompts with every drafter and without; writes report.json", MEASURE
         ),
         Stage(

@@ -36,6 +36,8 @@ from train.shards import AnyPart, Part, Span, collect, distribute, piece_spans, 
 
 BUCKET_ELEMENTS = 50_000_000
 """Most gradient elements that are reduced in one message (200 MB in float32)."""
+LIVE_BUCKETS = 20
+"""ZeRO-3: so many buckets of weights may be whole at once."""
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -86,7 +88,7 @@ def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, An
         # outside of autocast.
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
-            "stage3_max_live_parameters": 20 * bucket,
+            "stage3_max_live_parameters": LIVE_BUCKETS * bucket,
             "memory_efficient_linear": False,
         }
     if config.offload != "none":

@@ -255,9 +255,9 @@ class Trainer:
         """The error for a step that went wrong: nothing was saved since."""
         kept = f"The state of step {self.saved_step} is kept" if self.saved_step else "No state was saved yet"
         return UserError(
-            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there. If it ends "
-            "at the same step again, it is no fault of the machine: lower optim.lr, raise schedule.warmup or lower optim.clip, and start "
-            "in another folder."
+            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there. "
+            "If it ends at the same step again, it is no fault of the machine: lower optim.lr, raise schedule.warmup or lower "
+            "optim.clip, and start in another folder."
         )
 
     def measure(self) -> None:
