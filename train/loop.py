@@ -309,7 +309,8 @@ class Run:
     def evaluate(self, weights: dict[str, Tensor]) -> Evaluation:
         """tau of these weights with the bundled decoder on the held-out prompts."""
         config = self.job.config
-        decode = replace(self.job.decode, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
+        own = self.access.decode(self.job.decode)
+        decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
         found = quick_tau(self.target, self.serving(weights), self.requests, decode)
         depths = {f"acceptance/depth{depth}": value for depth, value in enumerate(found.unconditional, 1)}
         return Evaluation(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from heads.api.errors import UserError
+from inference.decode_config import DecodeConfig
 from inference.loading import DTYPES, TargetConfig, load_config, load_model, prepare, require_supported
 from inference.taps import find_decoder, find_layers
 from inference.target import TargetModel
@@ -38,6 +39,10 @@ _DONE = -1
 
 class TargetAccess:
     """How a training reaches its target. This one: whole, in every process."""
+
+    def decode(self, config: DecodeConfig) -> DecodeConfig:
+        """`config` as far as this target can follow it."""
+        return config
 
     def led(self) -> AbstractContextManager[None]:
         """Around what the main process alone does with the target. Collective."""
@@ -70,6 +75,7 @@ def refuse_combinations(job: Job) -> None:
     for on, what in (
         (job.joint.on, "joint training changes the target's own weights (joint=none)"),
         (job.config.on_policy.share > 0, "train.on_policy runs it a different number of times in every process (share=0)"),
+        (job.decode.compile, "a compiled pass holds no messages (decode.compile=false)"),
         (job.target.quantization not in ("auto", "none"), "packed weights cannot be divided (target.quantization=none)"),
     ):
         if on:
@@ -133,7 +139,9 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
             if not world.is_main:
                 fresh[id(old)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
             continue
-        value = old.detach().to(world.device) if world.is_main else torch.empty(shape, dtype=dtype, device=world.device)
+        value = torch.empty(shape, dtype=dtype, device=world.device)
+        if world.is_main:
+            value.copy_(old.detach())
         dist.broadcast(as_bytes(value), src=0, group=world.group)
         fresh[id(old)] = nn.Parameter(value, requires_grad=False)
     replace_parameters(model, fresh)
@@ -295,6 +303,10 @@ class DividedLayers(TargetAccess):
         finally:
             self._leading = False
             self._announce(_DONE)
+
+    def decode(self, config: DecodeConfig) -> DecodeConfig:
+        """See `TargetAccess`: a captured step would hold no messages, so every operation is launched."""
+        return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
         """Tell the others (in the main process) or be told (in the others) which layer is wanted."""

@@ -1,4 +1,4 @@
-"""AdamW's state on an NVMe disk: refused before the first step where DeepSpeed cannot write there, and where it can, bit-equal resume."""
+"""AdamW's state on an NVMe disk: refused before the first step where DeepSpeed cannot write there, else resumed bit by bit."""
 
 from __future__ import annotations
 

@@ -105,6 +105,7 @@ def test_one_process_holds_it_whole(micro: Path, tmp_path: Path) -> None:
         ({"joint": {"mode": "lora"}, "kind": "medusa"}, "joint training changes the target's own weights"),
         ({"on_policy": {"share": 0.5}}, "a different number of times in every process"),
         ({"quantization": "bnb-8bit"}, "packed weights cannot be divided"),
+        ({"compile": True}, "a compiled pass holds no messages"),
         ({"tensor_parallel": True, "engine": {}}, "in training every process has rows of its own"),
     ],
 )
@@ -119,6 +120,8 @@ def test_what_does_not_go_with_it_is_refused(micro: Path, changes: dict[str, Any
     target = {name: changes.pop(name) for name in ("quantization", "tensor_parallel") if name in changes}
     if "on_policy" in changes:
         changes["on_policy"] = OnPolicyConfig(**changes["on_policy"])
+    compiled = changes.pop("compile", False)
     job = Job(**settings(micro, **changes), out=micro)
+    job = replace(job, decode=replace(job.decode, compile=compiled))
     with pytest.raises(UserError, match=message):
         load_target(replace(job, target=replace(job.target, **target)), World())
