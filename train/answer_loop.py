@@ -56,13 +56,15 @@ class OwnDecoder:
 
 def load_target(job: Job) -> AnyTarget:
     """The target, with its weights only when our own decoder is to run it."""
-    if job.config.answers == "sample" and backend_of(job.decode) == "own":
+    if job.config.answers == "sample" and backend_of(job.decode) == "own" and job.backend is None:
         return TargetModel.load(own_device(job.target, job.state))
     return TargetFacts.load(job.target)
 
 
 def open_backend(job: Job, target: AnyTarget) -> Backend:
     """Whoever samples, ready to; raises `UserError` when it cannot be used."""
+    if job.backend is not None:
+        return job.backend
     if isinstance(target, TargetModel):
         drafter = None
         if job.config.drafter is not None:
@@ -74,7 +76,7 @@ def open_backend(job: Job, target: AnyTarget) -> Backend:
     return ServerPool(job.decode, target)
 
 
-def answer_rows(job: Job, target: AnyTarget, total: int, done: NDArray[np.bool_]) -> None:
+def answer_rows(job: Job, target: AnyTarget, done: NDArray[np.bool_]) -> None:
     """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
     what is finished."""
     writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds)
@@ -103,7 +105,7 @@ class Answering:
 
     def __init__(self, job: Job, target: AnyTarget, writer: PartWriter, progress: Progress, task: TaskID) -> None:
         self.job, self.target, self.writer, self.progress, self.task = job, target, writer, progress, task
-        self.tokens = 0
+        self.tokens = self.seen = 0
         self._backend: Backend | None = None
 
     @property
@@ -119,6 +121,8 @@ class Answering:
             talks = self._start(window)
             while talks:
                 talks = self._round(talks)
+            self.seen += len(window)
+            self.job.watch("answer", self.seen)
 
     def _start(self, window: list[Row | SkippedRow]) -> dict[int, Talk]:
         """The rows of a window that need answers, by index; the others are written at once."""

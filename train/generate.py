@@ -31,12 +31,14 @@ from heads.api.errors import UserError, suggest
 from inference.engine import DecodeConfig
 from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
-from train.answer_loop import AnyTarget, answer_rows, console_of, load_target
+from train.answer_loop import AnyTarget, Backend, answer_rows, console_of, load_target
 from train.data.answers import (
     DONE,
     INPUT,
     SETTINGS,
+    Watch,
     clear_output,
+    ignore,
     merge_parts,
     output_lock,
     read_done,
@@ -97,6 +99,8 @@ class Job:
     target: TargetConfig
     out: Path
     state: PartialState
+    backend: Backend | None = None
+    watch: Watch = ignore
 
 
 def generate(
@@ -106,14 +110,18 @@ def generate(
     target: TargetConfig,
     out: Path,
     provenance: Mapping[str, Any] | None = None,
+    *,
+    backend: Backend | None = None,
+    watch: Watch = ignore,
 ) -> dict[str, Any]:
     """Answer every row of `data` and return the manifest written to `out`; continues an interrupted run of
     the same settings.
 
+    backend: who samples, instead of what `decode` says. watch: told how far each phase is.
     Call it in every process of a distributed launch. Raises `UserError` for an unusable source or target, for
     a folder that holds another configuration's answers, or when nothing at all could be answered.
     """
-    job = Job(config, data, decode, target, out, join_processes(target))
+    job = Job(config, data, decode, target, out, join_processes(target), backend, watch)
     state = job.state
     with ExitStack() as stack:
         on_main(state, lambda: stack.enter_context(output_lock(out, exclusive=True)))
@@ -127,7 +135,7 @@ def generate(
         manifest = on_main(state, lambda: finished_manifest(out))
         if manifest is None:
             on_main(state, lambda: read_input(job, model, again=True))  # a finished folder has lost its rows
-            answer_rows(job, model, read.total, done)
+            answer_rows(job, model, done)
             gather_object([state.process_index])  # returns once every process has written its last part
             manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
         if state.is_main_process:
@@ -143,6 +151,7 @@ def read_input(job: Job, target: AnyTarget, again: bool = False) -> Input:
     def progress(rows: int) -> None:
         if rows % (SHOWN_ROWS * 4096) == 0:
             console.print(f"{rows} rows read")
+        job.watch("read", rows)
 
     def text(tokens: tuple[int, ...]) -> str:
         return str(target.tokenizer.decode(tokens))
@@ -273,7 +282,7 @@ def finish(
     """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError` when nothing
     was answered."""
     total = read.total
-    merged = merge_parts(job.out, total, job.config.shard_rows)
+    merged = merge_parts(job.out, total, job.config.shard_rows, job.watch)
     if not merged.counts[DONE]:
         raise UserError(f"none of the {total} rows could be answered: {_reasons(merged.reasons)}.")
     content = {

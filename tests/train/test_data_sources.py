@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from train.data.sources import DataConfig, Row, SkippedRow, Source, prompt_of
-from train.data.tables import BadRowError
+from train.data.sources import DataConfig, Row, SkippedRow, Source
 
 ASK = [{"role": "user", "content": "Hello!"}]
 TALK = [*ASK, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Bye?"}]
@@ -112,7 +111,7 @@ def test_every_bad_row_is_reported_and_the_good_ones_stay(tmp_path):
         "the prompt is int, not text",
         "column 'prompt' is missing or null",
         "the prompt is not valid Unicode",
-        "the id or the content is that of an earlier row",
+        "",
         "",
     ]
 
@@ -144,7 +143,6 @@ def test_ids_and_domains(tmp_path):
     given = list(Source(DataConfig(path, id_column="name", domain_column="kind", domain="chat")))
     assert isinstance(given[0], Row)
     assert (given[0].id, given[0].domain) == ("a", "code")
-    assert "earlier row" in given[1].reason
     assert given[1].domain == "chat"
     assert "id) is empty" in given[2].reason
     hashed = [row.id for row in Source(DataConfig(path))]
@@ -182,7 +180,7 @@ def test_unknown_columns_name_the_available_ones(tmp_path, options, problem):
     ("options", "problem"),
     [
         ({"kind": "message"}, "Did you mean 'messages'"),
-        ({"turn": "middle"}, "Allowed: first, last"),
+        ({"turn": "middle"}, "Allowed: first, last, all"),
         ({"limit": 0}, "data.limit must be at least 1"),
         ({"max_prompt_tokens": -1}, "data.max_prompt_tokens must be at least 1"),
     ],
@@ -227,11 +225,3 @@ def test_an_unreachable_hub_dataset_is_one_clear_sentence(monkeypatch):
         Source(DataConfig("nobody/nothing"))
     with pytest.raises(UserError, match="neither a local file or folder nor a Hub dataset id"):
         Source(DataConfig("what is this"))
-
-
-def test_prompts_end_with_the_first_or_last_user_message():
-    talk = [*TALK, {"role": "assistant", "content": "Bye."}]
-    assert prompt_of(talk, "last") == TALK
-    assert prompt_of(talk, "first") == ASK
-    with pytest.raises(BadRowError, match="no user message"):
-        prompt_of([{"role": "system", "content": "x"}], "last")

@@ -15,9 +15,9 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +52,14 @@ PART_SCHEMA = (
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, FAILURES, SETTINGS, LOCK = "parts", "shards", "failures.jsonl", "generate.json", ".lock"
 PACKED, INPUT = "packed", "input"
+
+
+Watch = Callable[[str, int], None]
+"""Told how far a phase is: its name and how many rows it has done."""
+
+
+def ignore(phase: str, rows: int) -> None:
+    """Watches nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class PartWriter:
         if not self._waiting:
             return
         with _signals_held():
-            table = pa.Table.from_pylist([asdict(answer) for answer in self._waiting], schema=PART_SCHEMA)
+            table = pa.Table.from_pylist([vars(answer) for answer in self._waiting], schema=PART_SCHEMA)
             name = f"{self._waiting[0].index:010d}-{len(self._waiting)}.parquet"
             write_bytes(self.folder / name, _parquet(table))
             self.written += len(self._waiting)
@@ -132,7 +140,7 @@ def read_done(out: Path) -> NDArray[np.int64]:
     return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 
 
-def merge_parts(out: Path, total: int, shard_rows: int) -> Merged:
+def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -> Merged:
     """Write the shards of a finished generation in index order, at most `shard_rows` each, and
     failures.jsonl.
 
@@ -140,7 +148,8 @@ def merge_parts(out: Path, total: int, shard_rows: int) -> Merged:
     memory at a time, and one byte per row.
     """
     ranges, status, truncated = _survey(out, total)
-    shards, tokens = _write_shards(out, ranges, np.flatnonzero(status == 1 + STATUSES.index(DONE)), shard_rows)
+    done = np.flatnonzero(status == 1 + STATUSES.index(DONE))
+    shards, tokens = _write_shards(out, ranges, done, shard_rows, watch)
     rest = np.flatnonzero(status != 1 + STATUSES.index(DONE))
     reasons = _write_failures(out, ranges, rest, shard_rows)
     counts = {
@@ -237,7 +246,7 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 
 
 def _write_shards(
-    out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int
+    out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[dict[str, Any]], int]:
     """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier merge are
     replaced."""
@@ -249,6 +258,7 @@ def _write_shards(
         name = f"{SHARDS}/shard-{number:05d}.parquet"
         write_bytes(out / name, _parquet(table))
         entries.append(file_entry(out, name, rows=len(table)))
+        watch("merge", min(len(done), (number + 1) * shard_rows))
     return entries, tokens
 
 

@@ -28,7 +28,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.chat import Span
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, verify_file
-from train.data.answers import PACKED, SHARD_SCHEMA
+from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
 from train.data.masks import Tokens, require_supervised
 from train.data.packed_file import (
     WINDOW_DOCUMENTS,
@@ -93,7 +93,9 @@ class PackedData:
         self._open(sequence_length, *pack_in_memory(documents, sequence_length))
 
     @classmethod
-    def from_manifest(cls, directory: Path, info: TargetInfo, sequence_length: int) -> PackedData:
+    def from_manifest(
+        cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
+    ) -> PackedData:
         """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside them, in `packed/`, for the next
         training (where that folder cannot be written: in a temporary one).
 
@@ -116,7 +118,7 @@ class PackedData:
         data = cls.__new__(cls)
         if not is_whole(folder, key):
             try:
-                write_packed(folder, documents_of(shards, info), sequence_length, key)
+                write_packed(folder, documents_of(shards, info, watch), sequence_length, key)
             except OSError as error:
                 logger.warning("packed rows cannot be kept in '%s' (%s); a temporary folder is used", folder, error)
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
@@ -182,10 +184,14 @@ def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
     return [verify_file(directory, entry) for entry in manifest["shards"]]
 
 
-def documents_of(shards: Iterable[Path], info: TargetInfo) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
+def documents_of(
+    shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore
+) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
     """Documents of shards, in order. A row may hold several, one after the other: see `Answer.parts`."""
+    rows = 0
     for path in shards:
         for batch in _batches(path):
+            rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
             parts = batch.column("parts").to_pylist() if "parts" in batch.schema.names else [None] * len(spans)
             values, bounds = tokens.values.to_numpy(), tokens.offsets.to_numpy()
@@ -197,6 +203,7 @@ def documents_of(shards: Iterable[Path], info: TargetInfo) -> Iterator[tuple[NDA
             for number, answer in enumerate(spans):
                 whole = values[bounds[number] : bounds[number + 1]]
                 yield from _split(whole, [(start, end) for start, end in answer], parts[number] or ())
+            watch("pack", rows)
 
 
 def _split(

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import glob
 import json
-import mmap
+import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -59,20 +59,15 @@ def open_table(path: str, name: str | None, split: str, revision: str | None) ->
 
 
 class JsonLines:
-    """Rows of one or several .jsonl files, parsed when asked for; the files stay mapped, so memory holds only
-    line offsets."""
+    """Rows of one or several .jsonl files, read and parsed when asked for; memory holds only
+    line offsets (24 bytes per row)."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
-        self._maps: list[mmap.mmap | bytes] = []
+        self._opened = [file.open("rb") for file in files]
         bounds = array("q")  # flat: file, begin, end; a list of tuples would take ten times as much
-        for number, file in enumerate(files):
-            with file.open("rb") as opened:
-                content = (
-                    mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
-                )
-            self._maps.append(content)
-            for begin, end in _line_bounds(content):
+        for number, opened in enumerate(self._opened):
+            for begin, end in _line_bounds(opened):
                 bounds.extend((number, begin, end))
         self._lines = np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3)
         self.columns = self._probe_columns()
@@ -83,7 +78,7 @@ class JsonLines:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         number, begin, end = self._lines[index].tolist()
         try:
-            row = json.loads(self._maps[number][begin:end])
+            row = json.loads(os.pread(self._opened[number].fileno(), end - begin, begin))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise BadRowError("the line is not valid JSON") from error
         if not isinstance(row, Mapping):
@@ -115,15 +110,14 @@ class HubTable:
         return row
 
 
-def _line_bounds(content: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
+def _line_bounds(file: BinaryIO) -> Iterator[tuple[int, int]]:
     """[start, end) of every line that is not blank."""
     begin = 0
-    while begin < len(content):
-        end = content.find(b"\n", begin)
-        end = len(content) if end < 0 else end
-        if content[begin:end].strip():
+    for line in file:
+        end = begin + len(line)
+        if line.strip():
             yield begin, end
-        begin = end + 1
+        begin = end
 
 
 def open_stream(

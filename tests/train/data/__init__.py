@@ -1,0 +1,1 @@
+"""Tests of train/data: sources, judging, conversations, servers."""

@@ -1,0 +1,193 @@
+"""Reading in and judging: what repeats goes, what is new stays, an interrupted reading leaves what an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from train.data import duplicates, ingest
+from train.data.config import DataConfig
+from train.data.held_out import HeldOutIndex, load_held_out
+from train.data.permute import mix
+from train.data.shingles import PRIME, band_keys, normalised, shingles, signature
+from train.data.sources import Row
+
+WORDS = [f"{a}{b}{c}" for a in "bdfgklm" for b in "aeiou" for c in "nrstxz"]
+
+
+def text(seed, count=40):
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(data, folder, held_out=None):
+    """Reads in and returns the summary and what became of every row."""
+    found = ingest.ingest(data, folder, held_out, lambda tokens: " ".join(map(str, tokens)))
+    rows = list(ingest.read_rows(folder, 0, 1, np.zeros(found.total, dtype=bool)))
+    return found, ["" if isinstance(row, Row) else row.reason for row in rows], rows
+
+
+def test_shingles_are_those_of_a_slow_loop():
+    content = normalised("Some text, with SIGNS; and more of it!")
+    assert content.tobytes() == b"sometextwithsignsandmoreofit"
+    windows = [content[begin : begin + 12].tolist() for begin in range(len(content) - 11)]
+    slow = [sum((byte + 1) * PRIME**place for place, byte in enumerate(window)) % 2**64 for window in windows]
+    assert shingles(content, 12).tolist() == mix(np.array(slow, dtype=np.uint64)).tolist()
+    assert len(shingles(content[:5], 12)) == 0
+
+
+def test_signatures_estimate_the_common_share():
+    one = text(1, 200)
+    for kept in (190, 150, 60):
+        other = " ".join([*one.split()[:kept], *text(2, 200 - kept).split()])
+        sets = [set(shingles(normalised(each), 12).tolist()) for each in (one, other)]
+        share = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+        agree = float((signature(normalised(one)) == signature(normalised(other))).mean())
+        assert abs(agree - share) < 0.17, "three standard deviations of 64 values"
+    keys = band_keys(np.stack([signature(normalised(one))] * 2))
+    assert (keys[0] == keys[1]).all()
+    assert len(set(keys[0].tolist())) == keys.shape[1]
+
+
+def test_the_first_of_several_equal_rows_is_kept(tmp_path):
+    rows = [
+        {"name": "a", "prompt": text(1)},
+        {"name": "b", "prompt": text(2)},
+        {"name": "a", "prompt": text(3)},
+        {"name": "c", "prompt": text(1).upper() + "!"},
+        {"name": "d", "prompt": "?!"},
+        {"name": "e", "prompt": "!?"},
+    ]
+    path = jsonl(tmp_path / "p.jsonl", rows)
+    _, reasons, _ = read(DataConfig(path, id_column="name"), tmp_path / "exact")
+    assert [reason[:30] for reason in reasons] == [
+        "", "", "the id or the content is that ", "the text is that of an earlier", "", "",
+    ]  # fmt: skip
+    found, reasons, _ = read(DataConfig(path, id_column="name", deduplicate="none"), tmp_path / "none")
+    assert [bool(reason) for reason in reasons] == [False, False, True, False, False, False]
+    assert found.report["left_out"] == {duplicates.REASONS[duplicates.SAME_ID]: 1}
+
+
+def test_similar_rows_are_found_among_many(tmp_path, monkeypatch):
+    """Judged by estimates, compared with the true share of common shingles, over all pairs."""
+    monkeypatch.setattr(ingest, "BLOCK", 64)
+    draw = random.Random(3)
+    texts = []
+    for number in range(150):
+        words = text(number, 60).split()
+        texts.append(words)
+        if number % 5 == 0:
+            changed = draw.choice([1, 2, 12, 40])
+            texts.append([*words[: 60 - changed], *text(1000 + number, changed).split()])
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": " ".join(words)} for words in texts])
+    found, reasons, _ = read(DataConfig(path, deduplicate="near", near_share=0.7), tmp_path / "in")
+    sets = [set(shingles(normalised(" ".join(words)), 12).tolist()) for words in texts]
+    for late, reason in enumerate(reasons):
+        nearest = max((len(sets[late] & sets[e]) / len(sets[late] | sets[e]) for e in range(late)), default=0)
+        if nearest > 0.9:
+            assert "most of the text" in reason
+        if nearest < 0.5:
+            assert reason == ""
+    assert found.report["left_out"][duplicates.REASONS[duplicates.NEAR]] >= 15
+    assert not (tmp_path / "in" / "signatures.bin").exists()
+
+
+def test_held_out_prompts_are_found_whole_or_in_part():
+    question = text(5, 30)
+    short = "What is it?"
+    template = text(6, 20)
+    prompts = [("bench", f"t{n}", [f"{template} {text(100 + n, 20)}"]) for n in range(20)]
+    prompts += [("bench", "long", [question]), ("bench", "short", [short])]
+    index = HeldOutIndex(prompts)
+    assert index.find([text(7)]) is None
+    part = " - ".join(question.upper().split()[5:25])
+    found = index.find(["hello", f"{text(8)} {part} {text(9)}"])
+    assert (found.source, found.prompt) == ("bench", "long")
+    assert found.text in normalised(question).tobytes().decode()
+    assert index.find(["what IS it"]).prompt == "short"
+    assert index.find(["What is it? Tell me more."]) is None, "a short prompt counts as a whole only"
+    assert index.find([f"{template} and something else"]) is None, "what many prompts share is their template"
+    exact = HeldOutIndex(prompts, exact=True)
+    assert exact.find([f"before {question}"]) is None
+    assert exact.find([question.upper()]).prompt == "long"
+
+
+def test_rows_with_held_out_prompts_are_left_out_and_reported(tmp_path):
+    question = text(5, 30)
+    held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "prompt": question}])
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(1)}, {"prompt": f"Please: {question}"}, {"prompt": text(2)}])
+    data = DataConfig(path, held_out=(held,))
+    found, reasons, _ = read(data, tmp_path / "in", load_held_out(data))
+    assert reasons == ["", "it repeats a held-out prompt", ""]
+    assert found.report["held_out"]["counts"] == {held: 1}
+    (example,) = found.report["held_out"]["examples"]
+    assert (example["prompt"], example["source"]) == ("q", held)
+    assert load_held_out(DataConfig(path, held_out=(held,), decontaminate="none")) is None
+
+
+class StopError(Exception):
+    """Ends a reading in the middle."""
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_an_interrupted_reading_continues_to_the_same_end(tmp_path, monkeypatch, stop):
+    monkeypatch.setattr(ingest, "BLOCK", 8)
+    rows = [{"prompt": text(number % 30, 30)} for number in range(45)]
+    rows[20] = {"prompt": text(5, 29) + " nan"}
+    held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "prompt": text(7, 30)}])
+    path = jsonl(tmp_path / "p.jsonl", rows)
+    data = DataConfig(path, deduplicate="near", held_out=(held,), streaming=True, shuffle=True, buffer=10)
+    index = load_held_out(data)
+    whole, reasons, expected = read(data, tmp_path / "whole", index)
+    assert len(set(reasons)) == 4
+
+    def progress(count):
+        if count >= stop * 8:
+            # What the next block would have begun to write:
+            keys = duplicates.KeyFiles(tmp_path / "in" / "keys")
+            keys.add("text", np.array([5], dtype=np.uint64), np.array([count]))
+            with (tmp_path / "in" / "signatures.bin").open("ab") as file:
+                file.write(b"half")
+            raise StopError
+
+    with pytest.raises(StopError):
+        ingest.ingest(data, tmp_path / "in", index, str, progress=progress)
+    again, _, found = read(data, tmp_path / "in", index)
+    assert (again, found) == (whole, expected)
+    monkeypatch.setattr(ingest.Reader, "read", None)
+    assert read(data, tmp_path / "in", index)[0] == whole, "what was read is not read again"
+
+
+def test_processes_share_the_rows_and_skip_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(ingest, "BLOCK", 4)
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(number)} for number in range(19)])
+    found, _, rows = read(DataConfig(path), tmp_path / "in")
+    done = np.zeros(found.total, dtype=bool)
+    done[[0, 5, 6, 7, 8]] = True
+    shares = [list(ingest.read_rows(tmp_path / "in", rank, 3, done)) for rank in range(3)]
+    assert all(row.index % 3 == rank for rank, share in enumerate(shares) for row in share)
+    merged = sorted((row for share in shares for row in share), key=lambda row: row.index)
+    assert merged == [row for row in rows if not done[row.index]]
+
+
+def test_pretokenised_rows_and_tools_survive_the_disk(tmp_path):
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "name": "add"},
+    ]
+    path = jsonl(tmp_path / "m.jsonl", [{"messages": talk, "tools": json.dumps([{"type": "function"}])}])
+    _, _, (row,) = read(DataConfig(path), tmp_path / "in")
+    assert row.tools == ({"type": "function"},)
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    path = jsonl(tmp_path / "t.jsonl", [{"tokens": [1, 2, 3], "spans": [[1, 3]]}])
+    _, _, (row,) = read(DataConfig(path), tmp_path / "tokens")
+    assert (row.tokens, row.spans) == ((1, 2, 3), ((1, 3),))

@@ -1,0 +1,281 @@
+"""Serving engines over loopback HTTP: token ids in and out, faults waited out, wrong servers refused, nothing lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.engine import Completion, Request
+from inference.loading import TargetConfig
+from tests.inference.tokenizers import tiny_tokenizer
+from train.data.answering import Refused
+from train.data.protocols import Ended, completion_of
+from train.data.sampling import SamplingConfig
+from train.data.servers import ServerPool
+from train.data.target_facts import TargetFacts
+from train.data.vllm_backend import VllmBackend
+
+TOKENIZER = tiny_tokenizer("marked")
+EOS = TOKENIZER.eos_token_id
+FACTS = TargetFacts(TOKENIZER, SimpleNamespace(vocab_size=len(TOKENIZER), max_position_embeddings=128), (EOS,))
+REQUESTS = [Request(number, (3, 4, 5 + number), number, 6) for number in range(30)]
+
+
+def said(tokens):
+    """What the stand-in answers to a prompt."""
+    return [(sum(tokens) + place) % 200 + 10 for place in range(4)]
+
+
+class Standin:
+    """An engine's protocol with faults: `faults` maps the number of a request (from 0) to what goes wrong with it."""
+
+    def __init__(self, protocol="openai", faults=None, always=None, tokenizer=TOKENIZER, ids=True):
+        self.protocol, self.faults, self.always = protocol, faults or {}, always
+        self.tokenizer, self.ids = tokenizer, ids
+        self.count, self.bodies, self.busiest, self.active = 0, [], 0, 0
+        self.lock = threading.Lock()
+
+    def openai(self, body):
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=False)
+        choice = {"text": "lossy", "finish_reason": "stop", "stop_reason": None}
+        if self.ids:
+            choice |= {"token_ids": [*said(prompt), EOS], "prompt_token_ids": prompt}
+        return {"choices": [choice]}
+
+    def sglang(self, body):
+        if "text" in body:
+            ids = self.tokenizer.encode(body["text"], add_special_tokens=False)
+            return {"output_ids": [1], "meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in ids]}}
+        reason = {"type": "stop", "matched": EOS}  # which SGLang may leave out of the ids
+        meta = {"finish_reason": reason, "prompt_tokens": len(body["input_ids"])}
+        return {"output_ids": said(body["input_ids"]), "meta_info": meta}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """HTTP around the server's `standin`."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        protocol = self.server.standin.protocol
+        if protocol == "openai" and self.path == "/v1/models":
+            return self.reply(200, {"data": [{"id": "tiny"}]})
+        return self.reply(200 if protocol == "sglang" else 404, {})
+
+    def do_POST(self):
+        standin = self.server.standin
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with standin.lock:
+            probe = "text" in body or isinstance(body.get("prompt"), str)
+            number = -1 if probe else standin.count
+            standin.count += not probe
+            standin.bodies.append((body, dict(self.headers)))
+            standin.active += 1
+            standin.busiest = max(standin.busiest, standin.active)
+        try:
+            self.answer(standin, body, None if probe else standin.faults.get(number, standin.always))
+        finally:
+            with standin.lock:
+                standin.active -= 1
+
+    def answer(self, standin, body, fault):
+        time.sleep(0.005)
+        if isinstance(fault, int):
+            return self.reply(fault, {"error": "fault"}, {"Retry-After": "0.01"} if fault == 429 else {})
+        if fault == "drop":
+            self.close_connection = True
+            return self.connection.close()
+        if fault == "hang":
+            return time.sleep(8.0)
+        full = getattr(standin, standin.protocol)(body)
+        if fault == "half":
+            return self.reply(200, json.dumps(full)[:20])
+        if fault == "other prompt":
+            full["choices"][0]["prompt_token_ids"] = [1]
+        if fault == "foreign":
+            full["choices"][0]["token_ids"] = [10**6]
+        return self.reply(200, full)
+
+    def reply(self, status, content, headers=None):
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def serving(standin):
+    """The stand-in at an address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.standin, server.daemon_threads = standin, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def settings(*addresses, **options):
+    given = {"retries": 3, "backoff": 0.01, "timeout": 5.0, "concurrency": 4, "shape": "none", "temperature": 1.0, **options}
+    return SamplingConfig(server=addresses, **given)
+
+
+def sample(*standins, requests=REQUESTS, **options):
+    """All outcomes by index, each one handed out once."""
+    with all_serving(standins) as addresses:
+        outcomes = list(ServerPool(settings(*addresses, **options), FACTS).sample(requests))
+    assert Counter(outcome.request.index for outcome in outcomes) == Counter(request.index for request in requests)
+    return {outcome.request.index: outcome for outcome in outcomes}
+
+
+@contextmanager
+def all_serving(standins):
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving(standin)) for standin in standins]
+
+
+@pytest.mark.parametrize("protocol", ["openai", "sglang"])
+def test_token_ids_go_in_and_come_out(protocol, monkeypatch):
+    monkeypatch.setenv("HEADSTART_SERVER_KEY", "secret")
+    standin = Standin(protocol)
+    found = sample(standin)
+    assert all(found[r.index].tokens == [*said(r.tokens), EOS] for r in REQUESTS), "the end is part of an answer"
+    assert {outcome.finish for outcome in found.values()} == {"stop"}
+    assert standin.busiest <= 4
+    body, headers = standin.bodies[-1]
+    assert headers["Authorization"] == "Bearer secret"
+    if protocol == "openai":
+        assert body["return_token_ids"] is True
+        assert (body["model"], body["max_tokens"], body["temperature"]) == ("tiny", 6, 1.0)
+        assert {body["seed"] for body, _ in standin.bodies[1:]} == {request.seed for request in REQUESTS}
+
+
+def test_faults_that_pass_are_waited_out():
+    faults = {0: 429, 1: 500, 2: "drop", 3: "hang", 4: "half", 7: 503, 9: 502, 10: 429, 12: "drop"}
+    standin = Standin(faults=faults)
+    found = sample(standin)
+    assert all(found[r.index].tokens == [*said(r.tokens), EOS] for r in REQUESTS)
+    assert standin.count == len(REQUESTS) + len(faults)
+
+
+def test_a_refused_request_fails_alone():
+    found = sample(Standin(faults={3: 400}))
+    assert sorted(type(outcome).__name__ for outcome in found.values()).count("Refused") == 1
+    (refused,) = (outcome for outcome in found.values() if isinstance(outcome, Refused))
+    assert "status 400" in refused.reason
+
+
+def test_a_dead_server_leaves_its_work_to_the_others():
+    good, dead = Standin(), Standin(always=500)
+    found = sample(dead, good, retries=2, concurrency=1)
+    assert all(isinstance(outcome, Completion) for outcome in found.values())
+    assert good.count == len(REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("standin", "options", "problem"),
+    [
+        (Standin(always=500), {}, "no server is left|a request failed 4 times"),
+        (Standin(always=503), {"patience": 0.2}, "no server has answered for 0.2 seconds"),
+        (Standin(always=404), {}, "answers with status 404"),
+        (Standin(always=401), {}, "wants a valid key.*HEADSTART_SERVER_KEY"),
+        (Standin(always="other prompt"), {}, "read another prompt"),
+        (Standin(always="foreign"), {}, "beyond the target's vocabulary"),
+    ],
+)
+def test_what_does_not_pass_ends_the_run_with_the_reason(standin, options, problem):
+    with pytest.raises(UserError, match=problem):
+        sample(standin, **options)
+
+
+@pytest.mark.parametrize(
+    ("standin", "options", "problem"),
+    [
+        (Standin(ids=False), {}, "returns no token ids.*return_token_ids"),
+        (Standin(tokenizer=tiny_tokenizer("llama3")), {}, "has another tokenizer than the target"),
+        (Standin("sglang", tokenizer=tiny_tokenizer("llama3")), {}, "has another tokenizer than the target"),
+        (Standin(), {"served_model": "big"}, "serves tiny; sampling.served_model is 'big'"),
+        (Standin("neither"), {"protocol": "openai"}, "neither a vLLM nor an SGLang server"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_before_the_start(standin, options, problem):
+    with serving(standin) as address, pytest.raises(UserError, match=problem):
+        ServerPool(settings(address, **options), FACTS)
+    assert standin.count == 0
+
+
+def test_nobody_there_is_one_clear_sentence():
+    with pytest.raises(UserError, match=r"/v1/models does not answer: .*Is the server up\?"):
+        ServerPool(settings("http://127.0.0.1:9", retries=1), FACTS)
+
+
+def test_answers_are_what_our_decoder_would_hand_out():
+    request = Request(0, (1,), 0, 3)
+    assert completion_of(request, [10, 11], Ended("stop", None), (EOS,), 300).tokens == [10, 11, EOS]
+    assert completion_of(request, [10, EOS], Ended("stop", EOS), (EOS,), 300).tokens == [10, EOS]
+    assert completion_of(request, [10, 11, 12], Ended("length", None), (EOS,), 300).finish == "length"
+    assert completion_of(request, [10], Ended("stop", 7), (EOS, 7), 300).tokens == [10, 7]
+    for tokens, ended, problem in [
+        ([10], Ended("stop", 9), "no end-of-text token"),
+        ([10], Ended("abort", None), "neither stop nor length"),
+        ([], Ended("length", None), "with 0 tokens"),
+    ]:
+        with pytest.raises(Exception, match=problem):
+            completion_of(request, tokens, ended, (EOS,), 300)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"backend": "server"}, "names none"),
+        ({"backend": "vlm"}, "Did you mean 'vllm'"),
+        ({"server": "host:8000"}, "must begin with http"),
+        ({"server": "http://a", "shape": "chain"}, "only known to our own decoder"),
+        ({"server": "http://a", "concurrency": 0}, "concurrency must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(options, problem):
+    with pytest.raises(UserError, match=problem):
+        SamplingConfig(**{"shape": "none", **options})
+
+
+def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
+    seen = {}
+
+    class LLM:
+        def __init__(self, **arguments):
+            seen["engine"] = arguments
+
+        def generate(self, prompts, settings, use_tqdm):
+            return [SimpleNamespace(outputs=[self.one(prompt)]) for prompt in prompts]
+
+        def one(self, prompt):
+            ids = [*said(prompt["prompt_token_ids"]), EOS]
+            return SimpleNamespace(token_ids=ids, finish_reason="stop", stop_reason=None)
+
+    module = SimpleNamespace(LLM=LLM, SamplingParams=lambda **arguments: seen.setdefault("sampling", arguments))
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    sampling = SamplingConfig(backend="vllm", shape="none", vllm_arguments={"tensor_parallel_size": 2})
+    backend = VllmBackend(sampling, FACTS, TargetConfig("some/model"))
+    found = list(backend.sample(REQUESTS[:3]))
+    assert [outcome.tokens for outcome in found] == [[*said(r.tokens), EOS] for r in REQUESTS[:3]]
+    assert seen["engine"]["tensor_parallel_size"] == 2
+    assert seen["sampling"]["detokenize"] is False
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="vLLM cannot be imported here"):
+        VllmBackend(sampling, FACTS, TargetConfig("some/model"))

@@ -1,0 +1,146 @@
+"""Streams give the rows of tables and continue from any place; mixtures keep their shares, in an order that nothing disturbs."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice, pairwise
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from heads.api.errors import UserError
+from train.data.config import DataConfig, SourceConfig
+from train.data.permute import unit_interval
+from train.data.sources import Mixture, Row, Source
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def prompts(name, count):
+    return [{"prompt": f"{name} asks {number}"} for number in range(count)]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return str(path)
+
+
+def texts(rows):
+    return [row.messages[0]["content"] for row in rows]
+
+
+@pytest.mark.parametrize("form", [jsonl, parquet])
+def test_a_stream_gives_the_rows_of_the_table(tmp_path, form):
+    path = form(tmp_path / f"a.{form.__name__}", prompts("a", 50))
+    table = texts(Source(SourceConfig(path)))
+    assert texts(Source(SourceConfig(path, streaming=True))) == table
+    shuffled = texts(Source(SourceConfig(path, streaming=True, shuffle=True, buffer=20)))
+    assert shuffled != table
+    for begin in (0, 20, 40):  # shuffled block by block, so no more than a block is held
+        assert sorted(shuffled[begin : begin + 20]) == sorted(table[begin : begin + 20])
+    assert texts(Source(SourceConfig(path, streaming=True, limit=9))) == table[:9]
+
+
+@pytest.mark.parametrize("form", [jsonl, parquet])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stream_continues_from_any_place(tmp_path, form, shuffle):
+    path = form(tmp_path / f"a.{form.__name__}", prompts("a", 33))
+    config = SourceConfig(path, streaming=True, shuffle=shuffle, buffer=10, limit=30)
+    whole = texts(Source(config))
+    for stop in (1, 9, 10, 11, 29):
+        source = Source(config)
+        taken = texts(islice(source.read(None), stop))
+        place = json.loads(json.dumps(source.place()))
+        assert taken + texts(Source(config).read(place)) == whole
+
+
+def test_broken_lines_of_a_stream_are_rows_with_a_reason(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n\n{broken\n[1]\n{"prompt": "y"}')
+    rows = list(Source(SourceConfig(str(tmp_path / "a.jsonl"), streaming=True)))
+    assert [getattr(row, "reason", "") for row in rows] == [
+        "",
+        "the line is not valid JSON",
+        "the line is not a JSON object",
+        "",
+    ]
+
+
+def mixed(tmp_path, **options):
+    files = [jsonl(tmp_path / "one.jsonl", prompts("one", 600)), jsonl(tmp_path / "two.jsonl", prompts("two", 600))]
+    sources = (
+        SourceConfig(files[0], weight=3, domain="code"),
+        SourceConfig(files[1], weight=1, domain="chat", streaming=True, shuffle=True, buffer=50),
+    )
+    return DataConfig(mixture=sources, **options)
+
+
+def test_a_mixture_keeps_its_shares_everywhere(tmp_path):
+    rows = [row for _, row in Mixture(mixed(tmp_path, limit=700)).read()]
+    assert [row.index for row in rows] == list(range(700))
+    for begin in range(0, 700, 100):
+        share = sum(row.domain == "code" for row in rows[begin : begin + 100])
+        assert 72 <= share <= 78, "evenly spread, not only on average"
+    assert texts(rows) == texts(row for _, row in Mixture(mixed(tmp_path, limit=700)).read())
+    assert texts(rows) != texts(row for _, row in Mixture(mixed(tmp_path, limit=700, seed=1)).read())
+
+
+def test_a_mixture_continues_from_any_place_and_says_what_ran_out(tmp_path):
+    data = mixed(tmp_path)
+    whole = Mixture(data)
+    rows = [row.id for _, row in whole.read()]
+    assert len(set(rows)) == 1200
+    first, second = whole.report()
+    assert (first["rows"], second["rows"]) == (600, 600)
+    assert 790 <= first["ran_out_at"] <= 810, "600 rows are three quarters of 800"
+    assert (first["share_asked"], first["share"]) == (0.75, 0.5)
+    for stop in (1, 333, 850, 1200):
+        mixture = Mixture(data)
+        taken = [row.id for _, row in islice(mixture.read(), stop)]
+        place = json.loads(json.dumps(mixture.place()))
+        again = Mixture(data)
+        assert taken + [row.id for _, row in again.read(place)] == rows
+        assert again.report() == whole.report()
+        assert json.loads(json.dumps(again.place()))["index"] == 1200
+
+
+def test_caps_and_ids_of_a_mixture(tmp_path):
+    rows = [{"key": str(number), "prompt": f"p{number}"} for number in range(5)]
+    one, two = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows)
+    data = DataConfig(mixture=(SourceConfig(one, id_column="key", limit=2), SourceConfig(two, id_column="key")))
+    found = [row for _, row in Mixture(data).read()]
+    assert sorted(row.id for row in found) == ["a/0", "a/1", "b/0", "b/1", "b/2", "b/3", "b/4"]
+    assert all(isinstance(row, Row) for row in found)
+
+
+def test_the_interval_is_evenly_filled_for_every_seed():
+    for seed in (0, 1, 99):
+        places = sorted(unit_interval(seed, index) for index in range(1000))
+        assert max(b - a for a, b in pairwise(places)) < 0.003
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "data.path is missing"),
+        ({"path": "a", "mixture": (SourceConfig("b"),)}, "exclude each other"),
+        ({"mixture": (SourceConfig(),)}, "every source needs a path"),
+        ({"path": "a", "weight": 0}, "data.weight must be above 0"),
+        ({"path": "a", "truncate": "middel"}, "Did you mean 'middle'"),
+        ({"path": "a", "reasoning": "kep"}, "Did you mean 'keep'"),
+        ({"path": "a", "near_share": 0.0}, "data.near_share must be above 0"),
+        ({"path": "a", "max_tokens": 0}, "data.max_tokens must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(options, problem):
+    with pytest.raises(UserError, match=problem):
+        DataConfig(**options)
