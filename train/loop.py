@@ -44,6 +44,7 @@ from train.display import Display
 from train.distributed import World, join_world
 from train.engine import EngineConfig, TrainEngine, make_engine
 from train.feature_group import run_in_group
+from train.feature_sources import require_logits_only
 from train.features import FeaturesConfig, OnlineFeatures, in_use, make_features
 from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
@@ -232,7 +233,9 @@ class Run:
         )
 
     def check_updates(self) -> None:
-        """Refuse low-rank updates that would have no effect."""
+        """Refuse low-rank updates that would have no effect, and stored logits that cannot stand in for hidden states."""
+        if self.job.features.top_logits and self.job.features.mode != "online":
+            require_logits_only(self.drafter, self.job.features, self.target, self.loader.step(0)[0])
         if self.job.config.refresh.lora_rank:
             batch, bfloat16 = (
                 OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(self.loader.step(0)[0]),
