@@ -6,12 +6,15 @@ from pathlib import Path
 
 import torch
 
+from heads.api.batch import TrainBatch
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE, file_sha256
-from train.data.loader import StepLoader
+from train.data.loader import PackedBatch, StepLoader
 from train.feature_fetch import Source, ThreadedSource
 from train.features import DescribedTarget, FeaturesConfig
+from train.store.batches import moved, top_word
 from train.store.layout import identity_of, precision_of
 from train.store.reader import StoreReader
 
@@ -49,3 +52,27 @@ def make_source(
 
         return GroupSource(config, target, precision, needs, form)
     raise UserError(f"features.mode={config.mode} has no source of its own.")
+
+
+@torch.no_grad()
+def require_logits_only(
+    drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
+) -> None:
+    """Raise `UserError` when the drafter reads the last hidden state for more than the target's distribution, so that
+    features.top_logits cannot stand in for it: its loss is tried once on states of zeros.
+    """
+    form, needs = config.form(target.info), drafter.needs
+    batch = TrainBatch(**moved(packed, target.device), seeds=packed.seeds)
+    shape, device = batch.tokens.shape, target.device
+    if needs.taps:
+        batch.taps = torch.zeros(*shape, len(needs.taps), form.hidden, device=device)
+    batch.last_hidden = torch.zeros(*shape, 2 * form.top_logits + 1, device=device)
+    batch.target_logits = top_word(form) if needs.logits else None
+    try:
+        drafter.loss(batch)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise UserError(
+            f"features.top_logits={config.top_logits}: kind '{drafter.kind}' reads the target's last hidden state itself, "
+            "which the "
+            "largest logits cannot replace. Set features.top_logits=0."
+        ) from error

@@ -181,6 +181,12 @@ def test_the_largest_logits_take_the_place_of_the_last_hidden_state(micro: Path,
     train(out=tmp_path / "out", **{**settings(micro, **head), "features": features})
 
 
+def test_logits_cannot_replace_a_hidden_state_that_is_read_itself(micro: Path, tmp_path: Path) -> None:
+    features = FeaturesConfig(mode="store", path=str(tmp_path), top_logits=8)
+    with pytest.raises(UserError, match=r"kind 'medusa' reads the target's last hidden state itself.*features\.top_logits=0"):
+        train(out=tmp_path / "out", **{**settings(micro, eval_every=0, parity=False), "features": features})
+
+
 # ---- size and room ---------------------------------------------------------------------------------------------------------
 
 

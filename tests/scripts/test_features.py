@@ -1,0 +1,115 @@
+"""`headstart features`: a store from the command line, repeated, killed and continued, for several heads; and a server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inference.manifest import file_sha256, read_manifest
+from scripts.cli import main
+from tests.train.launch import REPOSITORY, environment
+from tests.train.micro_run import prepare
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("micro"))
+
+
+def command(micro: Path, root: Path, *more: str) -> list[str]:
+    """A store of exact features of the micro target, in many small shards."""
+    return [
+        "features", "target=local", f"target.path={micro / 'target'}", "target.device=cpu", f"run.root={root}", "run.name=r",
+        f"run.answers={micro / 'answers'}", "head=eagle3", "head.taps=[0,1,2]", "engine=torch", "engine.precision=float32",
+        "features.format=fp32", "features.shard_mib=0.02", "train.sequence_length=64", "train.micro_batch=2",
+        f"features.path={root / 'store'}", "run.threads=1", *more,
+    ]  # fmt: skip
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """Hashes of what is stored."""
+    return {path.name: file_sha256(path) for kind in ("shards", "index") for path in (folder / kind).iterdir()}
+
+
+def test_a_store_is_written_once_and_says_what_it_weighs(
+    micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(micro, tmp_path)) == 0
+    said = capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "store", "features")
+    assert manifest["identity"]["taps"] == [0, 1, 2]
+    assert manifest["provenance"]["command"]
+    assert re.search(r"bytes per token +fp32 +bf16 +fp8 +int8 +int4", said)
+    assert re.search(r"tokens in \d+ rows x .* bytes \(fp32: tap\.0, tap\.1, tap\.2, last_hidden\) = ", said)
+    assert "Train on it with features=store" in said
+    before = shards(tmp_path / "store")
+    assert main(command(micro, tmp_path)) == 0
+    assert "is written:" not in capsys.readouterr().out
+    assert shards(tmp_path / "store") == before
+    assert main(command(micro, tmp_path, "train.sequence_length=32")) == 2
+    assert "cannot be continued: it is for another train.sequence_length: 64, not 32" in capsys.readouterr().err
+
+
+def test_a_store_for_several_heads_holds_what_any_of_them_reads(
+    micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(micro, tmp_path, "features.heads=[medusa]")) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^eagle3 .*\n^medusa .*\n^all of them ", said, re.M)
+
+
+def test_a_killed_writer_is_continued_and_nothing_is_written_twice(micro: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert main(command(micro, whole)) == 0
+    killed = tmp_path / "killed"
+    slow = (
+        "import sys, time; from train.store.writer import Writer; plain = Writer.write\n"
+        "def write(self, shard):\n    time.sleep(0.2)\n    plain(self, shard)\n"
+        "Writer.write = write\nfrom scripts.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, *command(micro, killed)], env=environment(), cwd=REPOSITORY, stdout=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 300
+    while len(list((killed / "store").glob("index/*.json"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in (killed / "store").glob("index/*.json")}
+    assert len(kept) < len(shards(whole / "store")) // 2
+    assert main(command(micro, killed)) == 0
+    assert shards(killed / "store") == shards(whole / "store")
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert not list((killed / "store").rglob("*.partial"))
+    assert not list((killed / "store" / "claims").iterdir())
+
+
+def test_a_server_says_where_it_is_and_ends_when_it_is_told(micro: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.cli", *command(micro, tmp_path, "features.serve=true", "features.port=0")],
+        env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"at http://127\.0\.0\.1:(\d+);", line)
+    assert found, line
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    connection.request("GET", "/identity")
+    said = json.loads(connection.getresponse().read())
+    assert said["precision"] == "float32 of float32"
+    assert said["target"]["hidden_size"] > 0
+    connection.close()
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "stopped after 0 requests" in rest
