@@ -14,7 +14,7 @@ Three ways, in this order:
    tokenizer in the log.
 
 A rendered template already holds its special tokens, so it is never tokenised with further ones added. Tool calls, tool results,
-tool descriptions and a template's own arguments (`enable_thinking`, ...) go through the template; the plain form knows none of them.
+tool descriptions and a template's own arguments (`enable_thinking`, ...) go through the template; the plain form knows none.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def check_messages(messages: Any) -> list[Message]:
         raise UserError("messages must be a list with at least one {role, content} entry")
     checked = []
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        called = isinstance(message, Mapping) and message.get("tool_calls")
+        if not isinstance(message, Mapping) or "role" not in message or not ("content" in message or called):
             raise UserError("every message must be a mapping with 'role' and 'content'")
         if message["role"] not in ROLES:
             raise UserError(f"message role {message['role']!r} is not one of {', '.join(ROLES)}")
         extra = _tool_parts(message)
-        content = "" if message["content"] is None and extra else _text(message["content"])
+        content = "" if message.get("content") is None and extra else _text(message["content"])
         if not content.strip() and not extra:
             raise UserError(f"a message of role '{message['role']}' is empty")
         checked.append({"role": message["role"], "content": content, **extra})

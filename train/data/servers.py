@@ -70,7 +70,9 @@ class Server:
     address: str
     protocol: Protocol
     failures: int = 0
-    """Errors in a row."""
+    """Errors in a row; of requests that were under way together only one counts."""
+    failed_at: float = 0.0
+    """Monotonic time of the last error that counted."""
     held_back: int = 0
     """Answers in a row that it has too much to do."""
     resume_at: float = 0.0
@@ -145,12 +147,13 @@ class ServerPool:
                 jobs.put(job)
                 stop.wait(min(early, 0.1))
                 continue
+            begun = time.monotonic()
             try:
                 results.put(self._answer(server, job.request))
                 server.failures = server.held_back = 0
                 self._answered = time.monotonic()
             except PassingError as error:
-                self._put_back(server, job, jobs, results, error)
+                self._put_back(server, job, jobs, results, error, begun)
             except RefusedError as error:
                 if error.status not in REFUSING:
                     results.put(UserError(f"the server at {server.address} answers with {error}."))
@@ -167,21 +170,29 @@ class ServerPool:
         jobs: queue.PriorityQueue[Job],
         results: queue.Queue[Completion | Refused | BaseException],
         error: PassingError,
+        begun: float,
     ) -> None:
+        """Wait and try again, or give up. begun: when the request was sent."""
         with server.lock:
             before = server.held_back if error.busy else job.attempts
             wait = error.wait if error.wait is not None else self._backoff(before)
-            # A busy server is not a broken one: it is waited for as long as it says so.
-            server.failures += 0 if error.busy else 1
-            if error.busy:
-                server.held_back += time.monotonic() >= server.resume_at  # its other requests were sent before it said so
-                server.resume_at = max(server.resume_at, time.monotonic() + wait)
+            now = time.monotonic()
+            fresh = begun >= server.failed_at  # the others were under way when it failed before
+            if fresh:
+                # A busy server is not a broken one: it is waited for as long as it says so.
+                server.held_back += error.busy
+                server.failures += not error.busy
+                server.failed_at = now
+            if error.busy or server.failures > 1:
+                server.resume_at = max(server.resume_at, now + wait)
         if server.failures > self.sampling.retries:
             logger.warning("the server at %s is left out: %s", server.address, error)
         left = any(other.failures <= self.sampling.retries for other in self.servers)
         attempts = job.attempts + (not error.busy)
         silent = time.monotonic() - self._answered > self.sampling.patience
-        if not left or attempts > self.sampling.retries or silent:
+        # A broken server may have had the request several times before it is left out.
+        too_often = attempts >= (self.sampling.retries + 1) * len(self.servers)
+        if not left or too_often or silent:
             what = "no server is left" if not left else f"a request failed {attempts} times"
             what = f"no server has answered for {self.sampling.patience:g} seconds" if silent else what
             results.put(
@@ -219,18 +230,18 @@ class ServerPool:
     def _protocol(self, address: str) -> Protocol:
         if self.sampling.protocol == "sglang":
             return SGLang()
-        if self.sampling.protocol == "auto":
-            try:
-                self._patiently(address + "/get_model_info", None)
-                return SGLang()
-            except (RefusedError, UserError):
-                pass  # not SGLang, or nobody there: the next question says so
         try:
             listed = self._patiently(address + "/v1/models", None)
         except RefusedError as error:
             raise UserError(
                 f"{address} is neither a vLLM nor an SGLang server: /v1/models gives {error}. Check sampling.server."
             ) from error
+        if self.sampling.protocol == "auto":
+            try:
+                self._post(address + "/get_model_info", None)
+                return SGLang()
+            except (RefusedError, PassingError):
+                pass
         names = [str(entry.get("id")) for entry in listed.get("data", []) if isinstance(entry, dict)]
         wanted = self.sampling.served_model
         if (wanted and wanted not in names) or (not wanted and len(names) != 1):
