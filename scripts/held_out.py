@@ -30,7 +30,7 @@ from inference.report_blocks import markdown_table
 from inference.report_schema import arm_name, read_report
 from scripts import cli
 from scripts.compare_speculators import PLACES, RECIPES, Setting, write_rows
-from scripts.held_out_target import making
+from scripts.held_out_target import corpus, making
 from scripts.held_out_target.model import HeldOutShape
 from scripts.speculators_convert import convert
 
@@ -88,14 +88,25 @@ class Place:
 
     def stage(self, name: str, *overrides: str) -> None:
         """Run a stage of `headstart` on this target and run; raises `UserError` when it fails."""
-        shared = [
-            "experiment=[families]", "target=local", f"target.path={self.target}", "target.dtype=float32", f"run.root={self.work}",
-            "run.name=run", "data=jsonl", f"data.path={self.prompts / 'train.jsonl'}", "data.kind=messages", "data.column=messages",
-            f"train.prompts=[{self.prompts / 'validation.jsonl'}]", "bench=jsonl", f"bench.prompts={self.prompts / 'measuring'}",
-            "bench.prompts_per_domain=32", f"decode.max_new_tokens={NEW_TOKENS}",
-        ]  # fmt: skip
+        shared = ["experiment=[families]", "target=local", f"target.path={self.target}", "target.dtype=float32",
+                  f"run.root={self.work}", "run.name=run"]  # fmt: skip
         if cli.main([name, *shared, *overrides]) != 0:
             raise UserError(f"`headstart {name}` failed, see above; run the same command again to go on.")
+
+    def generate(self) -> None:
+        """Let the target answer."""
+        self.stage("generate", "data=embedded", f"data.path={self.prompts / 'train.jsonl'}")
+
+    def train(self, name: str, row: Row) -> None:
+        """Train one drafter."""
+        prompts = f"train.prompts=[{self.prompts / 'validation.jsonl'}]"
+        self.stage("train", f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}", prompts)
+
+    def measure(self, per_domain: int) -> None:
+        """Measure all drafters of the run, and n-gram lookup."""
+        prompts = ("bench=jsonl", f"bench.prompts={self.prompts / 'measuring'}", f"bench.prompts_per_domain={per_domain}")
+        draft = (f"decode.max_new_tokens={NEW_TOKENS}", f"measure.draft={{shape: chain, depth: {DEPTH}}}")
+        self.stage("measure", *prompts, *draft, "measure.kinds=[ngram]")
 
 
 def train_rival(place: Place, kind: str, python: str, threads: int) -> dict[str, float]:
@@ -209,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "held_out")
     parser.add_argument("--steps", type=int, default=800, help="of the target's training, 4,096 tokens each")
     parser.add_argument("--training", type=int, default=making.PROMPTS["training"], help="prompts for the drafters")
+    parser.add_argument("--measuring", type=int, default=making.PROMPTS["measuring"], help="prompts for the report")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="drafters to train")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help="drafters that speculators trains")
     parser.add_argument("--threads", type=int, default=1)
@@ -219,13 +231,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         work = given.work.resolve()
         place = Place(work, making.make(work, given.steps, {**making.PROMPTS, "training": given.training}))
-        place.stage("generate")
+        place.generate()
         for name in given.rows:
-            row = ROWS[name]
-            place.stage("train", f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
+            place.train(name, ROWS[name])
         rivals = given.rivals if given.speculators else []
         recipes = {kind: train_rival(place, kind, given.speculators, given.threads) for kind in rivals}
-        place.stage("measure", "measure.kinds=[ngram]", "measure.heads={}", f"measure.draft={{shape: chain, depth: {DEPTH}}}")
+        place.measure(-(-given.measuring // len(corpus.DOMAINS)))
         content = report(place, recipes, command)
     except UserError as error:
         print(error, file=sys.stderr)
