@@ -98,6 +98,12 @@ def divide(job: Job, world: World) -> Division:
             f"{max(0, division.trainers)} to train; at least as many must train. Start more processes (torchrun "
             "--nproc-per-node=...), or lower features.targets."
         )
+    if job.engine.target_sharding != "none":
+        raise UserError(
+            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides the target among all processes of the "
+            "launch, but here some of them run it and the others train. Set engine.target_sharding=none, or use "
+            "features.mode=remote."
+        )
     if job.engine.name != "torch":
         raise UserError(
             "features.mode=group needs engine=torch: DeepSpeed takes every process of a launch for a trainer, so it would wait "
