@@ -280,6 +280,7 @@ class Run:
                 evaluate=self.evaluate if self.requests else None,
                 keep_best=self.keep_best,
                 led=self.access.led,
+                breakable=not self.access.served,
                 store=store,
                 tracker=tracker,
                 display=display,

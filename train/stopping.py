@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,10 @@ class Stopped(SystemExit):
         self.name, self.step = name, step
 
 
+class Interrupted(BaseException):
+    """A signal came during work that is rather done again than waited for; see `StopRequest.interrupting`."""
+
+
 class StopRequest:
     """While entered, notes a signal instead of dying of it. A second Ctrl-C interrupts at once.
 
@@ -30,6 +36,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0
+        self._at_once = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -46,7 +53,22 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within, a signal raises `Interrupted` at once, also one that has come before: a measurement may take longer than the time
+        that a scheduler gives.
+        """
+        self._at_once = True
+        try:
+            if self.number:
+                raise Interrupted
+            yield
+        finally:
+            self._at_once = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        if self._at_once:
+            raise Interrupted

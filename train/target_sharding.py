@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ _DONE = -1
 
 class TargetAccess:
     """How a training reaches its target. This one: whole, in every process."""
+
+    served: ClassVar[bool] = False
+    """Whether the other processes serve the main one inside `led`."""
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
         """`config` as far as this target can follow it."""
@@ -201,6 +204,8 @@ class DividedLayers(TargetAccess):
     Building it takes the weights from the main process's layers and installs the hooks. Collective, as is running the model: all
     processes run it equally often, or the main process alone inside `led`.
     """
+
+    served: ClassVar[bool] = True
 
     def __init__(self, layers: nn.ModuleList, world: World) -> None:
         self.world = world

@@ -23,7 +23,7 @@ from train.distributed import World
 from train.engine import TrainEngine
 from train.meter import Meter
 from train.state import StateStore
-from train.stopping import Stopped, StopRequest
+from train.stopping import Interrupted, Stopped, StopRequest
 from train.tracker import Tracker
 
 
@@ -103,7 +103,8 @@ class Trainer:
     """One run in one process. `run()` returns why it ended: "steps", "patience" or "seconds".
 
     rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
-    what the main process alone does with the target.
+    what the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
+    processes serve may not, since they would wait for the rest of it.
     """
 
     engine: TrainEngine
@@ -121,9 +122,11 @@ class Trainer:
     progress: Progress
     meter: Meter
     led: Callable[[], AbstractContextManager[None]] = nullcontext
+    breakable: bool = True
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
+        self.request = StopRequest()
         self.clock = self.meter.clock
         # Features from elsewhere are waited for; those of a target that is here are computed.
         fetched = hasattr(getattr(self.features, "plain", self.features), "wait_seconds")
@@ -135,8 +138,11 @@ class Trainer:
         Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
         """
         limits, progress = self.limits, self.progress
-        reason = self.finished()
         with StopRequest() as request:
+            self.request = request
+            if progress.step and self.due(limits.eval_every) and progress.evaluated_step != progress.step:
+                self.measure()  # broken off when the state was saved
+            reason = self.finished()
             for index, batches in self.rows(limits.steps if not reason else progress.step):
                 stop = self.step(index, batches, request)
                 if self.due(limits.eval_every):
@@ -261,23 +267,36 @@ class Trainer:
         )
 
     def measure(self) -> None:
-        """Measure tau, and keep the weights if it is the best so far."""
+        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off: raises `Stopped` after saving; the
+        same measurement is then the first thing when the training continues.
+        """
         with self.clock.part("evaluation"):
-            self.evaluate_and_keep()
+            measured = self.evaluate_and_keep()
+        if not measured:
+            self.leave(self.request)
 
-    def evaluate_and_keep(self) -> None:
-        """See `measure`."""
+    def evaluated(self, weights: dict[str, Tensor]) -> Evaluation | None:
+        """The main process's measurement; None when a signal broke it off."""
+        assert self.evaluate is not None, "measure without a way to"
+        try:
+            with self.display.measuring(), self.request.interrupting() if self.breakable else nullcontext():
+                return self.evaluate(weights)
+        except Interrupted:
+            return None
+
+    def evaluate_and_keep(self) -> bool:
+        """See `measure`; returns whether it was done."""
         progress = self.progress
         weights = self.engine.weights()
         numbers = [0.0, 0.0, 0.0]
         found: Evaluation | None = None
         with self.led():
             if self.world.is_main:
-                assert self.evaluate is not None, "measure without a way to"
-                with self.display.measuring():
-                    found = self.evaluate(weights)
-                numbers = [found.tau, *found.ci95]
+                found = self.evaluated(weights)
+                numbers = [math.nan] * 3 if found is None else [found.tau, *found.ci95]
         tau, low, high = self.world.from_main(numbers)
+        if math.isnan(tau):
+            return False
         progress.evaluated_step = progress.step
         rose = progress.tau is None or tau > progress.tau
         if rose:
@@ -297,6 +316,7 @@ class Trainer:
                 progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
             )
             self.display.measured(progress.step, tau, (low, high), rose)
+        return True
 
     def save(self) -> None:
         """Save the state unless that of this very step is there already."""

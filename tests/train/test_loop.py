@@ -177,6 +177,32 @@ def test_signals_save_and_leave(
     assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.parametrize("spoilt", [2, 3])
+def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int
+) -> None:
+    """spoilt: the second measurement comes on the way, the third at the end. A long one must not outlast a scheduler's patience."""
+    arguments = settings(micro, max_steps=8, save_every=100, eval_every=3)
+    train(out=tmp_path / "whole", **arguments)
+    plain, calls = loop.quick_tau, iter(range(1, 100))
+
+    def struck(*given: Any) -> Any:
+        if next(calls) == spoilt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("the measurement went on")
+        return plain(*given)
+
+    monkeypatch.setattr(loop, "quick_tau", struck)
+    with pytest.raises(Stopped) as caught:
+        train(out=tmp_path / "run", **arguments)
+    assert (caught.value.code, caught.value.step) == (0, {2: 6, 3: 8}[spoilt])
+    train(out=tmp_path / "run", **arguments)
+    figures = [[(line["step"], line.get("loss"), line.get("tau")) for line in log_of(tmp_path / at)] for at in ("run", "whole")]
+    assert figures[0] == figures[1]
+    best = [(tmp_path / at / "best" / "model.safetensors").read_bytes() for at in ("run", "whole")]
+    assert best[0] == best[1]
+
+
 def test_a_loss_that_is_no_number_names_the_step_and_keeps_the_state(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
