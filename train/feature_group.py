@@ -100,7 +100,8 @@ def divide(job: Job, world: World) -> Division:
         )
     if job.engine.target_sharding != "none":
         raise UserError(
-            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides the target among all processes of the "
+            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides the target among all processes "
+            "of the "
             "launch, but here some of them run it and the others train. Set engine.target_sharding=none, or use "
             "features.mode=remote."
         )
