@@ -180,7 +180,7 @@ def test_unknown_columns_name_the_available_ones(tmp_path, options, problem):
     ("options", "problem"),
     [
         ({"kind": "message"}, "Did you mean 'messages'"),
-        ({"turn": "middle"}, "Allowed: first, last, all"),
+        ({"turn": "middle"}, "Allowed: all, first, last"),
         ({"limit": 0}, "data.limit must be at least 1"),
         ({"max_prompt_tokens": -1}, "data.max_prompt_tokens must be at least 1"),
     ],

@@ -183,17 +183,17 @@ LONG = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "first question " * 5},
     {"role": "assistant", "content": "first answer"},
-    {"role": "user", "content": "start " + "middle " * 20 + "end"},
+    {"role": "user", "content": "opening " + "middle " * 20 + "end"},
 ]
 
 
 @pytest.mark.parametrize(
     ("policy", "room", "holds", "lacks"),
     [
-        ("left", 110, ["Be brief.", "start", "end"], ["first"]),
-        ("left", 60, ["Be brief.", "end"], ["first", "start"]),
-        ("right", 200, ["Be brief.", "first question", "start"], ["end<"]),
-        ("middle", 200, ["Be brief.", "first question", "start", "end"], []),
+        ("left", 110, ["Be brief.", "opening", "end"], ["first"]),
+        ("left", 60, ["Be brief.", "end"], ["first", "opening"]),
+        ("right", 200, ["Be brief.", "first question", "opening"], ["end<"]),
+        ("middle", 200, ["Be brief.", "first question", "opening", "end"], []),
     ],
 )
 def test_prompts_are_cut_where_asked(policy, room, holds, lacks):
