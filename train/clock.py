@@ -17,6 +17,7 @@ as the host runs ahead, which shifts time between two lines of the log and loses
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -151,9 +152,14 @@ def timing_collectives(clock: Clock) -> Iterator[None]:
     Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
     """
 
+    owner = threading.get_ident()
+
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            # Threads that fetch ahead run beside the training. Those of the backward pass run in its place.
+            if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:
+                return function(*args, **kwargs)
             with clock.part("communication"):
                 work = function(*args, **kwargs)
             return _TimedWork(work, clock) if isinstance(work, dist.Work) else work

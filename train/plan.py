@@ -126,7 +126,7 @@ def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str,
     gathered = min(whole, LIVE_BUCKETS * bucket) if stage == 3 and processes > 1 else 0
     on_device = {"adam": 2 * part, "master": part} if engine.offload == "none" else {"adam": 0, "master": 0}
     return {
-        "weights": part if stage == 3 else whole,
+        "weights": (0 if engine.offload == "all" else part) if stage == 3 else whole,
         "gradients": whole if stage == 1 else part,
         "adam": on_device["adam"],
         "working": on_device["master"] + bucket + gathered,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from typing import Any
 
@@ -91,6 +92,9 @@ def test_collectives_are_communication_also_when_waited_for() -> None:
             work = dist.all_reduce(value, async_op=True)
             work.wait()
             assert work.is_completed()
+            beside = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))  # fetches ahead, say
+            beside.start()
+            beside.join()
         assert dist.all_reduce is plain
         assert known(clock)["communication"] == 3
         assert value.tolist() == [1.0, 1.0, 1.0]

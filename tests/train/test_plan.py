@@ -146,6 +146,7 @@ def test_zero_divides_what_it_says() -> None:
     assert by_stage(3) == {"weights": part, "gradients": part, "adam": 2 * part, "working": part + 2 * whole}
     offloaded = state_bytes(1000, EngineConfig(zero_stage=2, offload="optimizer"), 4)
     assert (offloaded["adam"], offloaded["working"]) == (0, whole)
+    assert state_bytes(1000, EngineConfig(zero_stage=3, offload="all"), 4)["weights"] == 0
 
 
 def job_for(folder: Path, **changes: Any) -> Job:
