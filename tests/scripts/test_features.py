@@ -27,7 +27,8 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(micro: Path, root: Path, *more: str) -> list[str]:
     """A store of exact features of the micro target, in many small shards."""
     return [
-        "features", "target=local", f"target.path={micro / 'target'}", "target.device=cpu", "target.dtype=float32", f"run.root={root}", "run.name=r",
+        "features", "target=local", f"target.path={micro / 'target'}", "target.device=cpu", "target.dtype=float32",
+        f"run.root={root}", "run.name=r",
         f"run.answers={micro / 'answers'}", "head=eagle3", "head.taps=[0,1,2]", "engine=torch", "engine.precision=float32",
         "features.format=fp32", "features.shard_mib=0.02", "train.sequence_length=64", "train.micro_batch=2",
         f"features.path={root / 'store'}", "run.threads=1", *more,
