@@ -1,0 +1,59 @@
+"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables from the report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from heads.api.errors import UserError
+from scripts import scale_plan, throughput
+from scripts.cli import split_flags
+from scripts.config import load_settings
+from scripts.stages import STAGES
+from train.clock import PARTS
+
+
+def line(step: int, tokens: int, seconds: float, mfu: float, **parts: float) -> dict[str, Any]:
+    cost = {**dict.fromkeys(PARTS, 0.0), **parts, "mfu": mfu, "peak_memory": 5}
+    return {"step": step, "loss": 1.0, "tokens": tokens, "seconds": seconds, "cost": cost}
+
+
+def test_figures_are_ratios_of_sums_behind_the_warm_up() -> None:
+    lines = [
+        line(1, 100, 9.0, 0.01, drafter=9.0),
+        line(2, 200, 9.0, 0.01, drafter=9.0),
+        line(3, 300, 1.0, 0.5, drafter=0.75, target=0.25),
+        line(4, 500, 3.0, 0.1, drafter=2.0, data=1.0),
+    ]
+    summary = dict.fromkeys(("kind", "peak", "peak_memory_bytes", "padding", "device", "engine"), 7)
+    found = throughput.steady(lines, summary)
+    assert found["tokens_per_second"] == 300 / 4
+    assert found["step_seconds"] == 2.0
+    assert found["shares"]["drafter"] == 2.75 / 4
+    assert found["loader_wait_seconds"] == 1.0
+    assert found["mfu"] == pytest.approx((0.5 * 1 + 0.1 * 3) / 4)
+
+
+def test_every_row_of_the_families_is_measured_and_composes() -> None:
+    rows = throughput.recipes()
+    assert {"medusa", "eagle3", "dspark", "distilled", "peagle"} <= set(rows)
+    for overrides in rows.values():
+        load_settings(STAGES["train"], [throughput.EXPERIMENT, *overrides])
+
+
+def test_the_plans_compose() -> None:
+    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"])
+    for changes in scale_plan.HEADS.values():
+        plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
+        assert (plan.gpu, plan.count) == ("h100", 8)
+
+
+def test_the_page_has_the_tables_of_the_report() -> None:
+    text = scale_plan.PAGE.read_text(encoding="utf-8")
+    if scale_plan.REPORT.is_file():
+        report = json.loads(scale_plan.REPORT.read_text(encoding="utf-8"))
+        assert scale_plan.with_tables(text, report) == text
+    with pytest.raises(UserError, match="once each"):
+        scale_plan.with_tables(text.replace(scale_plan.START, ""), {})
