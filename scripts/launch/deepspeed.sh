@@ -16,6 +16,9 @@ if [[ ! -f "$hostfile" ]]; then
   exit 2
 fi
 launch=(deepspeed --hostfile "$hostfile" --master_port "${PORT:-29500}" --no_python --no_local_rank)
+if (($(grep -cvE '^[[:space:]]*(#|$)' "$hostfile") == 1)); then
+  launch+=(--no_ssh_check) # a single machine is this one
+fi
 program="$(command -v headstart)"
 
 for stage in ${STAGES:-generate train measure report}; do
