@@ -72,7 +72,7 @@ class Meter:
         if self.peak.flops and self._flops and seconds > 0:
             figures["mfu"] = self._flops / (seconds * self.peak.flops)
         figures["peak_memory"] = int(self.spent["peak_memory"])
-        if self.energy.available:
+        if "joules" in self.spent:
             figures["joules"] = self.spent["joules"]
         return figures
 
