@@ -17,7 +17,7 @@ if [[ ! -f "$hostfile" ]]; then
 fi
 launch=(deepspeed --hostfile "$hostfile" --master_port "${PORT:-29500}" --no_python --no_local_rank)
 if (($(grep -cvE '^[[:space:]]*(#|$)' "$hostfile") == 1)); then
-  launch+=(--no_ssh_check) # a single machine is this one
+  launch+=(--no_ssh_check --master_addr 127.0.0.1) # a single machine is this one
 fi
 program="$(command -v headstart)"
 
