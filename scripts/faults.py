@@ -27,7 +27,7 @@ from rich.table import Table
 from inference.manifest import write_bytes
 from scripts.fault_cases.ground import FAILED, FAULTS, Fault, Ground, Outcome, UnsurvivedError
 
-MODULES = ("answers", "training")
+MODULES = ("answers", "training", "features")
 REPORT = Path(__file__).resolve().parents[1] / "docs" / "reports" / "faults.json"
 
 

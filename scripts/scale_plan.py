@@ -195,8 +195,8 @@ def table(target: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     )
     states = ", ".join(f"{head} {each['states'] / 1e9:.1f} GB" for head, each in disk.items())
     return [
-        f"### {Path(target).name}: {facts['parameters'] / 1e9:.1f} billion weights, {facts['active'] / 1e9:.1f} billion of the layers'"
-        " per token",
+        f"### {Path(target).name}: {facts['parameters'] / 1e9:.1f} billion weights,"
+        f" {facts['active'] / 1e9:.1f} billion of the layers' per token",
         "", *markdown_table(header, body), "", f"Disk: states {states}. A feature store, if one is used: {stores}.", "",
     ]  # fmt: skip
 

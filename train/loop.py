@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -38,6 +38,7 @@ from inference.prompts import load_prompts, select_prompts, to_requests
 from train.clock import Clock, timing_collectives
 from train.config import Job, TrainConfig, require_same, run_facts
 from train.data.loader import StepLoader
+from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
 from train.display import Display
@@ -61,7 +62,7 @@ from train.trainer import Evaluation, Features, Limits, Progress, Trainer
 logger = logging.getLogger(__name__)
 
 BEST, CHECKPOINTS = "best", "checkpoints"
-PARITY_DOCUMENTS, PARITY_TOKENS = 2, 48
+PARITY_DOCUMENTS = 2
 REPORTED_DOCUMENTS = 256
 
 
@@ -88,40 +89,14 @@ def train(
     <out>/target; see train/joint_run.py). Raises `UserError` for anything that was given wrongly, and
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
-    job = Job(
-        kind,
-        head,
-        target,
-        data,
-        out,
-        config,
-        features,
-        engine,
-        optim,
-        schedule,
-        decode,
-        joint or JointConfig(),
-    )
+    job = Job(kind, head, target, data, out, config, features, engine, optim, schedule, decode, joint or JointConfig())
     if (out / MANIFEST_FILE).is_file():
         return read_manifest(out, "train")
-    if not get_kind(kind).trainable or (not job.joint.on and not get_kind(kind).needs_training(head)):
-        raise UserError(
-            f"a drafter of kind '{kind}' with these settings has no weights of its own, so there is nothing to train. "
-            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
-        )
-    if config.eval_every and decode.shape == "none":
-        raise UserError(
-            "decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree."
-        )
+    refuse_senseless(job)
     world = join_world(pick_device(target.device))
     if world.device.type == "cpu":
         keep_freed_memory()
     job = replace(job, target=replace(target, device=str(world.device)))
-    if job.joint.on and features.mode != "online":
-        raise UserError(
-            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is "
-            f"{features.mode}. Use features=online."
-        )
     if job.joint.on:
         from train.joint_run import JointRun  # builds on this module
 
@@ -129,6 +104,23 @@ def train(
     if features.mode == "group":
         return run_in_group(job, world, lambda trainers: Run(job, trainers).run(provenance))
     return Run(job, world).run(provenance)
+
+
+def refuse_senseless(job: Job) -> None:
+    """Raise `UserError` for settings that together make no training."""
+    kind, mode = get_kind(job.kind), job.features.mode
+    if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
+        raise UserError(
+            f"a drafter of kind '{job.kind}' with these settings has no weights of its own, so there is nothing to train. "
+            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
+        )
+    if job.config.eval_every and job.decode.shape == "none":
+        raise UserError("decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree.")
+    if job.joint.on and mode != "online":
+        raise UserError(
+            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is {mode}. Use "
+            "features=online."
+        )
 
 
 class Run:
@@ -398,22 +390,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # libraries draw from the global state
     torch.manual_seed(seed)
-
-
-def token_counts(data: PackedData, vocab_size: int) -> Tensor:
-    """How often each token occurs in the supervised parts of the data: [V] int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for index in range(len(data)):
-        row = data.row(index)
-        counts += np.bincount(row.tokens[row.loss_mask], minlength=vocab_size)
-    return torch.from_numpy(counts)
-
-
-def parity_documents(data: PackedData, least: int) -> Iterator[list[int]]:
-    """Documents of at least `least` tokens, cut to a length at which the check is quick."""
-    for index in range(len(data)):
-        row = data.row(index)
-        for segment in range(1, int(row.segments.max()) + 1):
-            tokens = row.tokens[row.segments == segment]
-            if len(tokens) >= least:
-                yield tokens[: max(least, PARITY_TOKENS)].tolist()

@@ -1,6 +1,6 @@
 """Several whole trainings, one after the other, in as many processes as it was started with.
 
-torchrun ... -m tests.train.scale_worker FOLDER OUT COMMON NAME=CHANGES ...   (JSON objects: what tests.train.micro_run.settings takes)
+torchrun ... -m tests.train.scale_worker FOLDER OUT COMMON NAME=CHANGES ...   (JSON objects, as tests.train.micro_run.settings)
 """
 
 from __future__ import annotations
