@@ -31,13 +31,19 @@ MEASURES = {
     "sampled_tree": ("sampled_tree", "tree, T=1"),
 }
 """Column -> (folder of the measurement, its title)."""
+TIMED = "chain"
+"""The column whose seconds count: the others may be taken beside other work."""
+COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
+DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
+SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
 ABOUT = (
     "Every row was trained on the same generated answers of the same target; the learning rate is the one"
     " whose tau on the validation prompts was best, out of those tried. Measured on other prompts, batch "
     "size 1. **tau**: committed tokens per verify pass, bonus included. **TAR**: accepted drafted tokens "
     "per tested one, chain at T=0. **speedup**: against the same loop without a drafter, chain at T=0, "
     "same run. **efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
-    "Brackets: 95% bootstrap intervals over prompts. Rows without trained tokens need no training."
+    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. "
+    "Training tokens/s: throughput.json, the same rows on a quiet machine."
 )
 
 
@@ -71,7 +77,7 @@ def collect(run: Path) -> dict[str, Any]:
     entries = {
         column: {arm_name(entry): entry for entry in report["drafters"]} for column, report in reports.items()
     }
-    main_report = reports["chain"]
+    main_report, speeds = reports["chain"], training_speeds()
     return {
         "format": 1,
         "command": "headstart loop experiment=families && python -m scripts.families",
@@ -80,8 +86,19 @@ def collect(run: Path) -> dict[str, Any]:
         "settings": {column: report["settings"] for column, report in reports.items()},
         "baseline": {column: report["baseline"] for column, report in reports.items()},
         "git": main_report.get("git", {}),
-        "rows": [row(name, entries, trainings(run, name)) for name in entries["chain"]],
+        "rows": [
+            row(name, entries, trainings(run, name)) | {"training_tokens_per_second": speeds.get(name)}
+            for name in entries["chain"]
+        ],
     }
+
+
+def training_speeds() -> dict[str, float]:
+    """Training tokens/s by row, of a quiet machine: `scripts.throughput`'s report; empty where that was not made."""
+    path = REPORTS / "throughput.json"
+    if not path.is_file():
+        return {}
+    return {row["name"]: row["tokens_per_second"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 def trainings(run: Path, name: str) -> list[dict[str, Any]]:
@@ -110,9 +127,11 @@ def row(name: str, entries: Mapping[str, Mapping[str, Any]], trained: list[dict[
     measured = {}
     for column, arms in entries.items():
         entry = arms[name]
-        kept = ("draft", "tau", "tau_ci95", "tar", "acceptance", "tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup",
-                "step_ms", "lossless", "domains")  # fmt: skip
-        measured[column] = {key: entry[key] for key in kept} | {"efficiency": efficiency(entry)}
+        measured[column] = {key: entry[key] for key in COUNTED} | {
+            "domains": {name: {key: domain[key] for key in DOMAIN_COUNTED} for name, domain in entry["domains"].items()}
+        }
+        if column == TIMED:
+            measured[column] |= {key: entry[key] for key in SECONDS} | {"efficiency": efficiency(entry)}
     return {
         "name": name,
         "kind": first["kind"],
@@ -182,7 +201,7 @@ def header(content: Mapping[str, Any]) -> list[str]:
         "drafter",
         "parameters",
         "steps",
-        "trained tokens/s",
+        "training tokens/s",
         *taus,
         *tars,
         "speedup",
@@ -205,7 +224,7 @@ def table_row(row: Mapping[str, Any]) -> list[str]:
         row["name"],
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] else "-",
         str(trained[0]["steps"]) if trained else "-",
-        f"{trained[0]['tokens'] / trained[0]['seconds']:,.0f}" if trained else "-",
+        f"{row['training_tokens_per_second']:,.0f}" if row["training_tokens_per_second"] else "-",
         *taus,
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
         f"{chain['speedup']:.2f} [{low:.2f}, {high:.2f}]",

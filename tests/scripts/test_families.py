@@ -37,13 +37,16 @@ def run_folder(at: Path) -> Path:
 
 def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "REPORTS", tmp_path / "reports")
+    (tmp_path / "reports").mkdir()
+    speeds = {"rows": [{"name": "good", "tokens_per_second": 1234.5}]}
+    (tmp_path / "reports" / "throughput.json").write_text(json.dumps(speeds))
     assert families.main([str(run_folder(tmp_path / "run"))]) == 0
     content = json.loads((tmp_path / "reports" / "families.json").read_text())
     good = next(row for row in content["rows"] if row["name"] == "good")
     assert [training["rate"] for training in good["trainings"]] == [0.01, 0.1, 0.001]
     text = (tmp_path / "reports" / "families.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith(("| good", "| slow"))]
-    assert lines[0].startswith("| good | 1.20 M | 7 | 500 | 2.80 [2.70, 2.95] | 2.81 [2.70, 2.95]")
+    assert lines[0].startswith("| good | 1.20 M | 7 | 1,234 | 2.80 [2.70, 2.95] | 2.81 [2.70, 2.95]")
     assert lines[1].startswith("| slow | 1.20 M | - | - | 2.75 [2.60, 2.90]")
     assert "0.75 | 0.69 | 1.80 [1.70, 1.90] | 82% | 256/256 |" in lines[0]
     assert "| good | 0.001: 1.50, 0.01: 2.50, 0.1: 2.00 |" in text
