@@ -40,7 +40,7 @@ def generate_killed(ground: Ground) -> Outcome:
 def generate_killed_while_merging(ground: Ground) -> Outcome:
     command = ground.generate("run.name=merging", "generate.shard_rows=1")
     folder = ground.folder / "outputs/merging/generate"
-    ground.strike(command, lambda: len(list(folder.glob("shard*.parquet"))) >= 2)
+    ground.strike(command, lambda: len(list((folder / "shards").glob("*.parquet"))) >= 2)
     ground.must(ground.run(command))
     found = ground.compare_answers(folder, CONTINUED)
     found.identical = None  # other shards on purpose: ids are compared
