@@ -140,7 +140,8 @@ class Drafter(TapDrafter):
         config: Config = self.config
         weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)
         unrolled = self.chain.unroll(batch, config.ttt_steps)
-        return unrolled_loss(batch, unrolled, self.lm_head.out_features, weights, partial(self.judge, batch))
+        columns, taught = self.lm_head.out_features, self.info.vocab_size
+        return unrolled_loss(batch, unrolled, columns, weights, partial(self.judge, batch), taught)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V'] of unrolled steps 1..depth; see the contract."""

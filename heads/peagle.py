@@ -181,7 +181,7 @@ class Drafter(TapDrafter):
         anchors = Anchors.dropped(batch, config.depths, config.keep, config.keep_at_least)
         outputs = torch.cat([output.flatten(0, 1) for output in self._parallel(batch, anchors)])
         places, wanted = anchors.places(batch, config.depths)
-        columns = config.depths * self.lm_head.out_features
+        columns = max(config.depths * self.lm_head.out_features, self.info.vocab_size)  # of all depths, of the target
         per_depth, correct, counts = sum_by_state(
             outputs, places, wanted, columns, partial(self.judge, batch)
         )

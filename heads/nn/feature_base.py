@@ -115,7 +115,8 @@ def sum_by_state(
     steps.
 
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat state at each step; wanted
-    [B*T, K] bool: which of these are supervised; columns: elements of one [K, columns] row that `judge` works on.
+    [B*T, K] bool: which of these are supervised; columns: elements of the widest row that `judge` works
+    on.
     """
 
     def part(states_at: Tensor) -> losses.Sums:
@@ -130,16 +131,17 @@ def sum_by_state(
 
 
 def unrolled_loss(
-    batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge
+    batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge, taught: int = 0
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
-    of the logits that `judge` makes.
+    of the logits that `judge` makes at every step; taught: width of the target's logits, which it makes once for all steps (they are
+    wider where the draft vocabulary is reduced).
     """
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
     places = step_places(steps, wanted.shape[0], wanted.device)
     flat = torch.cat([output.flatten(0, 1) for output in unrolled])
-    per_step, correct, counts = sum_by_state(flat, places, wanted, steps * columns, judge)
+    per_step, correct, counts = sum_by_state(flat, places, wanted, max(steps * columns, taught), judge)
     return LossOutput(
         (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
     )

@@ -141,7 +141,7 @@ class Ground:
         environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
             [sys.executable, *(launcher if processes > 1 else []), *wrapper, *command],
-            cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
     def run(self, command: Sequence[str], **options: Any) -> Ended:
@@ -153,7 +153,7 @@ class Ground:
         try:
             words, _ = process.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which hold the pipe open
             words, _ = process.communicate()
             raise UnsurvivedError(f"hung for {LONGEST:.0f} s: {words[-400:]}") from None
         return Ended(process.returncode, words)
@@ -176,7 +176,7 @@ class Ground:
             if process.poll() is not None:
                 raise UnsurvivedError(f"ended before the fault came: {self.end(process).words[-600:]}")
             if time.monotonic() > deadline:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 raise UnsurvivedError("did not get to the point where the fault was to come")
             time.sleep(0.002)
         os.kill(victim(process.pid), number)

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.train.micro_run import prepare
 from train.tracker import LOG_FILE, read_log
 
 LAUNCH = REPOSITORY / "scripts" / "launch"
+PROGRAMS = Path(sys.executable).parent  # of the environment that runs the tests
 SRUN = """#!/usr/bin/env bash
 # Starts SLURM_NTASKS tasks, or one where --ntasks=1 says so; fails the first launch when BREAK_ONCE names a file that is not there.
 tasks="$SLURM_NTASKS"
@@ -74,7 +76,7 @@ def overrides(micro: Path, root: Path, name: str) -> list[str]:
 
 def start(command: list[str], **variables: str) -> str:
     """Run a command line with the environment's programs first in PATH; fails the test unless it ends well."""
-    path = os.pathsep.join([variables.pop("TOOLS", ""), str(REPOSITORY / ".venv" / "bin"), os.environ["PATH"]])
+    path = os.pathsep.join([variables.pop("TOOLS", ""), str(PROGRAMS), os.environ["PATH"]])
     done = subprocess.run(
         command,
         env={**environment(), "PATH": path, "DS_ACCELERATOR": "cpu", "STAGES": "train", **variables},
@@ -127,7 +129,7 @@ def test_slurm(micro: Path, tmp_path: Path, tools: Path, alone: list[dict[str, f
     """The first launch loses its processes, the second one trains."""
     job = {
         "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port() - 20000), "SLURM_NTASKS": "2",
-        "VENV": str(REPOSITORY / ".venv"), "TOOLS": str(tools), "BREAK_ONCE": str(tmp_path / "broken"),
+        "VENV": str(PROGRAMS.parent), "TOOLS": str(tools), "BREAK_ONCE": str(tmp_path / "broken"),
     }  # fmt: skip
     output = start([str(LAUNCH / "train.slurm"), *overrides(micro, tmp_path, "two")], **job)
     assert "starting again from the newest state (1 of 2)" in output
@@ -136,7 +138,7 @@ def test_slurm(micro: Path, tmp_path: Path, tools: Path, alone: list[dict[str, f
 
 def test_slurm_begins_nothing_when_the_time_is_over(tmp_path: Path, tools: Path) -> None:
     job = {
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "VENV": str(REPOSITORY / ".venv"),
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "VENV": str(PROGRAMS.parent),
         "TOOLS": str(tools), "SLURM_JOB_END_TIME": "1000",
     }  # fmt: skip
     assert "submit it again to continue with 'train'" in start([str(LAUNCH / "train.slurm")], **job)

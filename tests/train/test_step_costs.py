@@ -21,7 +21,8 @@ from train.features import OnlineFeatures
 from train.plan_dry import dry_step, planned_drafter
 from train.plan_target import PlannedTarget, plan_target
 
-VOCABULARY, LENGTH = 2000, 512
+VOCABULARY, LENGTH = 4000, 256
+# So wide that an attention mask of a parallel drafter, [2.4 T, 2.4 T], stays below the bound.
 
 
 @pytest.fixture(scope="module")
