@@ -134,8 +134,8 @@ def unrolled_loss(
     batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge, taught: int = 0
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
-    of the logits that `judge` makes at every step; taught: width of the target's logits, which it makes once for all steps (they are
-    wider where the draft vocabulary is reduced).
+    of the logits that `judge` makes at every step; taught: width of the target's logits, which it makes once for all steps (wider
+    where the draft vocabulary is reduced).
     """
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
