@@ -43,7 +43,8 @@ ABOUT = (
     "per tested one, chain at T=0. **speedup**: against the same loop without a drafter, chain at T=0, "
     "same run. **efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
     "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. "
-    "Training tokens/s: throughput.json, the same rows on a quiet machine."
+    "Training tokens/s: throughput.json, the same rows on a quiet machine. T=1: fewer and shorter answers (families.json has "
+    "each column's settings)."
 )
 
 
