@@ -90,12 +90,26 @@ def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
 def _join_group(rank: int, size: int, backend: str) -> None:
     """Start the process group unless an earlier stage of this process has; leave it at exit in either case."""
     if not dist.is_initialized():
-        if size > 1:
+        if size > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            store = restart_store(rank, size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT)
+        elif size > 1:
             dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
         else:
             # A store in memory: no port to choose, nothing for another run on this machine to collide with.
             dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
     leave_in_order()
+
+
+def restart_store(rank: int, size: int) -> dist.Store:
+    """The launch's store, with keys of their own for every restart by torchrun on one machine.
+
+    torchrun (2.13) keeps one store over all restarts, so that a process would find, and wait for, the addresses of those that died.
+    Agents of several machines may count restarts differently; there the launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+    which gives every attempt a store of its own.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
+    return dist.PrefixStore(f"attempt_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def leave_in_order() -> None:

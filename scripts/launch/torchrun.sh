@@ -9,6 +9,8 @@
 # The script is safe to repeat: complete stages are skipped, interrupted ones continue.
 set -euo pipefail
 
+# A store of its own for every attempt: torchrun 2.13 shares one, in which a restarted process waits for the dead.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
 launch=(torchrun --standalone --nproc-per-node "$gpus" --max-restarts "${RESTARTS:-2}" --no-python)
 
