@@ -190,7 +190,7 @@ LONG = [
 @pytest.mark.parametrize(
     ("policy", "room", "holds", "lacks"),
     [
-        ("left", 130, ["Be brief.", "opening", "end"], ["first"]),
+        ("left", 210, ["Be brief.", "opening", "end"], ["first"]),
         ("left", 60, ["Be brief.", "end"], ["first", "opening"]),
         ("right", 200, ["Be brief.", "first question", "opening"], ["end<"]),
         ("middle", 200, ["Be brief.", "first question", "opening", "end"], []),
