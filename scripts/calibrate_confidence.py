@@ -12,7 +12,6 @@ Legend: M recorded chains, K depths.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,13 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Record, fit, write; returns the exit status."""
     depths = "drafted tokens; 0: as deep as the drafter goes"
     options = recording.parser("scripts.calibrate_confidence", __doc__.split("\n")[0], 0, depths)
-    try:
-        report = run(options.parse_args(arguments))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(report, indent=2))
-    return 0
+    return recording.printed(run, options.parse_args(arguments))
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:

@@ -152,6 +152,9 @@ def read_all(packed: PackedData, meter: Meter) -> None:
 def report_of(
     rows: int, planted: dict[str, int], manifest: dict[str, Any], packed: PackedData, meter: Meter, folder: Path
 ) -> dict[str, Any]:
+    """million_rows.json's content: memory in MB over the whole run, seconds per row by phase, planted repeats against those found,
+    and whether memory stayed within FLAT_MB and time per row within CONSTANT.
+    """
     phases = {name: meter.phase(name) for name in meter.marks}
     low, high = meter.memory_range()
     constant = {name: figures["last_to_second_tenth"] <= CONSTANT for name, figures in phases.items()}

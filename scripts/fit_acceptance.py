@@ -10,14 +10,12 @@ the ROC curve, for the head and for the drafter's largest probability.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.api.errors import UserError
 from inference.adaptive_head import Recorded, fit
 from inference.engine import DecodeConfig, Engine
 from inference.requests import Request
@@ -31,14 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Record, fit, write; returns the exit status."""
     parser = recording.parser("scripts.fit_acceptance", __doc__.split("\n")[0], depth=8)
     parser.add_argument("--refusal-weight", type=float, default=1.0)
-    given = parser.parse_args(arguments)
-    try:
-        report = run(given)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(report, indent=2))
-    return 0
+    return recording.printed(run, parser.parse_args(arguments))
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,9 @@ Every fifth prompt is held out, so that what is said about a fit is said of prom
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,14 @@ def requests_apart(
             f"at least two prompts are needed, one of which is held out; given {len(requests)}. Raise --count or give more."
         )
     return fitted_on, requests[::HELD_OUT_EVERY]
+
+
+def printed(run: Callable[[argparse.Namespace], dict[str, Any]], given: argparse.Namespace) -> int:
+    """Run and print the report, or the error; returns the exit status."""
+    try:
+        report = run(given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(report, indent=2))
+    return 0

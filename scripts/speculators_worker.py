@@ -189,6 +189,7 @@ def steps(trainer: Any, channel: Channel) -> None:
     state = {"left": 0, "begun": 0.0}
 
     def wait() -> None:
+        """Before every step of their loop: when as many as were asked for are done, report and wait for the next command."""
         state["left"] -= 1
         while state["left"] <= 0:
             if state["begun"]:

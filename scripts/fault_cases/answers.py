@@ -10,9 +10,9 @@ from scripts.fault_cases.ground import (
     CONTINUED,
     PROMPTS,
     REFUSED,
+    Damage,
     Ground,
     Outcome,
-    answer_ids,
     fault,
     flip_bit,
     grow_disk,
@@ -30,6 +30,7 @@ def parts(ground: Ground, name: str) -> int:
 
 @fault("kill -9", "generate, while answers are written")
 def generate_killed(ground: Ground) -> Outcome:
+    """What was written stays; the rest is answered."""
     command = ground.generate("run.name=generate_killed")
     ground.strike(command, lambda: parts(ground, "generate_killed") >= 3)
     ground.must(ground.run(command))
@@ -38,6 +39,7 @@ def generate_killed(ground: Ground) -> Outcome:
 
 @fault("kill -9", "generate, while parts are merged into shards")
 def generate_killed_while_merging(ground: Ground) -> Outcome:
+    """Shards are merged again from the parts."""
     command = ground.generate("run.name=merging", "generate.shard_rows=1")
     folder = ground.folder / "outputs/merging/generate"
     ground.strike(command, lambda: len(list((folder / "shards").glob("*.parquet"))) >= 2)
@@ -49,6 +51,7 @@ def generate_killed_while_merging(ground: Ground) -> Outcome:
 
 @fault("SIGTERM", "generate")
 def generate_terminated(ground: Ground) -> Outcome:
+    """What is finished is written first; exit status 0."""
     command = ground.generate("run.name=generate_terminated")
     ended = ground.strike(command, lambda: parts(ground, "generate_terminated") >= 2, signal.SIGTERM)
     ground.must(ended)
@@ -58,6 +61,7 @@ def generate_terminated(ground: Ground) -> Outcome:
 
 @fault("kill -9 of one rank of two", "generate under torchrun")
 def generate_rank_killed(ground: Ground) -> Outcome:
+    """The launcher ends the other rank; the same launch continues."""
     command = ground.generate("run.name=ranks")
     ground.strike(command, lambda: parts(ground, "ranks") >= 3, victim=lambda pid: rank_of(pid, 1), processes=2)
     ground.must(ground.run(command, processes=2))
@@ -66,8 +70,7 @@ def generate_rank_killed(ground: Ground) -> Outcome:
 
 @fault("full disk", "generate")
 def generate_full_disk(ground: Ground) -> Outcome:
-    calm = ground.answers  # made before, so that the rerun is compared at once
-    assert calm
+    """One message; with more room the same command continues."""
     with small_disk(ground.folder / "small", 48) as disk:
         command = ground.generate("run.name=full", f"run.root={disk}")
         ended = ground.must(ground.run(command), 2)
@@ -78,6 +81,7 @@ def generate_full_disk(ground: Ground) -> Outcome:
 
 @fault("rows that are empty, broken or too long", "data set")
 def bad_rows(ground: Ground) -> Outcome:
+    """They are skipped with a reason; all other rows are answered, once."""
     good = [{"id": str(n), "domain": "code", "prompt": f"Write function number {n}."} for n in range(PROMPTS)]
     bad: list[dict[str, Any]] = [
         {"id": "empty", "domain": "code", "prompt": ""},
@@ -94,6 +98,7 @@ def bad_rows(ground: Ground) -> Outcome:
 
 @fault("no rows at all", "data set")
 def empty_data(ground: Ground) -> Outcome:
+    """Refused in one message."""
     path = write_lines(ground.folder / "nothing.jsonl", [])
     ended = ground.must(ground.run([*ground.generate("run.name=nothing"), f"data.path={path}"]), 2)
     return Outcome(REFUSED, words=ended.complaint)
@@ -101,25 +106,25 @@ def empty_data(ground: Ground) -> Outcome:
 
 @fault("flipped bit", "shard of answers that train reads")
 def answers_flipped(ground: Ground) -> Outcome:
+    """Found by the shard's hash."""
     return damaged(ground, "flipped", flip_bit)
 
 
 @fault("truncated", "shard of answers that train reads")
 def answers_truncated(ground: Ground) -> Outcome:
+    """Found by the shard's size."""
     return damaged(ground, "truncated", truncate)
 
 
-def damaged(ground: Ground, name: str, how: object) -> Outcome:
+def damaged(ground: Ground, name: str, how: Damage) -> Outcome:
     """Train on a damaged copy of the answers: it must be refused by name, and the undamaged one then be accepted."""
     copy = ground.folder / f"answers_{name}"
     shutil.copytree(ground.answers, copy)
     shard = next(path for path in sorted(copy.rglob("*.parquet")))
     whole = shard.read_bytes()
-    how(shard)  # type: ignore[operator]
+    how(shard)
     command = [*ground.train(f"run.name={name}"), f"run.answers={copy}"]
-    ended = ground.must(ground.run(command), 2)
-    assert shard.name in ended.complaint or shard.name in ended.words, ended.words[-400:]
+    ended = ground.refused(command, shard.name)
     shard.write_bytes(whole)
     ground.must(ground.run(command))
-    assert answer_ids(copy) == answer_ids(ground.answers)
     return ground.compare_training(ground.folder / f"outputs/{name}/train/medusa", REFUSED, ended.complaint)

@@ -65,6 +65,8 @@ class Outcome:
 
 
 Case = Callable[["Ground"], Outcome]
+Damage = Callable[[Path], None]
+"""Damages a file in its place: `flip_bit`, `truncate`."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,13 @@ class Ground:
         """`ended`, if it ended with `status` and without a traceback; raises `UnsurvivedError` otherwise."""
         if ended.status != status or (status and "Traceback" in ended.words):
             raise UnsurvivedError(f"ended with {ended.status}, not {status}: {ended.words[-600:]}")
+        return ended
+
+    def refused(self, command: Sequence[str], name: str) -> Ended:
+        """Run a stage that must refuse what it is given, with `name` in its words; raises `UnsurvivedError` otherwise."""
+        ended = self.must(self.run(command), 2)
+        if name not in ended.words:
+            raise UnsurvivedError(f"the message does not name '{name}': {ended.words[-400:]}")
         return ended
 
     # ---- what is left ----------------------------------------------------------------------------------------------------

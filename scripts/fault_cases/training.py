@@ -12,6 +12,7 @@ from scripts.fault_cases.ground import (
     REPOSITORY,
     RETRIED,
     SAVED,
+    Damage,
     Ground,
     Outcome,
     fault,
@@ -38,6 +39,7 @@ def saved(folder: Path, step: int) -> bool:
 
 @fault("kill -9", "train, between steps")
 def train_killed(ground: Ground) -> Outcome:
+    """The newest state is continued."""
     command, folder = ground.train("run.name=train_killed"), out(ground, "train_killed")
     ground.strike(command, lambda: saved(folder, 4) and len(trained_steps(folder)) >= 5)
     ground.must(ground.run(command))
@@ -46,6 +48,7 @@ def train_killed(ground: Ground) -> Outcome:
 
 @fault("kill -9", "train, while a state is written")
 def train_killed_while_saving(ground: Ground) -> Outcome:
+    """The half-written state is removed; the one before it is continued."""
     command, folder = ground.train("run.name=saving"), out(ground, "saving")
     partial = folder / "checkpoints"
     ground.strike(command, lambda: any(partial.glob("step_00000006*.partial/*")))
@@ -55,6 +58,7 @@ def train_killed_while_saving(ground: Ground) -> Outcome:
 
 @fault("kill -9", "train, while the best weights are written")
 def train_killed_while_keeping_best(ground: Ground) -> Outcome:
+    """Best weights are replaced whole or not at all."""
     command, folder = ground.train("run.name=best"), out(ground, "best")
     ground.strike(command, lambda: (folder / "best.partial").is_dir())
     ground.must(ground.run(command))
@@ -63,11 +67,13 @@ def train_killed_while_keeping_best(ground: Ground) -> Outcome:
 
 @fault("SIGTERM", "train")
 def train_terminated(ground: Ground) -> Outcome:
+    """See `asked_to_stop`."""
     return asked_to_stop(ground, signal.SIGTERM)
 
 
 @fault("SIGUSR1 (SLURM's pre-emption)", "train")
 def train_preempted(ground: Ground) -> Outcome:
+    """See `asked_to_stop`."""
     return asked_to_stop(ground, signal.SIGUSR1)
 
 
@@ -83,6 +89,7 @@ def asked_to_stop(ground: Ground, number: signal.Signals) -> Outcome:
 
 @fault("kill -9 of one rank of two", "train under torchrun, which starts it again")
 def train_rank_killed(ground: Ground) -> Outcome:
+    """torchrun begins again by itself; compared with two processes left in peace."""
     calm = ground.train("run.name=calm2")
     ground.must(ground.run(calm, processes=2))
     command, folder = ground.train("run.name=train_ranks"), out(ground, "train_ranks")
@@ -95,7 +102,7 @@ def train_rank_killed(ground: Ground) -> Outcome:
 
 @fault("full disk", "train, while a state is written")
 def train_full_disk(ground: Ground) -> Outcome:
-    assert ground.trained
+    """One message, earlier states stay; with more room the same command continues."""
     with small_disk(ground.folder / "small", 1024) as disk:
         command = ground.train("run.name=full", f"run.root={disk}")
         ended = ground.must(ground.run(command), 2)
@@ -106,20 +113,22 @@ def train_full_disk(ground: Ground) -> Outcome:
 
 @fault("truncated", "the newest state")
 def state_truncated(ground: Ground) -> Outcome:
+    """Found by its size."""
     return damaged_state(ground, "state_truncated", truncate)
 
 
 @fault("flipped bit", "the newest state")
 def state_flipped(ground: Ground) -> Outcome:
+    """Found by its hash."""
     return damaged_state(ground, "state_flipped", flip_bit)
 
 
-def damaged_state(ground: Ground, name: str, how: object) -> Outcome:
+def damaged_state(ground: Ground, name: str, how: Damage) -> Outcome:
     """The state before it is used instead."""
     command, folder = ground.train(f"run.name={name}"), out(ground, name)
     ground.strike(command, lambda: saved(folder, 6))
     newest = max((folder / "checkpoints").glob("step_*"))
-    how(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size))  # type: ignore[operator]
+    how(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size))
     ended = ground.must(ground.run(command))
     words = next((line for line in ended.words.splitlines() if "Continuing from the state before" in line), "")
     return ground.compare_training(folder, CONTINUED, words)
@@ -127,6 +136,7 @@ def damaged_state(ground: Ground, name: str, how: object) -> Outcome:
 
 @fault("weights that do not load", "target")
 def target_broken(ground: Ground) -> Outcome:
+    """Refused in one message."""
     broken = ground.folder / "broken_target"
     shutil.copytree(TARGET, broken)
     truncate(next(broken.glob("*.safetensors")))
