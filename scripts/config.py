@@ -29,7 +29,9 @@ from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 if TYPE_CHECKING:
     from inference.audit_config import AuditConfig
     from inference.engine import DecodeConfig
+    from inference.export.engine_folder import ExportConfig
     from inference.export.hub import PushConfig
+    from inference.export.pull import PullConfig
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
     from scripts.chat import ChatConfig
@@ -65,6 +67,8 @@ CONSUMERS = {
     "decode": "inference.engine:DecodeConfig",
     "bench": "inference.measure:BenchConfig",
     "push": "inference.export.hub:PushConfig",
+    "export": "inference.export.engine_folder:ExportConfig",
+    "pull": "inference.export.pull:PullConfig",
     "run": "scripts.run:RunConfig",
     "measure": "scripts.measure:MeasureConfig",
     "audit": "inference.audit_config:AuditConfig",
@@ -105,6 +109,8 @@ class Settings:
     decode: DecodeConfig
     bench: BenchConfig
     push: PushConfig
+    export: ExportConfig
+    pull: PullConfig
     measure: MeasureConfig
     audit: AuditConfig
     plan: PlanConfig

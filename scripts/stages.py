@@ -61,6 +61,12 @@ STAGES: dict[str, Stage] = {
             "build a Hub folder from a measured drafter and upload it (dry run by default)",
             ("run", "push"),
         ),
+        Stage("pull", "fetch a drafter that was pushed, checked file by file", ("run", "pull")),
+        Stage(
+            "export",
+            "write a trained drafter as a folder that vLLM, SGLang, speculators or transformers loads",
+            ("run", "target", "export"),
+        ),
         Stage(
             "chat",
             "talk to the target through a drafter in the terminal",

@@ -1,0 +1,119 @@
+"""Medusa: vLLM's layout (up to 0.32), and the two older ones of its authors.
+
+Our heads of one layer are one stacked tensor; there every head has a file entry of its own. Without an LM head per head, vLLM wants
+the target's in the file. vLLM ignores names that it does not know, without a word, so nothing but a forward pass proves a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from inference.export.layouts.base import Checkpoint, Imported, Options, Row, Target, Written, give, take
+from inference.export.layouts.folder import Folder, Receiver
+
+SHARED_HEAD = "lm_head.weight"
+OLD_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
+
+
+def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool) -> list[Row]:
+    """The tensors of Medusa's heads; own_heads: every head has an LM head of its own."""
+    found = []
+    for head in range(heads):
+        for layer in range(layers):
+            name, at = f"blocks.{head}.layers.{layer}", (layer, head)
+            found.append(Row("residual_weight", f"{name}.weight", (hidden, hidden), at))
+            found.append(Row("residual_bias", f"{name}.bias", (hidden,), at))
+        if own_heads:
+            found.append(Row("lm_heads", f"lm_heads.{head}.weight", (vocabulary, hidden), (head,)))
+    return found
+
+
+def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
+    """vLLM's folder."""
+    config, info = checkpoint.config, checkpoint.info
+    table = rows(config.num_heads, config.num_layers, info.hidden_size, info.vocab_size, config.own_lm_head)
+    tensors = give(table, checkpoint.tensors)
+    if not config.own_lm_head:
+        require_plain_head(target)
+        tensors[SHARED_HEAD] = target.weights.lm_head.to(tensors["blocks.0.layers.0.weight"].dtype)
+    if options.tokens > config.num_heads:
+        raise UserError(f"export.tokens: this drafter has {config.num_heads} heads; given {options.tokens}.")
+    described: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": info.hidden_size,
+        "vocab_size": info.vocab_size,
+        "truncated_vocab_size": info.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not config.own_lm_head,
+    }
+    return Written(
+        described, tensors, {"method": "medusa", "num_speculative_tokens": options.tokens or config.num_heads}
+    )
+
+
+def require_plain_head(target: Target) -> None:
+    """Raise `UserError` for a target whose LM head is more than one matrix: Medusa's layout holds nothing else."""
+    if any(name.endswith("lm_head.bias") for name in target.weights.state):
+        raise UserError(
+            "the target's LM head has a bias, which Medusa's layout cannot hold. Train with head.own_lm_head=true."
+        )
+
+
+def matches(folder: Folder) -> bool:
+    """Whether a folder holds Medusa heads in one of the three layouts."""
+    return any(name.startswith("blocks.0.layers.") or OLD_BLOCK.fullmatch(name) for name in folder.tensors)
+
+
+def modern(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under vLLM's names, whichever of the layouts they came in."""
+    found = {}
+    for name, value in tensors.items():
+        block, head = OLD_BLOCK.fullmatch(name), OLD_HEAD.fullmatch(name)
+        if block:
+            found[f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"] = value
+        elif head:
+            found[f"lm_heads.{head[1]}.weight"] = value
+        else:
+            found[name.removeprefix("medusa_heads.")] = value
+    return found
+
+
+def read(folder: Folder, receiver: Receiver) -> Imported:
+    """Our checkpoint from Medusa heads; a missing bias is zero."""
+    where, info, config = str(folder.path), receiver.info, folder.config
+    theirs, notes = modern(folder.tensors), []
+    blocks = [
+        match for name in theirs if (match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name))
+    ]
+    if not blocks:
+        raise UserError(f"'{where}' holds no Medusa block.")
+    heads, layers = (1 + max(int(match[group]) for match in blocks) for group in (1, 2))
+    said = config.get("num_heads", config.get("medusa_num_heads", heads))
+    if int(said) > heads:
+        raise UserError(f"'{where}': config.json names {said} heads, the weights hold {heads}.")
+    if "token_map" in theirs:
+        raise UserError(f"'{where}' drafts from a reduced vocabulary (token_map), which our medusa does not.")
+    for match in blocks:
+        name = match[0].removesuffix("weight") + "bias"
+        if name not in theirs:
+            theirs[name] = torch.zeros(theirs[match[0]].shape[0], dtype=theirs[match[0]].dtype)
+    shared = theirs.pop(SHARED_HEAD, None)
+    own = any(name.startswith("lm_heads.") for name in theirs)
+    if shared is not None:
+        if not receiver.is_shared(SHARED_HEAD, shared):
+            raise UserError(
+                f"'{where}': its shared LM head is not the target's. Was it made for this target?"
+            )
+        notes.append(f"{SHARED_HEAD}: a copy of the target's, left out")
+    found = take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
+    values = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
+    return Imported("medusa", values, found, notes)
