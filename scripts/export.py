@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def run(settings: Settings) -> None:
     """Write <run>/export/<drafter>/<engine>, or export.out."""
-    from inference.export.engine_folder import export
-    from inference.export.layouts.base import Target, read_checkpoint
+    from inference.export.engine_folder import export, prepare
+    from inference.export.layouts.base import Target
 
     if not is_main_process():
         return
@@ -30,7 +30,7 @@ def run(settings: Settings) -> None:
     if config.checkpoint and not config.out:
         raise UserError("export.out: say where the folder of a checkpoint without a run is to be written.")
     out = Path(config.out) if config.out else settings.run.directory / "export" / found.name / config.engine
-    checkpoint = read_checkpoint(found.checkpoint)
+    checkpoint = prepare(found.checkpoint, config.engine)
     facts = export(config, checkpoint, Target.of(settings.target, checkpoint.info), out)
     print(f"{facts['method']} for {config.engine} ({facts['layout']}): {out}")
     for note in facts["notes"]:

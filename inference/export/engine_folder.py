@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.api.errors import UserError
+from heads.api.checkpoint import build_config, read_config
+from heads.api.errors import UserError, suggest
 from inference.export.layouts import registry
-from inference.export.layouts.base import Checkpoint, Options, Target, Written
+from inference.export.layouts.base import Checkpoint, Options, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, EXPORT_FILE
 from inference.manifest import file_sha256
 
@@ -54,6 +55,10 @@ class ExportConfig:
         if self.dtype and self.dtype not in DTYPES:
             raise UserError(
                 f"export.dtype '{self.dtype}' is unknown. Allowed: {', '.join(DTYPES)}, or nothing."
+            )
+        if self.engine not in registry.ENGINES:
+            raise UserError(
+                f"export.engine '{self.engine}' is unknown.{suggest(self.engine, registry.ENGINES)}"
             )
         if self.tokens < 0:
             raise UserError(f"export.tokens must not be negative; given {self.tokens}.")
@@ -93,6 +98,15 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         shutil.rmtree(out)
     partial.rename(out)
     return facts
+
+
+def prepare(folder: Path, engine: str) -> Checkpoint:
+    """Read a checkpoint that has a way into `engine`; raises `UserError` with the reason where it has none."""
+    content = read_config(folder)
+    registry.way(
+        registry.method_of(content["kind"], build_config(content["kind"], content["config"])), engine
+    )
+    return read_checkpoint(folder)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,11 +151,12 @@ def describe(
 def serve(engine: str, target: str, out: Path, speculative: dict[str, Any]) -> str:
     """The command, in one line, that serves the target with the exported drafter."""
     count = speculative.get("num_speculative_tokens", 1)
-    if engine == "vllm":
+    if engine in ("vllm", "speculators"):
         told = json.dumps({**speculative, "model": str(out)})
         return f"vllm serve {target} --speculative-config '{told}'"
     if engine == "sglang":
         name = {
+            "mtp": "EAGLE",
             "eagle": "EAGLE",
             "eagle3": "EAGLE3",
             "dflash": "DFLASH",
@@ -155,4 +170,6 @@ def serve(engine: str, target: str, out: Path, speculative: dict[str, Any]) -> s
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
             f"--speculative-draft-model-path {out}{tail}"
         )
+    if "speculation_type" in speculative:
+        return f"model.generate(..., assistant_model=AutoModel.from_pretrained('{out}'), speculation_type='dflash')"
     return f"model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained('{out}'), num_assistant_tokens={count})"

@@ -38,6 +38,7 @@ from inference.export.layouts.llama import (
     read_shape,
     require_fit,
     sizes_config,
+    windows,
 )
 
 FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
@@ -196,6 +197,7 @@ def build(
     where, info, theirs = str(folder.path), receiver.info, dict(folder.tensors)
     shape = read_shape(config, where)
     require_fit(shape, config, info, where)
+    windows(config, info.max_position_embeddings, where)
     layers = int(config.get("num_hidden_layers", 1))
     for key in ("norm_before_residual", "norm_before_fc"):
         if config.get(key) or (config.get("eagle_config") or {}).get(key):

@@ -171,3 +171,15 @@ def sizes_config(shape: LayerShape, info: TargetInfo) -> dict[str, int]:
 def with_qk_norm(shape: LayerShape) -> LayerShape:
     """The same sizes with norms on query and key heads."""
     return replace(shape, qk_norm=True)
+
+
+def windows(config: Mapping[str, Any], longest: int, where: str) -> set[str]:
+    """The kinds of layers there are; raises `UserError` for a window that text of `longest` tokens does not fit in."""
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    window = config.get("sliding_window")
+    if "sliding_attention" in kinds and (not window or int(window) < longest):
+        raise UserError(
+            f"'{where}' has layers that see {window} tokens; ours see all of a text, which may have {longest} here. Train it "
+            "with full attention."
+        )
+    return kinds

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from heads.api.errors import UserError, suggest
-from inference.export.layouts import causal, dflash, eagle, eagle3, medusa
+from heads.api.errors import UserError
+from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Checkpoint, Options, Target, Written
 
 ENGINES = ("vllm", "sglang", "speculators", "transformers")
@@ -25,46 +25,86 @@ class Route:
     writer: Any
 
 
-def _causal(engine: str) -> Route:
-    return Route("causal", causal.write)
+_STATES = "its assisted generation takes language models; this one reads the target's inner states"
+_LOOKUP = "it has no weights, and engines have a lookup of their own"
+_SELF = "it drafts with layers of the target itself, which no engine runs apart from the rest"
+_LOOP = "it needs a decoding loop of its own, which no engine has"
+_HEADS = "no engine runs heads that depend on each other; train head=medusa or head=eagle3 for one"
+_BLOCKS = "no engine has it; train head=dflash, dflash2, dspark or domino for one"
+_OWN = "`headstart serve` serves it"
 
 
-_NO_TRANSFORMERS = (
-    "transformers' assisted generation takes language models; this one reads the target's inner states"
-)
-_NO_PARENT = "no engine has it; a chain of another block drafter is the nearest that one serves"
-_LOOKUP = "it has no weights: engines have a lookup of their own"
-_SELF = "it drafts with layers of the target, which no engine runs apart from the rest"
-_OWN_LOOP = "it needs a decoding loop of its own, which no engine has; `headstart serve` runs it"
-_HEADS = "no engine has sequentially dependent heads; train head=medusa or head=eagle3 for one"
+def _nowhere(reason: str) -> dict[str, Route | str]:
+    return dict.fromkeys(ENGINES, f"{reason}; {_OWN}")
+
+
+def _block(name: str, **others: Route | str) -> dict[str, Route | str]:
+    found: dict[str, Route | str] = {engine: Route(name, dflash.write) for engine in ("vllm", "sglang")}
+    found["speculators"] = Route(f"speculators-{name}", speculators.write)
+    found["transformers"] = "it has an assistant class for plain DFlash alone"
+    return found | others
+
 
 ROUTES: dict[str, dict[str, Route | str]] = {
     "eagle": {
         "vllm": Route("eagle", eagle.write),
         "sglang": Route("eagle", eagle.write),
-        "speculators": "the library has no EAGLE-1 since 0.6; vLLM serves the export for vllm",
-        "transformers": _NO_TRANSFORMERS,
+        "speculators": "the library has no EAGLE-1; vLLM serves the folder for vllm",
+        "transformers": _STATES,
     },
     "eagle3": {
         "vllm": Route("eagle3", eagle3.write),
         "sglang": Route("eagle3", eagle3.write),
-        "speculators": "not written yet",
-        "transformers": _NO_TRANSFORMERS,
+        "speculators": Route("speculators-eagle3", speculators.write),
+        "transformers": _STATES,
     },
     "peagle": {
         "vllm": Route("peagle", eagle3.write),
-        "sglang": "SGLang has no P-EAGLE",
-        "speculators": "not written yet",
-        "transformers": _NO_TRANSFORMERS,
+        "sglang": "it has no P-EAGLE; vLLM has",
+        "speculators": Route("speculators-peagle", speculators.write),
+        "transformers": _STATES,
     },
-    "dflash": {"vllm": Route("dflash", dflash.write), "sglang": Route("dflash", dflash.write)},
-    "dflash2": {"vllm": Route("dflash2", dflash.write), "sglang": Route("dflash2", dflash.write)},
-    "dspark": {"vllm": Route("dspark", dflash.write), "sglang": Route("dspark", dflash.write)},
-    "domino": {"vllm": "vLLM has no Domino; SGLang has", "sglang": Route("domino", dflash.write)},
-    "distilled": {engine: _causal(engine) for engine in ("vllm", "sglang", "transformers")},
-    "pard": {"vllm": _causal("vllm")},
-    "medusa": {"vllm": Route("medusa", medusa.write)},
+    "mtp": {
+        "vllm": Route("mtp-mimo", mtp.write),
+        "sglang": Route("mtp-mimo", mtp.write),
+        "speculators": "its MTP layers have norms on query and key heads, ours have none",
+        "transformers": "it builds MTP blocks from the target's own layer class, for families that come with them",
+    },
+    "dflash": _block("dflash", transformers=Route("dflash-assistant", dflash.write_assistant)),
+    "dflash2": _block("dflash2"),
+    "dspark": _block("dspark"),
+    "domino": _block(
+        "domino", vllm="it has no Domino; SGLang has", speculators="it has no Domino; SGLang has"
+    ),
+    "dflare": _nowhere(f"a mixture of taps per layer: {_BLOCKS}"),
+    "treeflash": _nowhere(f"states conditioned on the parent: {_BLOCKS}"),
+    "mixed": _nowhere(f"parts of several block drafters: {_BLOCKS}"),
+    "distilled": {
+        **{engine: Route("causal", causal.write) for engine in ("vllm", "sglang", "transformers")},
+        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
+    },
+    "pard": {
+        "vllm": Route("causal", causal.write),
+        "sglang": "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
+        "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
+        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later tokens need mask tokens",
+    },
+    "medusa": {
+        "vllm": Route("medusa", medusa.write),
+        "sglang": "it has no Medusa; vLLM up to 0.32 has, and later ones run it as a custom class",
+        "speculators": "the library has no Medusa; vLLM serves the folder for vllm",
+        "transformers": _STATES,
+    },
+    "hydra_heads": _nowhere(_HEADS),
+    "early_exit": _nowhere(_SELF),
+    "quantized_self": _nowhere(_SELF),
+    "cascade": _nowhere(_LOOP),
+    "jacobi": _nowhere(_LOOP),
+    "lookahead": _nowhere(_LOOP),
+    "ngram": _nowhere(_LOOKUP),
+    "suffix": _nowhere(_LOOKUP),
 }
+"""Method -> engine -> the way there, or why there is none."""
 
 
 def method_of(kind: str, config: Any) -> str:
@@ -74,10 +114,14 @@ def method_of(kind: str, config: Any) -> str:
 
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> tuple[str, Written]:
     """The layout's name and the folder of a drafter for an engine; raises `UserError` with the reason where there is no way."""
-    if engine not in ENGINES:
-        raise UserError(f"export.engine '{engine}' is unknown.{suggest(engine, ENGINES)}")
     method = method_of(checkpoint.kind, checkpoint.config)
-    route = ROUTES.get(method, {}).get(engine, "no route")
-    if isinstance(route, str):
-        raise UserError(f"a {method} drafter cannot be exported for {engine}: {route}.")
+    route = way(method, engine)
     return route.layout, route.writer(checkpoint, target, options, engine)
+
+
+def way(method: str, engine: str) -> Route:
+    """The route of a method into an engine; raises `UserError` with the reason where there is none."""
+    found = ROUTES.get(method, {}).get(engine, f"no layout is known for it; {_OWN}")
+    if isinstance(found, str):
+        raise UserError(f"a drafter of method '{method}' cannot be exported for {engine}: {found}.")
+    return found

@@ -1,0 +1,138 @@
+"""Multi-token prediction: the block of a MiMo checkpoint, which vLLM and SGLang run beside any dense target.
+
+Engines load MTP blocks of the target's own family only, out of the target's checkpoint. MiMo's is the one that is built like ours
+(two norms, a projection, one decoder layer, a final norm, the target's embedding and LM head), and its folder may hold nothing
+else: so the block is exported as a folder of its own that is given beside the target. Its projection reads the state first, ours
+the token first; its layer is Qwen2's, whose biases are zeros here. It blanks the token of the very first position, which ours
+reads; with a text's usual first token that changes one row of the block's cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.nn.blocks import LayerShape
+from heads.nn.feature_base import layer_shape
+from inference.export.layouts.base import (
+    Checkpoint,
+    Imported,
+    Options,
+    Row,
+    Target,
+    Written,
+    give,
+    refuse,
+    take,
+)
+from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.llama import (
+    block_config,
+    layer_rows,
+    plain_rope,
+    read_shape,
+    require_fit,
+    sizes_config,
+)
+
+PREFIX = "model.mtp_layers.0."
+NAMES = {
+    "pre_fc_norm_embedding.weight": "token_layernorm.weight",
+    "pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
+    "norm.weight": "final_layernorm.weight",
+}
+PROJECTION = PREFIX + "input_proj.weight"
+
+
+def rows(shape: LayerShape) -> list[Row]:
+    """The tensors of the block, with the projection's halves as ours has them."""
+    hidden = shape.hidden_size
+    found = [Row(f"mtp.{ours}", PREFIX + theirs, (hidden,)) for ours, theirs in NAMES.items()]
+    found.append(Row("mtp.fc.weight", PROJECTION, (hidden, 2 * hidden)))
+    return found + layer_rows("mtp.layers.0.", PREFIX, shape)
+
+
+def swapped(projection: Tensor) -> Tensor:
+    """A projection [H, 2H] of (token, state) as one of (state, token), and back."""
+    token, state = projection.chunk(2, 1)
+    return torch.cat([state, token], 1).contiguous()
+
+
+def biases(shape: LayerShape) -> dict[str, int]:
+    """Names and sizes of the biases that Qwen2's attention has and ours has not."""
+    sizes = {"q": shape.num_attention_heads, "k": shape.num_key_value_heads, "v": shape.num_key_value_heads}
+    return {f"{PREFIX}self_attn.{name}_proj.bias": count * shape.head_dim for name, count in sizes.items()}
+
+
+def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
+    """The folder for vLLM and SGLang."""
+    config, info = checkpoint.config, checkpoint.info
+    if not config.shared:
+        raise refuse(
+            "engines recurse one block, and it has a block per depth",
+            {"vllm": "vLLM", "sglang": "SGLang"}[engine],
+            "Train with head.shared=true (head=fastmtp).",
+        )
+    shape = layer_shape(config, info)
+    if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise refuse(
+            f"its heads are {shape.head_dim} wide, and MiMo's layer divides the hidden size by the number of heads",
+            "an engine",
+            f"Train with head.head_dim={shape.hidden_size // shape.num_attention_heads}.",
+        )
+    tensors = give(rows(shape), checkpoint.tensors)
+    tensors[PROJECTION] = swapped(tensors[PROJECTION])
+    for name, size in biases(shape).items():
+        tensors[name] = torch.zeros(size, dtype=tensors[PROJECTION].dtype)
+    described = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        **block_config(shape, info, 1, plain_rope(info.rope_theta)),
+        "num_nextn_predict_layers": 1,
+        "use_sliding_window": False,
+    }
+    return Written(
+        described,
+        tensors,
+        {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths},
+        notes=[
+            "the engine blanks the token at position 0, which the drafter was trained with: one row of its cache differs"
+        ],
+    )
+
+
+def matches(folder: Folder) -> bool:
+    """Whether a folder holds an MTP block in MiMo's layout, or in speculators'."""
+    return any(name in folder.tensors for name in (PROJECTION, "mtp_layers.0.input_proj.weight"))
+
+
+def read(folder: Folder, receiver: Receiver) -> Imported:
+    """Our checkpoint (one recursed block) from MiMo's layout, or from speculators', whose projection reads the token first."""
+    where, info = str(folder.path), receiver.info
+    config: dict[str, Any] = folder.config.get("transformer_layer_config", folder.config)
+    theirs = dict(folder.tensors)
+    token_first = "mtp_layers.0.input_proj.weight" in theirs
+    if token_first:
+        theirs = {
+            f"model.{name}" if name.startswith("mtp_layers") else name: value
+            for name, value in theirs.items()
+        }
+    notes: list[str] = []
+    for name in [name for name in theirs if not name.startswith(PREFIX)]:
+        if "mtp_layers" in name:
+            raise UserError(f"'{where}' holds several MTP blocks; ours of this form has one.")
+        del theirs[name]  # the target's own weights, where the block was stitched into them
+    if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in theirs):
+        raise UserError(f"'{where}' has norms on query and key heads, which our MTP blocks do not have.")
+    shape = read_shape({**config, "attention_bias": False}, where)
+    require_fit(shape, config, info, where)
+    for name in biases(shape):
+        if bool(theirs.pop(name, torch.zeros(1)).any()):
+            raise UserError(f"'{where}' has biases on its attention, which our MTP blocks do not have.")
+    found = take(rows(shape), theirs, where)
+    if not token_first:
+        found["mtp.fc.weight"] = swapped(found["mtp.fc.weight"])
+    return Imported("mtp", {"shared": True, **sizes_config(shape, info)}, found, notes)
