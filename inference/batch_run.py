@@ -14,6 +14,7 @@ import torch
 
 from inference.graphs import Pending
 from inference.lanes import Lanes
+from inference.pass_details import read_details
 from inference.requests import Completion, PassRecord, Request
 
 OnTokens = Callable[[Request, list[int], PassRecord | None], None]
@@ -30,8 +31,16 @@ class _Launched:
 class BatchRun:
     """The requests of one `Engine.run` in the lanes of its batch."""
 
-    def __init__(self, lanes: Lanes, requests: list[Request], on_tokens: OnTokens | None, lag: int) -> None:
-        self.lanes, self.on_tokens, self.lag = lanes, on_tokens, lag
+    def __init__(
+        self,
+        lanes: Lanes,
+        requests: list[Request],
+        on_tokens: OnTokens | None,
+        lag: int,
+        narrow: bool = False,
+    ) -> None:
+        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom full)."""
+        self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * lanes.count
         self.waiting = deque(requests)
@@ -95,7 +104,20 @@ class BatchRun:
         )
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
         longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
-        return self.lanes.step(longest, exact=not self.launched)
+        if not self.narrow:
+            return self.lanes.step(longest, exact=not self.launched)
+        running = [row for row, item in enumerate(self.running) if item is not None]
+        return self.lanes.step_rows(running, longest, exact=not self.launched)
+
+    def close_ranks(self) -> None:
+        """Move sequences from the last rows into free rows before them, so that a step has no more rows than sequences."""
+        while True:
+            used = [row for row, item in enumerate(self.running) if item is not None]
+            free = next((row for row, item in enumerate(self.running) if item is None), len(self.running))
+            if not used or used[-1] < free:
+                return
+            self.lanes.move(used[-1], free)
+            self.running[free], self.running[used[-1]] = self.running[used[-1]], None
 
     def _read(self, launched: _Launched) -> list[Completion]:
         """Bring a step's outcome to the host and book it."""
@@ -107,14 +129,22 @@ class BatchRun:
             committed, accepted, rejected, ended, live, *tokens = outcome[row]
             if committed == 0:
                 continue
-            nodes = len(tokens) if self.lanes.tree.is_chain else self.lanes.tree.num_nodes
-            record = PassRecord(accepted, committed, bool(rejected), nodes, live)
+            details = None
+            chain = self.lanes.tree.is_chain
+            if self.lanes.details:
+                # D + 1 tokens, then 3 D + 2 numbers
+                split = (len(tokens) - 3) // 4 + 1
+                pick = tokens[accepted]
+                details = read_details(tokens[split:], chain, accepted, bool(rejected), live, pick)
+                tokens = tokens[:split]
+            nodes = len(tokens) if chain else self.lanes.tree.num_nodes
+            record = PassRecord(accepted, committed, bool(rejected), nodes, live, details)
             if self.lanes.lengths is not None:
                 self.lanes.lengths.observe(accepted, accepted + rejected)
             completion.passes.append(record)
             self._add(completion, tokens[:committed], record)
             if ended:
-                finished.append(self._finish(row, completion))
+                finished.append(self._finish(completion))
         return finished
 
     def _add(self, completion: Completion, tokens: list[int], record: PassRecord | None) -> None:
@@ -122,9 +152,10 @@ class BatchRun:
         if self.on_tokens is not None:
             self.on_tokens(completion.request, tokens, record)
 
-    def _finish(self, row: int, completion: Completion) -> Completion:
+    def _finish(self, completion: Completion) -> Completion:
         completion.finish = "stop" if completion.tokens[-1] in self.end_ids else "length"
-        self.running[row] = None
+        # looked for, as it may sit elsewhere than when the step was launched
+        self.running = [None if item is completion else item for item in self.running]
         return completion
 
     # ---- prefill of free rows --------------------------------------------------------------------------------------------
@@ -148,6 +179,7 @@ class BatchRun:
             column([len(request.tokens) for request in requests]),
             column([request.seed for request in requests]),
             column([request.max_new_tokens - 1 for request in requests]),
+            (free, [request.sampling or self.lanes.settings for request in requests]),
         )
         finished, alive = [], []
         for row, request, token in zip(free, requests, first.tolist(), strict=True):
@@ -157,6 +189,6 @@ class BatchRun:
             ends = token in self.end_ids or request.max_new_tokens == 1
             alive.append(not ends)
             if ends:
-                finished.append(self._finish(row, completion))
+                finished.append(self._finish(completion))
         self.lanes.rows.active[index] = torch.tensor(alive, device=device)
         return finished

@@ -65,7 +65,7 @@ class CompiledStep:
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[tuple[int, int], _Plan] = {}
 
     @property
     def graphs(self) -> int:
@@ -86,7 +86,8 @@ class CompiledStep:
         next one compiles what was traced; that time is in `seconds_spent` and not on the clock. Raises `UserError` when it fails.
         """
         bound = self.bound(longest)
-        plan = self._plans.get(bound)
+        key = bound, self._decoder.noise.mode
+        plan = self._plans.get(key)
         if plan is not None and plan.ready:
             packed = plan.run(self._decoder.clock)
             self._decoder.clock.passes += 1
@@ -94,7 +95,7 @@ class CompiledStep:
         begin = time.perf_counter()
         try:
             if plan is None:
-                packed, self._plans[bound] = self._trace(state, bound)
+                packed, self._plans[key] = self._trace(state, bound)
             else:
                 packed = plan.build()
         except (RuntimeError, OSError) as error:

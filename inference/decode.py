@@ -9,7 +9,7 @@ Legend: B rows, N nodes, D the tree's deepest level, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from inference.adaptive import Limits
 from inference.clock import StepClock
 from inference.kv_cache import KVCache
 from inference.noise import SharedNoise
+from inference.pass_details import pass_details
 from inference.processors import Prefix, Processors
 from inference.rules.base import Rule, Verdict
 from inference.target import Seen, TargetModel
@@ -55,6 +56,21 @@ class Rows:
             zeros(), zeros(), zeros(), active, zeros(), zeros(history_slots) if history_slots else None
         )
 
+    def first(self, count: int) -> Rows:
+        """The first `count` rows, as views."""
+        history = None if self.history is None else self.history[:count]
+        own = self.lengths, self.root, self.budget, self.active, self.seeds
+        lengths, root, budget, active, seeds = (part[:count] for part in own)
+        return Rows(lengths, root, budget, active, seeds, history)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another one and deactivate the first."""
+        for item in fields(self):
+            part = getattr(self, item.name)
+            if part is not None:
+                part[target] = part[source]
+        self.active[source] = False
+
     def advance(self, result: StepResult) -> None:
         """Take over what a step committed."""
         advance = result.committed
@@ -77,7 +93,7 @@ class StepResult:
 
     tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted [B] drafted tokens among them;
     rejected [B] bool: a drafted token was tested and refused; ended [B] bool: end of text or no budget left; live [B] int64:
-    drafted levels that counted (`Proposal.limit`).
+    drafted levels that counted (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.pass_details`; None where unwanted.
     """
 
     tokens: Tensor
@@ -86,12 +102,14 @@ class StepResult:
     rejected: Tensor
     ended: Tensor
     live: Tensor
+    details: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host."""
+        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details, where there are any, behind."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
-        return torch.cat([torch.stack(counts, 1), self.tokens], 1)
+        behind = [] if self.details is None else [self.details]
+        return torch.cat([torch.stack(counts, 1), self.tokens, *behind], 1)
 
 
 @dataclass
@@ -110,6 +128,7 @@ class Decoder:
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )  # [E] end-of-text token ids
     limits: Limits | None = None  # adaptive length
+    details: bool = False  # passes say what was drafted
 
     def step(
         self,
@@ -139,6 +158,8 @@ class Decoder:
         result = self._cut(verdict, rows, proposal)
         if self.limits is not None:
             self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
+        if self.details:
+            result.details = pass_details(proposal, logits, verdict, result)
         if not proposal.tree.is_chain:
             cache.compact(rows.lengths, verdict.path, verdict.accepted)
         self.clock.mark("other")

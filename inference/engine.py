@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,9 @@ class Engine:
         )
         self._run = run
         try:
-            with packed_linears(self.drafter), decoding_kernels(self.drafter):
+            with self.decoding():
                 while run.unfinished:
-                    yield from self._advance(run)
+                    yield from self.advance(run)
                     if yield_steps:
                         yield from [item for item in run.running if item is not None]
         finally:
@@ -209,7 +209,13 @@ class Engine:
             self._run = None
             self._last_bytes = run.lanes.bytes()
 
-    def _advance(self, run: BatchRun) -> list[Completion]:
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """The drafter as it decodes and does not train."""
+        with packed_linears(self.drafter), decoding_kernels(self.drafter):
+            yield
+
+    def advance(self, run: BatchRun) -> list[Completion]:
         """Drop what was cancelled, or refill free rows, or launch a step; and book the time."""
         dropped = run.drop_cancelled()
         if dropped:
@@ -240,13 +246,13 @@ class Engine:
         if lanes is None or lanes.count != rows or lanes.capacity < capacity:
             self._lanes = None  # the old buffers go before the new ones come
             widest = min(self.decode.prefill_chunk, max(len(request.tokens) for request in requests))
-            self._require_memory(rows, capacity, widest)
+            self.require_memory(rows, capacity, widest)
             self._lanes = lanes = Lanes(
                 self.target, self.drafter, self.decode, self.tree, rows, capacity, self.clock
             )
         return lanes
 
-    def _require_memory(self, rows: int, capacity: int, widest: int) -> None:
+    def require_memory(self, rows: int, capacity: int, widest: int) -> None:
         """Refuse a batch that will not fit, before anything is allocated."""
         free = free_bytes(self.target.device)
         if free is None:
@@ -263,6 +269,10 @@ class Engine:
         """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a fixed capacity cannot hold."""
         most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
+            if request.sampling is not None:
+                raise UserError(
+                    f"request {request.index} has sampling settings of its own, which only a session takes (inference/session.py)."
+                )
             if not request.tokens or request.max_new_tokens < 1:
                 raise UserError(
                     f"request {request.index} is empty: a prompt needs at least one token, an answer too."

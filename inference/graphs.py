@@ -63,7 +63,7 @@ class StepRunner:
             self.compiled = CompiledStep(decoder, cache, rows)
         self.slots = decode.steps_behind(device) + 2
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
-        self.variants: dict[int | None, _Variant] = {}
+        self.variants: dict[tuple[int | None, int], _Variant] = {}
 
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
@@ -74,9 +74,10 @@ class StepRunner:
         if not self.on_cuda:
             result, state = self.decoder.step(self.cache, self.rows, state, longest, exact, length)
             return Pending(result.packed()), state
-        if length not in self.variants:
-            self.variants[length] = _Variant(_PinnedRing(self.slots))
-        variant = self.variants[length]
+        key = length, self.decoder.noise.mode
+        if key not in self.variants:
+            self.variants[key] = _Variant(_PinnedRing(self.slots))
+        variant = self.variants[key]
         if variant.graph is not None:
             variant.graph.replay()
             self.decoder.clock.running_free = True
@@ -156,7 +157,8 @@ def _compiled_for_verification(forward: Any) -> Any:
 
 @dataclass
 class _Variant:
-    """Steps of one draft length: how many were launched one by one, the clock before they were timed by phase, their graph."""
+    """Steps of one draft length and mode of the noise: how many were launched one by one, the clock before they were timed by
+    phase, their graph."""
 
     ring: _PinnedRing
     steps: int = 0

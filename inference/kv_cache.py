@@ -198,6 +198,25 @@ class KVCache(Cache):
         """Bytes held by all buffers."""
         return sum(storage.bytes() for storage in self.storages.all)
 
+    def first_rows(self, count: int) -> KVCache:
+        """The first `count` rows as a cache of their own that lies in this one's buffers; once all layers have seen keys."""
+        part = KVCache(len(self.layers), count, self.capacity)
+        part.storages.all = [
+            Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
+        ]
+        for layer, whole in zip(part.layers, self.layers, strict=True):
+            layer.shape = whole.shape
+            if whole.is_initialized:
+                layer.keys, layer.values = whole.keys[:count], whole.values[:count]
+                layer.is_initialized = True
+        return part
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy one row's keys and values over another row's."""
+        for storage in self.storages.all:
+            storage.keys[:, target] = storage.keys[:, source]
+            storage.values[:, target] = storage.values[:, source]
+
     def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
         """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No host synchronisation.
 

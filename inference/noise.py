@@ -78,6 +78,11 @@ class SharedNoise:
         self.keeps_logits = keeps_logits and not settings.greedy
         self._all_tokens = torch.arange(vocab_size, device=seeds.device)
 
+    @property
+    def mode(self) -> int:
+        """Which operations a step has, where that changes (`inference.row_settings`)."""
+        return 0
+
     def stream(self, stream: Stream) -> Tensor:
         """The seeds [B] int64 that a stream's draws of this pass are keyed with."""
         return stream_seeds(self.seeds, stream, self.roots)

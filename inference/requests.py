@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from inference.pass_details import PassDetails
+from inference.sampling import SamplingSettings
+
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise (64-bit, non-negative)."""
+    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise (64-bit, non-negative).
+
+    sampling: settings of its own, in a session that takes them (`inference.session`); None: the engine's.
+    """
 
     index: int
     tokens: tuple[int, ...]
     seed: int
     max_new_tokens: int
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class PassRecord:
     """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused.
 
     nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive length). 0 where not recorded.
+    details: what was drafted, where that was asked for.
     """
 
     accepted: int
@@ -27,6 +35,7 @@ class PassRecord:
     rejected: bool
     nodes: int = field(default=0, compare=False)
     live: int = field(default=0, compare=False)
+    details: PassDetails | None = field(default=None, compare=False)
 
 
 @dataclass

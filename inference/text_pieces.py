@@ -7,32 +7,42 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"
 """What a tokenizer gives for bytes that are not yet a whole character."""
+WINDOW, KEPT = 48, 12
+"""Only the last tokens are decoded anew: when there are more than `WINDOW` of them, all but `KEPT` are left behind."""
 
 
 class TextPieces:
     """Turns tokens into text as they arrive; a character whose bytes are not all there yet waits.
 
-    ends: token ids that end a text and are not shown.
+    ends: token ids that end a text and are not shown. text: what has been shown.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
         self.tokens: list[int] = []
         self.text = ""
+        self._shown = 0  # characters shown of what `tokens` say
 
     def add(self, new: Sequence[int]) -> str:
         """The text that `new` tokens complete."""
         self.tokens += [token for token in new if token not in self.ends]
-        text = self._decoded()
+        text = self._decoded(self.tokens)
         return "" if text.endswith(REPLACEMENT) else self._from_shown(text)
 
     def rest(self) -> str:
         """What was held back."""
-        return self._from_shown(self._decoded())
+        return self._from_shown(self._decoded(self.tokens))
 
-    def _decoded(self) -> str:
-        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _from_shown(self, text: str) -> str:
-        piece, self.text = text[len(self.text) :], text
+        piece, self._shown = text[self._shown :], len(text)
+        self.text += piece
+        if len(self.tokens) > WINDOW:
+            kept = self.tokens[-KEPT:]
+            end = self._decoded(kept)
+            # not between the bytes of a character, nor where the tokenizer would write the same tokens differently
+            if text.endswith(end) and not end.startswith(REPLACEMENT):
+                self.tokens, self._shown = kept, len(end)
         return piece

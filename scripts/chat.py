@@ -47,7 +47,7 @@ class Answer:
 def run(settings: Settings) -> None:
     """Load target and drafter, then answer until the input ends."""
     prepare_process(settings.run)
-    engine, name = build_engine(settings)
+    engine, name = build_engine(settings, settings.chat.drafter)
     chat = Chat(engine, settings.chat.system, settings.decode.seed)
     if sys.stdin.isatty():
         converse(chat, name)
@@ -61,12 +61,11 @@ def run(settings: Settings) -> None:
     print(summary(answer, name), file=sys.stderr)
 
 
-def build_engine(settings: Settings) -> tuple[Engine, str]:
-    """The decoder with the chosen drafter, and the drafter's name."""
+def build_engine(settings: Settings, given: str) -> tuple[Engine, str]:
+    """The decoder with the drafter `given` (see `ChatConfig.drafter`), and that drafter's name."""
     from inference.engine import Engine
     from inference.target import TargetModel
 
-    given = settings.chat.drafter
     if not given:
         known = drafters.trained(settings.run)
         given = next(iter(known), NO_DRAFTER)

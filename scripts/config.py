@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from inference.engine import DecodeConfig
     from inference.export.engine_folder import ExportConfig
     from inference.export.hub import PushConfig
+    from inference.export.verify_config import VerifyConfig
     from inference.export.pull import PullConfig
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
+    from inference.server.config import ServeConfig
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
     from scripts.measure import MeasureConfig
@@ -68,6 +70,8 @@ CONSUMERS = {
     "bench": "inference.measure:BenchConfig",
     "push": "inference.export.hub:PushConfig",
     "export": "inference.export.engine_folder:ExportConfig",
+    "verify": "inference.export.verify_config:VerifyConfig",
+    "import": "inference.export.importing:ImportConfig",
     "pull": "inference.export.pull:PullConfig",
     "run": "scripts.run:RunConfig",
     "measure": "scripts.measure:MeasureConfig",
@@ -75,6 +79,7 @@ CONSUMERS = {
     "plan": "train.plan:PlanConfig",
     "report": "scripts.report:ReportConfig",
     "chat": "scripts.chat:ChatConfig",
+    "serve": "inference.server.config:ServeConfig",
     "loop": "scripts.loop:LoopConfig",
 }
 """Which dataclass each top-level key becomes. `head` is not listed: its dataclass is the `Config` of the chosen kind."""
@@ -110,12 +115,14 @@ class Settings:
     bench: BenchConfig
     push: PushConfig
     export: ExportConfig
+    verify: VerifyConfig
     pull: PullConfig
     measure: MeasureConfig
     audit: AuditConfig
     plan: PlanConfig
     report: ReportConfig
     chat: ChatConfig
+    serve: ServeConfig
     loop: LoopConfig
 
     def __init__(
@@ -192,7 +199,7 @@ def compose_stage(stage: Stage, overrides: Sequence[str]) -> tuple[DictConfig, d
         accepted.append(f"hydra.searchpath=[{searchpath}]")
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            composed = compose(stage.name, overrides=accepted, return_hydra_config=True)
+            composed = compose(stage.root, overrides=accepted, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(
             f"the configuration of '{stage.name}' cannot be composed: {first_line(error)}"

@@ -15,11 +15,18 @@ class Stage:
     name: str
     summary: str
     groups: tuple[str, ...]
+    code: str = ""
+    """The module's name below scripts/, where it cannot be the stage's."""
 
     @property
     def module(self) -> str:
         """The module that runs it. It offers `run(settings: Settings) -> int | None`: the exit status, None for 0."""
-        return f"scripts.{self.name}"
+        return f"scripts.{self.code or self.root}"
+
+    @property
+    def root(self) -> str:
+        """The stage's root in conf/, without `.yaml`."""
+        return self.name.replace("-", "_")
 
 
 GENERATE = ("run", "target", "data", "sampling", "generate")
@@ -68,9 +75,25 @@ STAGES: dict[str, Stage] = {
             ("run", "target", "export"),
         ),
         Stage(
+            "verify-export",
+            "check an exported folder as the engine would load it, and its forward pass against ours",
+            ("run", "target", "verify"),
+        ),
+        Stage(
+            "import",
+            "make a checkpoint of a drafter that somebody else trained",
+            ("run", "target", "import"),
+            code="import_drafter",
+        ),
+        Stage(
             "chat",
             "talk to the target through a drafter in the terminal",
             ("run", "target", "decode", "chat"),
+        ),
+        Stage(
+            "serve",
+            "serve the target through a drafter: an OpenAI-compatible server with continuous batching",
+            ("run", "target", "decode", "serve"),
         ),
         Stage(
             "loop",

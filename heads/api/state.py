@@ -1,10 +1,12 @@
-"""Row-wise writes into drafter states, so that a finished row can be refilled while the others go on.
+"""Rows of drafter states: written anew while the others go on, moved, or a part of them decoded alone.
 
 A state is a dataclass whose tensors all have leading size B (or are shared and marked so by living in a non-tensor field).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -31,3 +33,56 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
                     write_rows(old_part, rows, new_part)
         elif is_dataclass(old_value) and not getattr(old_value, "shared_between_rows", False):
             write_rows(old_value, rows, new_value)
+
+
+def first_rows(state: Any, count: int) -> Any:
+    """The first `count` rows of a state as views: what is written in place there is written here."""
+    return _over(state, lambda tensor: tensor[:count])
+
+
+def read_rows(state: Any, rows: Tensor) -> Any:
+    """Copies of the rows `rows` [R] int64 of a state, in the form that `write_rows` takes."""
+    return _over(state, lambda tensor: tensor[rows.to(tensor.device)])
+
+
+def write_back(state: Any, part: Any, count: int) -> None:
+    """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows of `state`, and make it a view
+    again. What was written in place is there already and costs nothing.
+    """
+    for item in fields(state):
+        whole, own = getattr(state, item.name), getattr(part, item.name)
+        if isinstance(whole, Tensor):
+            if own.data_ptr() != whole.data_ptr() or own.shape[1:] != whole.shape[1:]:
+                whole[:count] = own
+                setattr(part, item.name, whole[:count])
+        elif isinstance(whole, (list, tuple)):
+            for number, (whole_part, own_part) in enumerate(zip(whole, own, strict=True)):
+                if isinstance(whole_part, Tensor):
+                    if own_part.data_ptr() != whole_part.data_ptr():
+                        whole_part[:count] = own_part
+                        own[number] = whole_part[:count]
+                elif _has_rows(whole_part):
+                    write_back(whole_part, own_part, count)
+        elif _has_rows(whole):
+            write_back(whole, own, count)
+        elif own is not whole:
+            setattr(state, item.name, own)
+
+
+def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`state` with `change` made to all its tensors; what rows share stays the same object."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, (list, tuple)):
+        return [_over(part, change) for part in state]
+    if not _has_rows(state):
+        return state
+    changed = copy(state)
+    for item in fields(state):
+        setattr(changed, item.name, _over(getattr(state, item.name), change))
+    return changed
+
+
+def _has_rows(state: Any) -> bool:
+    """Whether a part of a state is a dataclass with rows of its own."""
+    return is_dataclass(state) and not isinstance(state, type) and not getattr(state, "shared_between_rows", False)

@@ -1,0 +1,131 @@
+"""What a server is told: where it listens, what it lets in, how long it waits, what it writes down."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.api.errors import UserError
+
+TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
+"""Environment variable that holds the bearer token."""
+SHORTEST_TOKEN = 16
+"""Characters that a token must have at least."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How `headstart serve` serves. Rows decoded together: `decode.batch_size`; defaults of sampling and length: `decode`."""
+
+    drafter: str = ""
+    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the run's only or first one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    name: str = ""
+    """Model name that clients see; empty: the target's id, of a folder its last part."""
+    token_file: str = ""
+    """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and without that no token."""
+    open: bool = False
+    """Listen on another address than loopback without a token."""
+    context: int = 0
+    """Most positions of a request, prompt and answer; every row has memory for so many. 0: the target's limit, at most 4096."""
+    queue: int = 128
+    """Requests that may wait for a row; further ones get status 429."""
+    queue_seconds: float = 60.0
+    """Longest wait for a row before a request gets status 429."""
+    request_seconds: float = 600.0
+    """Longest time from arrival to the end of an answer; then it is broken off with status 504."""
+    write_seconds: float = 30.0
+    """Longest time a streaming client may take to read a piece before it counts as gone."""
+    body_seconds: float = 20.0
+    """Longest time a request may take to arrive."""
+    body_kilobytes: int = 1024
+    """Largest request; larger ones get status 413."""
+    grace_seconds: float = 30.0
+    """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503 meanwhile."""
+    domains: tuple[str, ...] = ("chat", "code", "math", "summary", "translation", "qa", "other")
+    """Domains that requests may name in the header X-Headstart-Domain, for metrics and records; unknown ones count as other."""
+    log_rejections: bool = False
+    """Write a record of every verification, for the next round of training (docs/formats.md, Records)."""
+    records: str = ""
+    """Folder of the records; empty: <root>/records."""
+    records_megabytes: float = 256.0
+    """Size at which recording stops; what is not written then is counted in the metrics."""
+    records_redact: bool = False
+    """Keep no token and no text in the records, only positions, depths, probabilities and keyed hashes."""
+
+    def __post_init__(self) -> None:
+        least = {
+            "port": 0, "context": 0, "queue": 0, "queue_seconds": 0.1, "request_seconds": 0.1, "write_seconds": 0.1,
+            "body_seconds": 0.1, "body_kilobytes": 1, "grace_seconds": 0, "records_megabytes": 0.01,
+        }  # fmt: skip
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise UserError(f"serve.{name} must be at least {smallest}; given: {getattr(self, name)}.")
+        if self.port > 65535:
+            raise UserError(f"serve.port must be 0 to 65535; given: {self.port}.")
+        if not self.domains or len(self.domains) > 64:
+            raise UserError(
+                f"serve.domains must name 1 to 64 domains, each a label of the metrics; given: {len(self.domains)}."
+            )
+
+    def domain(self, given: str | None) -> str:
+        """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" where none is named."""
+        if not given:
+            return "none"
+        return given if given in self.domains else "other"
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A bearer token. It is compared in constant time and shows itself nowhere."""
+
+    value: bytes
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def matches(self, header: str | None) -> bool:
+        """Whether an Authorization header carries the token."""
+        scheme, _, given = (header or "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), self.value)
+        return same and scheme.lower() == "bearer"
+
+
+def read_secret(config: ServeConfig) -> Secret | None:
+    """The token from `serve.token_file` or the environment, None where there is none.
+
+    Raises `UserError` for a file that cannot be read, a short token, and an address that the whole network reaches without one.
+    """
+    value = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if config.token_file:
+        try:
+            value = Path(config.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise UserError(f"serve.token_file '{config.token_file}' cannot be read ({reason}).") from error
+        if not value:
+            raise UserError(f"serve.token_file '{config.token_file}' is empty.")
+    if value and len(value) < SHORTEST_TOKEN:
+        raise UserError(
+            f"the bearer token has {len(value)} characters; {SHORTEST_TOKEN} are the least. `openssl rand -hex 24` makes one."
+        )
+    if not value and not config.open and not is_loopback(config.host):
+        raise UserError(
+            f"serve.host={config.host} can be reached from other machines. Set {TOKEN_VARIABLE} or serve.token_file, or say "
+            "serve.open=true to serve everybody who can reach it."
+        )
+    return Secret(value.encode()) if value else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

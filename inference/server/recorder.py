@@ -1,0 +1,71 @@
+"""Writing a server's records beside its work: a thread that flushes the log when a shard is full, and every so often."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from inference.engine import Engine
+from inference.server.config import ServeConfig
+from inference.server.metrics import ServerMetrics
+from inference.verifications import VerificationLog
+
+logger = logging.getLogger(__name__)
+LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
+
+
+class Recorder:
+    """See the module. Raises `UserError` for a folder with records of another target or drafter."""
+
+    def __init__(
+        self, folder: Path, config: ServeConfig, engine: Engine, drafter: str, metrics: ServerMetrics
+    ) -> None:
+        size = int(config.records_megabytes * 1e6)
+        self.log = VerificationLog(folder, facts(engine, drafter), size, config.records_redact)
+        self.metrics = metrics
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)
+
+    def start(self) -> None:
+        """Begin to flush."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the rest and end."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._flush()
+
+    def _work(self) -> None:
+        waited = 0.0
+        while not self._stop.wait(LOOK_SECONDS):
+            waited += LOOK_SECONDS
+            if self.log.due or waited >= FLUSH_SECONDS:
+                waited = 0.0
+                self._flush()
+
+    def _flush(self) -> None:
+        full = self.log.full
+        try:
+            self.log.flush()
+        except OSError as error:
+            self.log.full = True
+            logger.error("records cannot be written (%s); recording ends", error.strerror)
+        if self.log.full and not full:
+            logger.warning("recording has ended: serve.records_megabytes is reached")
+        self.metrics.written.set(self.log.written)
+        self.metrics.dropped.set(self.log.dropped)
+
+
+def facts(engine: Engine, drafter: str) -> dict[str, Any]:
+    """What the records are of."""
+    info = engine.target.info
+    own = engine.drafter
+    return {
+        "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
+        "drafter": {"name": drafter, "kind": None if own is None else own.kind},
+        "draft": {"shape": engine.decode.shape, "depth": engine.tree.max_depth, "nodes": engine.tree.num_nodes},
+    }

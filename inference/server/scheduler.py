@@ -1,0 +1,311 @@
+"""The worker: one thread that owns the engine, takes requests from a queue, decodes them together and hands text back.
+
+The event loop's thread only puts jobs and cancellations into the inbox. What a step brought forth for all rows goes back in one
+call, so that a step costs the loop one wake-up, however many rows it has. Text is made here as well: stop strings end a row at
+the step in which they appear.
+
+When a step fails, the requests under way fail with it and the session is made anew; after `MOST_FAILURES` in a row it gives up.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from heads.api.errors import UserError
+from inference.engine import Engine
+from inference.requests import Completion, PassRecord, Request
+from inference.sampling import SamplingSettings
+from inference.server.errors import ApiError
+from inference.server.metrics import ServerMetrics
+from inference.server.text import StopText
+from inference.session import Session
+from inference.verifications import VerificationLog
+
+logger = logging.getLogger(__name__)
+MOST_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt was read and the first token picked."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More text of a streamed answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """An answer's end. text: all of it; finish: stop or length; tokens: generated ones, end of text or stop included."""
+
+    text: str
+    finish: str
+    tokens: int
+    passes: int
+    committed: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """No answer, and why."""
+
+    error: ApiError
+
+
+Event = Started | Piece | Done | Failed
+
+
+@dataclass
+class Job:
+    """A request for the worker. deliver: takes events on the event loop's thread; created: monotonic seconds of its arrival."""
+
+    id: str
+    prompt: tuple[int, ...]
+    limit: int
+    seed: int
+    sampling: SamplingSettings
+    stops: tuple[str, ...]
+    stream: bool
+    domain: str
+    deliver: Callable[[Event], None]
+    created: float
+    index: int = -1
+
+
+@dataclass
+class _Live:
+    """A job in the worker's hands."""
+
+    job: Job
+    text: StopText
+    tokens: list[int] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+    passes: int = 0
+    committed: int = 0
+    accepted: int = 0
+    first: float = 0.0
+
+
+Post = Callable[[list[tuple[Job, Event]]], None]
+
+
+class Scheduler:
+    """See the module. post: called from the worker's thread with the events of a step; broken: called there when it gives up."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: int,
+        metrics: ServerMetrics,
+        post: Post,
+        log: VerificationLog | None = None,
+        broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
+        self.post, self.broken = post, broken
+        # the event loop uses the target's own at the same time, and a tokenizer is for one thread at a time
+        self.tokenizer = copy.deepcopy(engine.target.tokenizer)
+        self.healthy = False
+        self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._live: dict[int, _Live] = {}
+        self._out: list[tuple[Job, Event]] = []
+        self._session: Session | None = None
+        self._count = 0
+        self._ended = False
+        self._ready = threading.Event()
+        self._refusal: UserError | None = None
+        self._thread = threading.Thread(target=self._work, name="headstart-engine", daemon=True)
+
+    # ---- called from the event loop's thread ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the worker and wait until its buffers stand; raises `UserError` when they cannot."""
+        self._thread.start()
+        self._ready.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def submit(self, job: Job) -> None:
+        """Hand a job over; its events follow."""
+        self._inbox.put(("add", job))
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job; no further events come of it. One that has ended is ignored."""
+        self._inbox.put(("cancel", job))
+
+    def stop(self, seconds: float = 10.0) -> bool:
+        """End the worker; jobs under way fail. Returns whether it ended in time."""
+        self._inbox.put(("stop", None))
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # ---- the worker's thread -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        failures = 0
+        while not self._ended and failures < MOST_FAILURES:
+            try:
+                with Session(self.engine, self.context, self._on_tokens, details=self.log is not None) as session:
+                    self._session, self.healthy = session, True
+                    self._ready.set()
+                    while not self._ended:
+                        if self._turn(session):
+                            failures = 0
+            except UserError as error:
+                self._refusal = error
+                failures = MOST_FAILURES
+                logger.error("the engine refuses to serve: %s", error)
+            except Exception:
+                # whatever a model, a driver or a kernel throws must not leave clients waiting
+                failures += 1
+                logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
+            finally:
+                self._fail_all("the engine failed; the request can be repeated" if failures else "the server is stopping")
+        self.healthy = False
+        self._ready.set()
+        if not self._ended:
+            self._drain_inbox()
+            self.broken()
+
+    def _turn(self, session: Session) -> bool:
+        """Take what came in, make a step, hand back what it brought; returns whether a request ended well."""
+        self._take(session)
+        if self._ended:
+            return False
+        ended = False
+        for completion in session.step():
+            ended |= self._complete(completion)
+        if self._out:
+            out, self._out = self._out, []
+            self.post(out)
+        self.metrics.running.set(session.running)
+        self.metrics.waiting.set(max(0, len(self._live) - session.running))
+        return ended
+
+    def _take(self, session: Session) -> None:
+        """Everything in the inbox; waits for something when there is nothing to decode."""
+        while True:
+            try:
+                order, job = self._inbox.get(block=not session.unfinished)
+            except queue.Empty:
+                return
+            if order == "stop":
+                self._ended = True
+                return
+            assert job is not None
+            if order == "cancel":
+                if self._live.pop(job.index, None) is not None:
+                    session.cancel(job.index)
+            else:
+                self._admit(session, job)
+
+    def _admit(self, session: Session, job: Job) -> None:
+        job.index = self._count
+        self._count += 1
+        try:
+            session.add(Request(job.index, job.prompt, job.seed, job.limit, job.sampling))
+        except UserError as error:
+            self._out.append((job, Failed(ApiError(400, str(error)))))
+            return
+        self._live[job.index] = _Live(job, StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops))
+
+    def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
+        live = self._live.get(request.index)
+        if live is None:
+            return  # cancelled, or ended at a stop string: the row runs on until the next step
+        job = live.job
+        if record is None:
+            live.first = time.monotonic()
+            self.metrics.first.observe(live.first - job.created)
+            self.metrics.prompt_tokens.add(len(job.prompt), job.domain)
+            self._out.append((job, Started()))
+        else:
+            self._book(live, record)
+        live.tokens += tokens
+        if not (job.stream or job.stops):
+            return
+        piece = live.text.add(tokens)
+        if piece:
+            live.shown.append(piece)
+            if job.stream:
+                self._out.append((job, Piece(piece)))
+        if live.text.stopped:
+            assert self._session is not None
+            self._session.cancel(request.index)
+            self._end(live, "stop")
+
+    def _book(self, live: _Live, record: PassRecord) -> None:
+        """Count a verification, before its tokens are added."""
+        job = live.job
+        live.passes += 1
+        live.committed += record.committed
+        live.accepted += record.accepted
+        self.metrics.verified(job.domain, record)
+        if self.log is not None:
+            root = len(job.prompt) + len(live.tokens) - 1
+            self.log.verification(job.id, root, job.domain, record, job.sampling.temperature)
+
+    def _complete(self, completion: Completion) -> bool:
+        live = self._live.get(completion.request.index)
+        if live is None or completion.finish == "cancelled":
+            return False
+        self._end(live, completion.finish)
+        return True
+
+    def _end(self, live: _Live, finish: str) -> None:
+        """An answer is complete: say so and book it."""
+        job, text = live.job, live.text
+        del self._live[job.index]
+        if job.stream or job.stops:
+            rest = text.rest()
+            finish = "stop" if text.stopped else finish
+            if rest:
+                live.shown.append(rest)
+                if job.stream:
+                    self._out.append((job, Piece(rest)))
+            whole, tokens = "".join(live.shown), text.tokens if text.stopped else len(live.tokens)
+        else:
+            shown = [token for token in live.tokens if token not in self.engine.target.eos_token_ids]
+            whole, tokens = str(self.tokenizer.decode(shown, skip_special_tokens=True)), len(live.tokens)
+        self._out.append((job, Done(whole, finish, tokens, live.passes, live.committed, live.accepted)))
+        now = time.monotonic()
+        self.metrics.tokens.add(tokens, job.domain)
+        self.metrics.whole.observe(now - job.created)
+        if tokens > 1:
+            self.metrics.per_token.observe((now - live.first) / (tokens - 1))
+        if self.log is not None:
+            temperature = job.sampling.temperature
+            self.log.sequence(job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish)
+
+    # ---- when nothing goes on ------------------------------------------------------------------------------------------------
+
+    def _fail_all(self, why: str) -> None:
+        """Tell every job in hand that it will not be answered."""
+        status = 503 if self._ended else 500
+        self._out += [(live.job, Failed(ApiError(status, why))) for live in self._live.values()]
+        self._live.clear()
+        if self._out:
+            out, self._out = self._out, []
+            self.post(out)
+        self.metrics.running.set(0)
+        self.metrics.waiting.set(0)
+
+    def _drain_inbox(self) -> None:
+        """Refuse what still came in, for good: nobody reads the inbox any more."""
+        while True:
+            try:
+                order, job = self._inbox.get(timeout=0.2)
+            except queue.Empty:
+                return
+            if order == "add" and job is not None:
+                self.post([(job, Failed(ApiError(503, "the engine has failed; the server is going down")))])

@@ -1,0 +1,246 @@
+"""What stands between a request and the worker: admission, prompts to tokens, events back to whoever waits, shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.chat import render_prompt
+from inference.engine import Engine
+from inference.server.config import Secret, ServeConfig
+from inference.server.errors import ApiError
+from inference.server.metrics import ServerMetrics
+from inference.server.protocol import CHAT, Asked
+from inference.server.recorder import Recorder
+from inference.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler, Started
+
+logger = logging.getLogger(__name__)
+LARGEST_DEFAULT_CONTEXT = 4096
+
+
+class Ticket:
+    """A request under way: its job, and the events that came for it. gone: the client has left."""
+
+    def __init__(self, job: Job, service: Service) -> None:
+        self.job, self.service = job, service
+        self.gone = False
+        self.ended = False
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._deadline = job.created + service.config.request_seconds
+        job.deliver = self._events.put_nowait
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.gone = True
+        self._events.put_nowait(None)
+
+    async def start(self) -> None:
+        """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than `serve.queue_seconds`)."""
+        event = await self._next(self.job.created + self.service.config.queue_seconds)
+        if event is None and not self.gone:
+            raise self.service.overloaded("no row became free in time")
+        self._check(event)
+        assert isinstance(event, Started)
+
+    async def next(self) -> Piece | Done:
+        """The next event after `start`; raises `ApiError`."""
+        event = await self._next(self._deadline)
+        if event is None and not self.gone:
+            raise ApiError(504, f"the answer took longer than {self.service.config.request_seconds:g} s.", code="timeout")
+        self._check(event)
+        assert isinstance(event, (Piece, Done))
+        if isinstance(event, Done):
+            self.ended = True
+            self.service.metrics.requests.add(1, event.finish)
+        return event
+
+    async def _next(self, deadline: float) -> Event | None:
+        """The next event; None at the deadline or when the client has left."""
+        try:
+            async with asyncio.timeout(max(0.0, min(deadline, self._deadline) - time.monotonic())):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    def _check(self, event: Event | None) -> None:
+        if event is None:
+            raise ApiError(499, "the client has left.")
+        if isinstance(event, Failed):
+            raise event.error
+
+    def close(self) -> None:
+        """Whatever happened, afterwards the row is free and the place given back."""
+        if not self.ended:
+            self.ended = True
+            self.service.scheduler.cancel(self.job)
+        self.service.open.discard(self)
+
+
+class Service:
+    """One server: its engine, its limits, its numbers. All methods but `post` belong to the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, engine: Engine, drafter: str, secret: Secret | None, records: Path | None = None
+    ) -> None:
+        self.config, self.engine, self.secret = config, engine, secret
+        info = engine.target.info
+        self.name = config.name or (Path(info.id).resolve().name if Path(info.id).is_dir() else info.id)
+        self.names = tuple(dict.fromkeys((self.name, info.id)))
+        self.created = int(time.time())
+        limit = info.max_position_embeddings
+        self.context = min(config.context or LARGEST_DEFAULT_CONTEXT, limit)
+        self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, engine.drafter is not None)
+        self.metrics.info.set(1, self.name, drafter, engine.decode.shape, "1")
+        self.metrics.rows.set(engine.decode.batch_size)
+        self.recorder = None if records is None else Recorder(records, config, engine, drafter, self.metrics)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.draining = False
+        self.on_broken: Callable[[], None] = lambda: None
+        log = None if self.recorder is None else self.recorder.log
+        self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
+        self.open: set[Ticket] = set()
+        self._tokenizer = copy.deepcopy(engine.target.tokenizer)
+        self._texts = ThreadPoolExecutor(1, "headstart-prompts")
+
+    def start(self) -> None:
+        """Start the worker; raises `UserError` when its buffers cannot be made."""
+        self.scheduler.start()
+        if self.recorder is not None:
+            self.recorder.start()
+
+    def stop(self) -> None:
+        """End the worker and write what was recorded."""
+        self.scheduler.stop()
+        if self.recorder is not None:
+            self.recorder.stop()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    # ---- admission -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.scheduler.healthy and not self.draining
+
+    def overloaded(self, why: str) -> ApiError:
+        """Status 429, with a guess when a place will be free: what those before it have taken so far, at least a second."""
+        now = time.monotonic()
+        ages = [now - ticket.job.created for ticket in self.open]
+        wait = math.ceil(min(max(sum(ages) / len(ages) if ages else 1.0, 1.0), 60.0))
+        return ApiError(429, f"the server is busy: {why}. Ask again later.", code="overloaded", retry_after=wait)
+
+    def require_place(self) -> None:
+        """Raise `ApiError` unless another request may come in."""
+        if not self.ready:
+            raise ApiError(503, "the server takes no requests now: it is stopping.", code="unavailable", retry_after=5)
+        if len(self.open) >= self.engine.decode.batch_size + self.config.queue:
+            raise self.overloaded(f"{len(self.open)} requests run or wait")
+
+    async def ticket(self, asked: Asked, domain: str, created: float) -> Ticket:
+        """Turn a request into a job and hand it to the worker; raises `ApiError`."""
+        prompt = await self._prompt(asked)
+        self.require_place()  # again: reading the prompt took a while
+        room = self.context - len(prompt)
+        limit = asked.limit if asked.limit is not None else min(self.engine.decode.max_new_tokens, room)
+        self._check(prompt, limit, room)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        job = Job(
+            id=f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}",
+            prompt=prompt,
+            limit=limit,
+            seed=seed,
+            sampling=asked.sampling,
+            stops=asked.stops,
+            stream=asked.stream,
+            domain=self.config.domain(domain),
+            deliver=lambda event: None,
+            created=created,
+        )
+        ticket = Ticket(job, self)
+        self.open.add(ticket)
+        self.scheduler.submit(job)
+        return ticket
+
+    def _check(self, prompt: tuple[int, ...], limit: int, room: int) -> None:
+        vocab = self.engine.target.info.vocab_size
+        if not prompt:
+            raise ApiError(400, "the prompt is empty.", "prompt")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise ApiError(400, f"token ids go from 0 to {vocab - 1}; the prompt has others.", "prompt")
+        if room < 1 or limit > room:
+            raise ApiError(
+                400,
+                f"this server has {self.context} positions per request; the prompt takes {len(prompt)} and "
+                f"'max_tokens' is {limit}. Shorten one of them.",
+                "max_tokens" if room >= 1 else "prompt",
+                "context_length_exceeded",
+            )
+
+    async def _prompt(self, asked: Asked) -> tuple[int, ...]:
+        """The prompt's token ids. A thread of its own makes them: long texts take a while, and the loop must go on."""
+        if isinstance(asked.content, tuple):
+            return asked.content
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._texts, self._tokens, asked)
+
+    def _tokens(self, asked: Asked) -> tuple[int, ...]:
+        try:
+            if asked.kind == CHAT:
+                return tuple(render_prompt(self._tokenizer, asked.content, arguments=dict(asked.template)))
+            asked.content.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
+            return tuple(self._tokenizer.encode(asked.content))
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+        except UnicodeEncodeError as error:
+            raise ApiError(400, "the prompt is not valid text (a lone surrogate).", "prompt") from error
+
+    def refused(self, error: ApiError) -> None:
+        """Count a request that ended with an error."""
+        known = {401: "unauthorized", 429: "overloaded", 499: "cancelled", 500: "error", 503: "unavailable", 504: "timeout"}
+        self.metrics.requests.add(1, known.get(error.status, "invalid"))
+
+    # ---- from the worker -----------------------------------------------------------------------------------------------------
+
+    def post(self, events: list[tuple[Job, Event]]) -> None:
+        """Take a step's events from the worker's thread to the loop's."""
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_deliver, events)
+
+    def _broken(self) -> None:
+        logger.error("the engine has failed for good; the server ends")
+        self.on_broken()
+
+    # ---- shutting down -------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take nothing new, let what runs end for `serve.grace_seconds`, then break off the rest."""
+        self.draining = True
+        end = time.monotonic() + self.config.grace_seconds
+        while self.open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for ticket in list(self.open):
+            self.scheduler.cancel(ticket.job)
+            ticket.job.deliver(Failed(ApiError(503, "the server has stopped.", code="unavailable")))
+        limit = time.monotonic() + 2.0
+        while self.open and time.monotonic() < limit:
+            await asyncio.sleep(0.02)
+
+    def facts(self) -> dict[str, Any]:
+        """What /v1/models says of the model."""
+        return {
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "headstart", "max_model_len": self.context,
+        }  # fmt: skip
+
+
+def _deliver(events: list[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.deliver(event)

@@ -1,0 +1,61 @@
+"""An answer's text as it arrives, cut at stop strings. What could still become a stop string is withheld until that is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from inference.text_pieces import TextPieces
+
+
+class StopText:
+    """Tokens in, text out. tokens: how many it took up to and including the one that completed a stop string."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...]) -> None:
+        self.pieces, self.stops = TextPieces(tokenizer, ends), stops
+        self.tokens = 0
+        self.stopped = False
+        self._held = ""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that more tokens decide. After a stop string (`stopped`) nothing is taken any more."""
+        if not self.stops:
+            self.tokens += len(tokens)
+            return self.pieces.add(tokens)
+        shown = ""
+        for token in tokens:  # one by one, so that the count does not depend on how many came together
+            if self.stopped:
+                break
+            self.tokens += 1
+            shown += self._decide(self.pieces.add([token]))
+        return shown
+
+    def rest(self) -> str:
+        """What was withheld, once no more tokens come."""
+        if self.stopped:
+            return ""
+        shown = self._decide(self.pieces.rest())
+        if not self.stopped:
+            shown, self._held = shown + self._held, ""
+        return shown
+
+    def _decide(self, piece: str) -> str:
+        """What of the withheld text and `piece` can be shown."""
+        if not piece:
+            return ""
+        text = self._held + piece
+        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_begun(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` could begin."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,210 @@
+"""Records of verifications: what was drafted, where it failed, how likely both models held it. For the next round of training.
+
+A folder of parquet shards (docs/formats.md, Records), written while something decodes: a server, a measurement, a generation.
+`verifications-*.parquet` has one row per verification of one sequence, `sequences-*.parquet` one per sequence; `records.json` says
+of which target and drafter they are, and whether they are redacted. Anything that reads parquet reads them:
+
+    datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
+
+Redacted records hold no token and no text: what a person wrote, or read, cannot be found in them. Equal prompts of one process
+can still be recognised, by a hash whose key is drawn at random and written nowhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from heads.api.errors import UserError
+from inference.manifest import write_bytes, write_json
+from inference.requests import PassRecord
+
+FORMAT = 1
+FACTS_FILE = "records.json"
+VERIFICATIONS, SEQUENCES = "verifications", "sequences"
+SCHEMAS = {
+    VERIFICATIONS: pa.schema(
+        [
+            ("sequence", pa.string()),
+            ("position", pa.int64()),
+            ("domain", pa.string()),
+            ("drafted", pa.list_(pa.int32())),
+            ("log_q", pa.list_(pa.float32())),
+            ("log_p", pa.list_(pa.float32())),
+            ("accepted", pa.int32()),
+            ("error_depth", pa.int32()),
+            ("pick", pa.int32()),
+            ("pick_log_q", pa.float32()),
+            ("pick_log_p", pa.float32()),
+            ("temperature", pa.float32()),
+            ("time", pa.float64()),
+        ]
+    ),
+    SEQUENCES: pa.schema(
+        [
+            ("sequence", pa.string()),
+            ("domain", pa.string()),
+            ("prompt_hash", pa.string()),
+            ("prompt_length", pa.int32()),
+            ("answer_length", pa.int32()),
+            ("tokens", pa.list_(pa.int32())),
+            ("seed", pa.int64()),
+            ("temperature", pa.float32()),
+            ("finish", pa.string()),
+            ("time", pa.float64()),
+        ]
+    ),
+}
+SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "seed")}
+"""Empty in redacted records. (With a seed, somebody with the model could try prompts until an answer's length fits.)"""
+ROWS_PER_SHARD = 8192
+
+
+class VerificationLog:
+    """Writes records. Rows gather in memory until `flush`, or until a shard is full; a shard appears whole or not at all.
+
+    facts: what the records are of (`target`, `drafter`, ...), stored in `records.json`. max_bytes: where writing stops; rows beyond
+    are counted in `dropped`. Safe to use from two threads, one that adds and one that flushes. Continues a folder of the same
+    facts; raises `UserError` for one of others.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], max_bytes: int, redact: bool = False) -> None:
+        self.folder, self.max_bytes, self.redact = folder, max_bytes, redact
+        self.written = self.dropped = 0
+        self.full = False
+        self._key = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in SCHEMAS}
+        self._open({"format": FORMAT, "redacted": redact, **facts})
+        found = list(folder.glob("*.parquet"))
+        self.bytes = sum(path.stat().st_size for path in found)
+        self._next = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in found), default=-1)
+
+    def _open(self, facts: dict[str, Any]) -> None:
+        path = self.folder / FACTS_FILE
+        if not path.is_file():
+            write_json(path, facts)
+            return
+        known = read_facts(self.folder)
+        different = sorted(key for key in known.keys() | facts.keys() if known.get(key) != facts.get(key))
+        if different:
+            raise UserError(
+                f"'{self.folder}' holds records of something else ({', '.join(different)} differ). Choose another folder."
+            )
+
+    # ---- adding --------------------------------------------------------------------------------------------------------------
+
+    def verification(
+        self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
+    ) -> None:
+        """Add one verification. position: where its root stands in the sequence; drafted token d is meant for position + d."""
+        details = record.details
+        assert details is not None, "passes were decoded without details"
+        error = record.accepted + 1 if record.rejected else 0
+        row = (
+            sequence, position, domain, details.drafted, details.log_q, details.log_p, record.accepted, error, details.pick,
+            details.pick_log_q, details.pick_log_p, temperature, time.time(),
+        )  # fmt: skip
+        self._add(VERIFICATIONS, row)
+
+    def sequence(
+        self,
+        sequence: str,
+        domain: str,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        seed: int,
+        temperature: float,
+        finish: str,
+    ) -> None:
+        """Add one sequence that has ended: its prompt and answer as token ids."""
+        digest = hmac.digest(self._key, array("q", prompt).tobytes(), "sha256").hex()[:32]
+        row = (
+            sequence, domain, digest, len(prompt), len(answer), (*prompt, *answer), seed, temperature, finish, time.time(),
+        )  # fmt: skip
+        self._add(SEQUENCES, row)
+
+    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+        with self._lock:
+            if self.full or len(self._rows[table]) >= 8 * ROWS_PER_SHARD:  # nobody flushes, or too slowly
+                self.dropped += 1
+                return
+            if self.redact:
+                names, hidden = SCHEMAS[table].names, SECRET_COLUMNS[table]
+                row = tuple(None if name in hidden else value for name, value in zip(names, row, strict=True))
+            self._rows[table].append(row)
+
+    @property
+    def due(self) -> bool:
+        """Whether a shard is full."""
+        return any(len(rows) >= ROWS_PER_SHARD for rows in self._rows.values())
+
+    # ---- writing -------------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends recording."""
+        with self._lock:
+            rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
+        for name, gathered in rows.items():
+            for start in range(0, len(gathered), ROWS_PER_SHARD):
+                self._write(name, gathered[start : start + ROWS_PER_SHARD])
+
+    def _write(self, name: str, rows: list[tuple[Any, ...]]) -> None:
+        columns = zip(*rows, strict=True)
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMAS[name], strict=True)]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(arrays, SCHEMAS[name]), sink, compression="zstd")
+        content = sink.getvalue().to_pybytes()
+        if self.full or self.bytes + len(content) > self.max_bytes:
+            self.full, self.dropped = True, self.dropped + len(rows)
+            return
+        write_bytes(self.folder / f"{name}-{self._next:05d}.parquet", content)
+        self._next += 1
+        self.bytes += len(content)
+        self.written += len(rows)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the records of a folder are of; raises `UserError` where there are none, or of a format that is not known."""
+    path = folder / FACTS_FILE
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.") from error
+    except ValueError as error:
+        raise UserError(f"'{path}' is not readable as JSON ({error}).") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise UserError(f"'{path}' has a format of records that this version does not know; it reads format {FORMAT}.")
+    return facts
+
+
+def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
+    """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises `UserError` (see `read_facts`)
+    and for shards that are no records.
+    """
+    read_facts(folder)
+    shards = sorted(folder.glob(f"{table}-*.parquet"))
+    schema = SCHEMAS[table]
+    try:
+        parts = [pq.read_table(path, schema=schema) for path in shards]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file.") from error
+    return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def read_dataset(folder: Path, table: str = VERIFICATIONS) -> Any:
+    """The same as a `datasets.Dataset`, memory-mapped for tables larger than memory."""
+    from datasets import load_dataset  # seconds to import: only for those who read records
+
+    read_facts(folder)
+    return load_dataset("parquet", data_files=str(folder / f"{table}-*.parquet"), split="train")

@@ -1,0 +1,46 @@
+"""`headstart serve`: an OpenAI-compatible server for the target, sped up by a drafter (docs/server.md)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heads.api.errors import UserError
+from scripts.chat import build_engine
+from scripts.run import prepare_process, shown
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+
+
+def run(settings: Settings) -> int:
+    """Load, listen, and answer until SIGTERM or SIGINT; returns the exit status."""
+    try:
+        from inference.server.run import bind, serve
+        from inference.server.service import Service
+    except ImportError as error:
+        raise UserError(f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'.") from error
+    from inference.server.config import read_secret
+
+    config = settings.serve
+    secret = read_secret(config)
+    listening = bind(config)
+    try:
+        prepare_process(settings.run)
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+        engine, drafter = build_engine(settings, config.drafter)
+        records = Path(config.records or settings.run.directory / "records") if config.log_rejections else None
+        service = Service(config, engine, drafter, secret, records)
+    except BaseException:
+        listening.close()
+        raise
+
+    def started() -> None:
+        host, port = listening.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        guarded = "with a token" if secret else "without a token"
+        kept = f"; records go to {shown(records)}" if records else ""
+        print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)
+
+    return serve(service, listening, started)
