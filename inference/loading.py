@@ -6,6 +6,7 @@ What cannot be a target is refused by name from its config, before any weights a
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,12 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""transformers replaces methods of its classes while it loads. Two threads that load at once leave a replacement behind, and from
+then on no model of this process ties its embeddings.
+"""
+
+
 def load_model(config: TargetConfig) -> Any:
     """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised or split, or is no target."""
     if config.dtype not in DTYPES:
@@ -145,14 +152,15 @@ def load_config(config: TargetConfig) -> Any:
 
 def _from_pretrained(config: TargetConfig, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
-            dtype=DTYPES[config.dtype],
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
+        with _ONE_AT_A_TIME:
+            return AutoModelForCausalLM.from_pretrained(
+                config.path,
+                revision=config.revision,
+                dtype=DTYPES[config.dtype],
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
 

@@ -33,16 +33,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+BEFORE = {name: os.environ.get(name) for name in LAUNCHER}
 
 
 @pytest.fixture(autouse=True)
 def launcher_variables() -> Iterator[None]:
-    """Libraries that train in this process may leave a launcher's variables behind; processes that later tests start would take
-    themselves for a part of a launch.
+    """Libraries that train in this process (fixtures of whole modules included) may leave a launcher's variables behind; processes
+    that later tests start would take themselves for a part of a launch.
     """
-    before = {name: os.environ.get(name) for name in LAUNCHER}
+    restore_launcher_variables()
     yield
-    for name, value in before.items():
+    restore_launcher_variables()
+
+
+def restore_launcher_variables() -> None:
+    """Bring back what stood when the tests were collected."""
+    for name, value in BEFORE.items():
         if value is None:
             os.environ.pop(name, None)
         else:

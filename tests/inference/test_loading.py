@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,17 @@ def test_shared_weights_are_the_models_own_memory(family: str) -> None:
     for name, value in model.named_parameters():
         assert weights.state[name].data_ptr() == value.data_ptr() and not weights.state[name].requires_grad
     assert len(weights.state) == len(list(model.parameters()))
+
+
+def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(tmp_path: Path) -> None:
+    path = save_random_target(tmp_path, tiny_tokenizer("marked"))
+    config = TargetConfig(str(path), device="cpu")
+    loaded: list[Any] = []
+    threads = [threading.Thread(target=lambda: loaded.append(load_model(config))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tied = type(loaded[0])(CONFIG_MAPPING["llama"](**{**SMALL, "vocab_size": VOCAB, "tie_word_embeddings": True}))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert len({id(model) for model in [*loaded, load_model(config)]}) == 5

@@ -42,7 +42,7 @@ def test_no_recipe_holds_the_logits_of_all_positions(
 ) -> None:
     """Every tensor of a whole step is far below [T, V]: chunks bound what is as wide as the vocabulary."""
     for module in (losses, attention):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 16)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 18)
     kind, config = recipe(name)
     engine = EngineConfig(name="torch", precision="float32")
     step = dry_step(planned_drafter(kind, config, target), target, engine, 1, LENGTH, 0.8)
