@@ -31,10 +31,33 @@ class CardFacts:
     base_model: str = ""
     """Hub id of the target; empty: the measured target's own id, if that is a Hub id."""
     tags: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    """Hub ids of the data sets that the prompts came from."""
     allow_mismatches: bool = False
     """Publish a drafter whose measured text was not always the target's; the card then opens with a
     warning.
     """
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine's folder in the repository. name: also the folder's; serve: the lines that start the engine with it, run where the
+    folder lies under its own name; weights_sha256: of the checkpoint that was exported.
+    """
+
+    name: str
+    serve: tuple[str, ...]
+    weights_sha256: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a drafter was trained. tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    revision: str
 
 
 def measured_entries(
@@ -59,12 +82,13 @@ def card(
     checkpoint: Mapping[str, Any],
     about: CardFacts,
     images: Sequence[str] = (),
+    engines: Sequence[Engine] = (),
+    training: Training | None = None,
 ) -> str:
     """The text of README.md.
 
-    reports: title -> report.json content; checkpoint: the drafter's config.json. Raises `UserError` when a
-    report did not measure these weights, or measured text that was not the target's (unless
-    `about.allow_mismatches`).
+    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of the plots. Raises `UserError`
+    when a report did not measure these weights, or measured text that was not the target's (unless `about.allow_mismatches`).
     """
     own = {}
     for title, report in reports.items():
@@ -91,6 +115,9 @@ def card(
     for image in images:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
     lines += [DEFINITIONS, "", "Every number on this page is from `report.json`, which lies beside it.", ""]
+    lines += _how_to_serve(engines, about.repo)
+    lines += _limits(own, checkpoint)
+    lines += _provenance(training, about)
     return "\n".join([*lines, *_how_to_load(first, checkpoint, about.repo)])
 
 
@@ -108,6 +135,8 @@ def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
         fields["base_model"] = base
     if about.license:
         fields["license"] = about.license
+    if about.datasets:
+        fields["datasets"] = list(about.datasets)
     return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
 
 
@@ -136,6 +165,53 @@ def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wron
             "",
         ]
     return lines
+
+
+def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:
+    """Two lines per engine: fetch its folder, start it."""
+    lines = ["## How to serve", ""] if engines else []
+    for engine in engines:
+        fetch = f"hf download {repo} --include '{engine.name}/*' --local-dir ."
+        lines += [f"{engine.name}:", "", "```bash", fetch, *engine.serve, "```", ""]
+    return lines
+
+
+def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any]) -> list[str]:
+    """What the numbers do not say."""
+    target = checkpoint["target"]["id"]
+    domains = sorted({domain for report in reports.values() for domain in report["drafters"][0]["domains"]})
+    batches = sorted({report["settings"]["batch_size"] for report in reports.values()})
+    slowest = min(
+        ((name, values["tau"]) for report in reports.values() for name, values in report["drafters"][0]["domains"].items()),
+        key=lambda pair: pair[1],
+        default=None,
+    )
+    lines = [
+        "## Limits",
+        "",
+        f"- It drafts for `{target}` at the revision above. A fine-tuned, merged or quantised target agrees with it less often: "
+        "measure.",
+        f"- Measured on {', '.join(domains) or 'one set of prompts'} at batch size {', '.join(map(str, batches))}, on the devices "
+        "above. Other text, longer context, larger batches and other machines give other numbers; speculation can lose at large "
+        "batches.",
+    ]
+    if slowest is not None and len(domains) > 1:
+        lines.append(f"- It helps least on *{slowest[0]}* (tau {slowest[1]:.2f}).")
+    return [*lines, ""]
+
+
+def _provenance(training: Training | None, about: CardFacts) -> list[str]:
+    """Where it comes from, as far as that is on record."""
+    lines = ["## Where it comes from", ""]
+    if training is not None:
+        lines.append(
+            f"Trained with Headstart{f' at revision `{training.revision[:12]}`' if training.revision else ''}: "
+            f"{training.steps:,} steps, {training.tokens:,} tokens, {training.seconds / 3600:.2f} hours; "
+            "the checkpoint with the best measured tau on validation prompts was kept."
+        )
+    if about.datasets:
+        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself.")
+    return [*lines, ""] if len(lines) > 2 else []
 
 
 def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo: str) -> list[str]:

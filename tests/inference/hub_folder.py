@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from inference.export.hub import PushConfig
+from inference.export.hub_folder import EXPORT_FILE, Sources, build_folder
 from inference.manifest import file_sha256
 from inference.report_schema import write_report
 from tests.inference.example_report import example_report, merged
@@ -43,3 +46,20 @@ def write_measured(folder: Path, digest: str, *entries: dict[str, Any], **change
     """Write `report_of` to `folder` and return report.json's path."""
     write_report(report_of(digest, *entries, **changes), folder / "report.json")
     return folder / "report.json"
+
+
+def build(
+    checkpoint: Path, reports: Sequence[Path], out: Path, config: PushConfig, engines: Mapping[str, Path] | None = None
+) -> Path:
+    """The Hub folder that a push with `config` would build."""
+    return build_folder(Sources(checkpoint, reports, engines or {}), out, config.card_facts())
+
+
+def write_export(folder: Path, digest: str, engine: str = "vllm") -> Path:
+    """An engine's folder as `headstart export` leaves it; returns it."""
+    folder.mkdir(parents=True)
+    save_file({"fc.weight": torch.ones(3, 5)}, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    told = {"engine": engine, "source": {"weights_sha256": digest}, "serve": [f"{engine} serve someone/target-1b"]}
+    (folder / EXPORT_FILE).write_text(json.dumps(told), encoding="utf-8")
+    return folder

@@ -15,11 +15,11 @@ from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
 from inference.engine import DecodeConfig
 from inference.export.card import CardFacts, card
-from inference.export.hub import PushConfig, build_folder
+from inference.export.hub import PushConfig
 from inference.measure import Arm, BenchConfig, measure
 from inference.prompts import Prompt
 from inference.target import TargetConfig, TargetModel
-from tests.inference.hub_folder import CONFIG, report_of
+from tests.inference.hub_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
 
@@ -102,7 +102,7 @@ def test_the_code_on_the_card_runs(
         "inference.metrics.TIMING_NOISE", 100.0
     )  # three prompts on a busy machine: no statement on speed
     measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
-    folder = build_folder(
+    folder = build(
         tmp_path / "best", [tmp_path / "measured"], tmp_path / "hub", PushConfig(repo="someone/medusa")
     )
     text = (folder / "README.md").read_text(encoding="utf-8")

@@ -18,9 +18,10 @@ from huggingface_hub.utils import _http
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.export.hub import PushConfig, build_folder, check_folder, push, upload
+from inference.export.hub import PushConfig, push, upload
+from inference.export.hub_folder import Sources, check_folder
 from inference.report_schema import read_report
-from tests.inference.hub_folder import CONFIG, write_checkpoint, write_measured
+from tests.inference.hub_folder import CONFIG, build, write_checkpoint, write_measured
 from tests.inference.hub_stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn
 
 REPO = "someone/eagle3-for-target"
@@ -28,6 +29,7 @@ FILES = [
     "README.md",
     "acceptance.png",
     "config.json",
+    "manifest.json",
     "model.safetensors",
     "report.json",
     "speedup.png",
@@ -61,11 +63,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def built(measured: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_folder(measured[0], [measured[1]], tmp_path_factory.mktemp("built") / "hub", REAL)
+    return build(measured[0], [measured[1]], tmp_path_factory.mktemp("built") / "hub", REAL)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(hub: HubStandIn, folder: Path, config: PushConfig = REAL) -> str:
@@ -84,7 +86,7 @@ def test_a_dry_run_builds_and_tells_but_sends_nothing(
     monkeypatch.delenv("HF_TOKEN")  # a dry run needs none
     console = Console(width=120)
     with console.capture() as capture:
-        result = push(PushConfig(repo=REPO), measured[0], [measured[1]], tmp_path / "hub", console=console)
+        result = push(PushConfig(repo=REPO), Sources(measured[0], [measured[1]], {}), tmp_path / "hub", console=console)
     shown = capture.get()
     assert hub.requests == []
     assert sorted(result.files) == FILES
@@ -104,7 +106,7 @@ def test_a_dry_run_builds_and_tells_but_sends_nothing(
 def test_a_push_puts_the_whole_folder_online_in_one_commit(
     hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    result = push(REAL, measured[0], [measured[1]], tmp_path / "hub", console=Console(quiet=True))
+    result = push(REAL, Sources(measured[0], [measured[1]], {}), tmp_path / "hub", console=Console(quiet=True))
     assert hub.repos[REPO] == contents(tmp_path / "hub")
     assert hub.repos[REPO]["model.safetensors"] == (measured[0] / "model.safetensors").read_bytes()
     assert hub.visibility[REPO] == "private"
@@ -139,7 +141,7 @@ def test_a_wrong_token(
 def test_a_token_that_may_not_write(hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
     message = refused(hub, built)
-    assert f"may not write to '{REPO}'" in message and "don't have the rights" in message
+    assert f"has no write access to '{REPO}'" in message and "don't have the rights" in message
 
 
 def test_no_token(hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +193,7 @@ def test_a_card_that_the_hub_does_not_take(
     hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
 ) -> None:
     config = PushConfig(repo=REPO, license="nonsense", dry_run=False)
-    folder = build_folder(measured[0], [measured[1]], tmp_path / "hub", config)
+    folder = build(measured[0], [measured[1]], tmp_path / "hub", config)
     assert '"license" must be one of the known ones' in refused(hub, folder, config)
 
 
@@ -238,16 +240,16 @@ def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built:
 
 def test_a_drafter_without_a_measured_report_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no measured report"):
-        build_folder(measured[0], [], tmp_path / "hub", REAL)
+        build(measured[0], [], tmp_path / "hub", REAL)
     with pytest.raises(UserError, match=r"holds no report\.json"):
-        build_folder(measured[0], [tmp_path], tmp_path / "hub", REAL)
+        build(measured[0], [tmp_path], tmp_path / "hub", REAL)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "retrained", seed=1)
     with pytest.raises(UserError, match=r"did not measure this drafter.*it measured: eagle3, ngram"):
-        build_folder(tmp_path / "retrained", [measured[1]], tmp_path / "hub", REAL)
+        build(tmp_path / "retrained", [measured[1]], tmp_path / "hub", REAL)
     assert not (tmp_path / "hub").exists()
 
 
@@ -257,7 +259,7 @@ def test_a_report_with_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"measured with target 'someone/other' \(revision fff\), but the drafter belongs"
     ):
-        build_folder(tmp_path / "best", [report], tmp_path / "hub", REAL)
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
 
 
 def test_weights_that_changed_after_building_are_refused(
@@ -278,9 +280,9 @@ def test_a_drafter_that_changed_the_text_is_refused_unless_labelled(tmp_path: Pa
     digest = write_checkpoint(tmp_path / "best")
     report = write_measured(tmp_path, digest, {"lossless": {"identical": 61, "mismatches": 3}})
     with pytest.raises(UserError, match="3 measured sequences differ"):
-        build_folder(tmp_path / "best", [report], tmp_path / "hub", REAL)
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
     labelled = PushConfig(repo=REPO, allow_mismatches=True)
-    folder = build_folder(tmp_path / "best", [report], tmp_path / "hub", labelled)
+    folder = build(tmp_path / "best", [report], tmp_path / "hub", labelled)
     assert "**Not lossless.** 3 measured sequences differ" in (folder / "README.md").read_text(
         encoding="utf-8"
     )
@@ -289,14 +291,14 @@ def test_a_drafter_that_changed_the_text_is_refused_unless_labelled(tmp_path: Pa
 def test_a_kind_without_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "kind": "ngram"}), encoding="utf-8")
     with pytest.raises(UserError, match="kind 'ngram' has no weights"):
-        build_folder(tmp_path, [measured[1]], tmp_path / "hub", REAL)
+        build(tmp_path, [measured[1]], tmp_path / "hub", REAL)
 
 
 def test_a_token_in_the_recorded_command_does_not_leave(tmp_path: Path) -> None:
     digest = write_checkpoint(tmp_path / "best")
     report = write_measured(tmp_path, digest, command=f"HF_TOKEN={GOOD_TOKEN} headstart measure")
     with pytest.raises(UserError, match="looks like a Hub access token") as caught:
-        build_folder(tmp_path / "best", [report], tmp_path / "hub", REAL)
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
     assert GOOD_TOKEN not in str(caught.value)
     assert not (tmp_path / "hub").exists()
 
@@ -307,7 +309,7 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
         write_measured(tmp_path / "greedy", digest),
         write_measured(tmp_path / "sampled", digest, settings={"temperature": 1.0}),
     ]
-    folder = build_folder(tmp_path / "best", reports, tmp_path / "hub", REAL)
+    folder = build(tmp_path / "best", reports, tmp_path / "hub", REAL)
     assert read_report(folder / "report_2.json")["settings"]["temperature"] == 1.0
     assert read_report(folder) == read_report(reports[0])
     assert len(check_folder(folder)) == len(FILES) + 1
@@ -315,14 +317,14 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
 
 def test_building_again_replaces_only_what_was_built(measured: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "hub"
-    build_folder(measured[0], [measured[1]], out, REAL)
-    build_folder(measured[0], [measured[1]], out, PushConfig(repo="someone/renamed"))
+    build(measured[0], [measured[1]], out, REAL)
+    build(measured[0], [measured[1]], out, PushConfig(repo="someone/renamed"))
     assert "# renamed" in (out / "README.md").read_text(encoding="utf-8")
     mine = tmp_path / "thesis"
     mine.mkdir()
     (mine / "chapter1.md").write_text("years of work", encoding="utf-8")
     with pytest.raises(UserError, match="is not a Hub folder of ours"):
-        build_folder(measured[0], [measured[1]], mine, REAL)
+        build(measured[0], [measured[1]], mine, REAL)
     assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
 
 
@@ -330,4 +332,4 @@ def test_repository_names_are_checked(measured: tuple[Path, Path], tmp_path: Pat
     with pytest.raises(UserError, match=r"push\.repo must look like 'user/name'; given: 'just-a-name'"):
         PushConfig(repo="just-a-name")
     with pytest.raises(UserError, match=r"push\.repo is not set"):
-        build_folder(measured[0], [measured[1]], tmp_path / "hub", PushConfig())
+        push(PushConfig(), Sources(measured[0], [measured[1]], {}), tmp_path / "hub")

@@ -113,11 +113,12 @@ def test_a_push_needs_to_know_which_drafter(target: TargetModel, in_folder: Path
     with pytest.raises(UserError, match="'outputs/x' holds no trained drafter"):
         choose(RUN)
     train_folder(target, "b")
-    assert choose(RUN).name == "b"
+    assert [found.name for found in choose(RUN)] == ["b"]
     train_folder(target, "a")
-    with pytest.raises(UserError, match=r"Say which with run\.drafter=<name>: a, b"):
+    with pytest.raises(UserError, match=r"Say which with run\.drafter=<name>, or all: a, b"):
         choose(RUN)
-    assert choose(RunConfig(name="x", drafter="a")).name == "a"
+    assert [found.name for found in choose(RunConfig(name="x", drafter="a"))] == ["a"]
+    assert [found.name for found in choose(RunConfig(name="x", drafter="all"))] == ["a", "b"]
     with pytest.raises(UserError, match=r"has trained no 'c'"):
         choose(RunConfig(name="x", drafter="c"))
 

@@ -1,0 +1,123 @@
+"""Fetches a published drafter: its own checkpoint, or what an engine loads, checked against the SHA-256 it was published with.
+
+A folder appears when it is complete. What a broken connection left is kept beside it, and pulling again goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from heads.api.checkpoint import WEIGHTS_FILE, read_config
+from heads.api.errors import UserError, suggest
+from inference.export.hub import REPO_NAME, hub_address, transfer_for
+from inference.export.hub_errors import Exchange, explained
+from inference.export.hub_folder import EXPORT_FILE, check_listed
+from inference.manifest import MANIFEST_FILE
+
+OWN = "headstart"
+"""Of `pull.what`: the checkpoint of our own."""
+EVERYTHING = "all"
+
+
+@dataclass(frozen=True)
+class PullConfig:
+    """Which published drafter is fetched, and to where."""
+
+    repo: str = ""
+    """Repository on the Hub, "user/name"."""
+    revision: str = ""
+    """Branch, tag or commit; empty: the newest."""
+    what: str = OWN
+    """headstart (the checkpoint: for chat, measure and train), an engine's folder (vllm, sglang, speculators, transformers), or
+    all."""
+    out: Path | None = None
+    """Folder to write; empty: <run.root>/pulled/<user>--<name>."""
+
+    def __post_init__(self) -> None:
+        if not REPO_NAME.fullmatch(self.repo):
+            raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
+
+
+def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
+    """Fetch the repository, or the asked part of it, into `out` and return it.
+
+    Raises `UserError` for a repository, revision or part that is not there, a token without rights, a connection that broke, a
+    file that is not what was published, and a folder that exists already.
+    """
+    console = console or Console()
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise UserError(f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out.")
+    partial = out.with_name(out.name + ".partial")
+    endpoint = hub_address()
+    names, commit = _listing(config, endpoint)
+    if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
+        raise UserError(
+            f"'{config.repo}' was not published by `headstart push` (it lacks {WEIGHTS_FILE} or {MANIFEST_FILE}). "
+            "Fetch it with `hf download` and read it with `headstart import`."
+        )
+    wanted = _part(config, names)
+    _fetch(config, endpoint, commit, wanted, partial)
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes on what it has fetched
+    check_listed(partial, wanted)
+    if config.what in (OWN, EVERYTHING):
+        read_config(partial)
+    os.replace(partial, out)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    console.print(f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}", soft_wrap=True)
+    return out
+
+
+def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
+    """The files of the asked part, the manifest with them; an engine's folder is one that holds an export."""
+    engines = sorted({name.split("/")[0] for name in names if name.endswith("/" + EXPORT_FILE)})
+    known = [OWN, *engines, EVERYTHING]
+    if config.what not in known:
+        raise UserError(
+            f"pull.what: '{config.repo}' holds no '{config.what}'.{suggest(config.what, known)} It holds: {', '.join(known)}."
+        )
+    hidden = [name for name in names if not name.startswith(".")]  # .gitattributes, which the Hub adds
+    if config.what == EVERYTHING:
+        return hidden
+    if config.what == OWN:
+        return [name for name in hidden if "/" not in name]
+    return [name for name in hidden if name.startswith(config.what + "/") or name == MANIFEST_FILE]
+
+
+def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
+    """All file names of the repository, and the commit they are of."""
+    import huggingface_hub
+
+    token = huggingface_hub.get_token() or ""
+    api = huggingface_hub.HfApi(endpoint=endpoint, token=token or False, library_name="headstart")
+    with explained(_exchange(config, endpoint, token)):
+        info = api.model_info(config.repo, revision=config.revision or None)
+    return sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
+
+
+def _fetch(config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path) -> None:
+    """Fetch files of one commit; those that are there already are not fetched again."""
+    import huggingface_hub
+
+    token = huggingface_hub.get_token() or ""
+    with explained(_exchange(config, endpoint, token)), transfer_for(endpoint):
+        huggingface_hub.snapshot_download(
+            config.repo, revision=commit, local_dir=partial, allow_patterns=[_literal(name) for name in names],
+            token=token or False, endpoint=endpoint, library_name="headstart",
+        )  # fmt: skip
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name alone."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _exchange(config: PullConfig, endpoint: str, token: str) -> Exchange:
+    kept = "What was fetched is kept; pull again to go on."
+    missing = f"Check pull.repo{f' and pull.revision={config.revision}' if config.revision else ''}; a private one needs a token."
+    return Exchange(config.repo, endpoint, token, "pull.repo", "pull", "read", missing, kept)

@@ -1,0 +1,27 @@
+"""`headstart pull`: fetch a drafter that `headstart push` published.
+
+headstart pull pull.repo=user/name
+headstart pull pull.repo=user/name pull.what=vllm
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.run import is_main_process
+
+if TYPE_CHECKING:
+    from scripts.config import Settings
+
+
+def run(settings: Settings) -> None:
+    """Fetch it into pull.out, or <run.root>/pulled/<user>--<name>."""
+    from inference.export.pull import OWN, pull
+
+    if not is_main_process():
+        return
+    config = settings.pull
+    name = config.repo.replace("/", "--")
+    folder = name if config.what == OWN else f"{name}--{config.what}"
+    pull(config, config.out or Path(settings.run.root) / "pulled" / folder)
