@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
     for mode in request["modes"]:
         try:
             found = decode(request, mode)
-        except Exception:  # noqa: BLE001 - whatever an engine raises is this mode's answer
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is this mode's answer
             traceback.print_exc()
-            found = {"error": last_lines(traceback.format_exc())}
+            found = {"error": in_short(error)}
         answers["version"] = version()
         answers["modes"].append({"name": mode["name"], **found})
         Path(arguments[1]).write_text(json.dumps(answers), encoding="utf-8")
@@ -72,9 +72,10 @@ def version() -> str:
     return ""
 
 
-def last_lines(text: str, count: int = 3) -> str:
-    """The end of a traceback in one line."""
-    return " / ".join(line.strip() for line in text.strip().splitlines()[-count:])[-1500:]
+def in_short(error: Exception, longest: int = 400) -> str:
+    """An engine's error in one line; its lists of all architectures are cut."""
+    said = " / ".join(line.strip() for line in str(error).strip().splitlines()[:3])
+    return f"{type(error).__name__}: {said}"[:longest]
 
 
 def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Proves an export by serving it: vLLM answers the same prompts with the exported drafter and without one, greedily.
 
 Three questions, each answered per batch size. Is the text the engine's own plain text, and ours? Is the acceptance length that of
-our decoder? At which drafted position does acceptance part, if it does? An engine that reads an export wrongly still gives the right
-text; only acceptance tells.
+our decoder? At which drafted position does acceptance part, if it does? An engine that reads an export wrongly still gives the
+right text; only acceptance tells.
 
 Definition, the engine's: acceptance length = 1 + accepted drafts / drafting steps, where a step counts what the target accepted
 even when the answer ends inside it. Our records cut the last step where the answer ends, so `our_counts` decodes every answer a
@@ -29,7 +29,7 @@ from inference.target import TargetModel
 PLAIN = "plain"
 TOLERANCE = 0.02
 """How far the engine's acceptance length may be from ours, as a share of ours."""
-SAID = ("export.engine_python", "export.engine_seconds")
+SAID = ("verify.live.python", "verify.live.seconds")
 FIRST_DRAFT = {
     "eagle": "the order of embedding and feature in fc, the shift of the tokens, or a norm on the feature",
     "eagle3": "the layers that are tapped (one off?), the order of fc's chunks, a norm per tap (fc_norm), the shift of the tokens, "
@@ -171,7 +171,8 @@ def live_check(
 ) -> list[LiveRow]:
     """Serve every export (one engine after another in one process) and compare; a row per export and batch size.
 
-    Raises `UserError` when vLLM cannot be run at all or its plain decoding fails; an export that it refuses is a row with a problem.
+    Raises `UserError` when vLLM cannot be run at all or its plain decoding fails; an export that it refuses is a row with a
+    problem.
     """
     require_folder(target, "a live check")
     if not requests:
@@ -221,8 +222,8 @@ def judge(
     for item in found.divergences:
         if not item.near_tie:
             row.problems.append(
-                f"prompt {item.prompt}, token {item.place}: the engine's text with the drafter ({item.found}) is not its plain text "
-                f"({item.expected}), which our target prefers by {item.margin:.3g}"
+                f"prompt {item.prompt}, token {item.place}: with the drafter the engine gives {item.found}, without it "
+                f"{item.expected}, which our target prefers by {item.margin:.3g}"
             )
     if export.compared and abs(row.difference) > TOLERANCE:
         row.problems.append(disagreement(row, requests))
@@ -234,9 +235,10 @@ def disagreement(row: LiveRow, requests: Sequence[Request]) -> str:
     place = first_position(row.ours.counts.rates, row.theirs.counts.rates)
     rates = f"ours {row.ours.counts.rates[place]:.3f}, the engine's {row.theirs.counts.rates[place]:.3f}"
     causes = (LATER_DRAFTS if place else FIRST_DRAFT).get(row.kind, "the layout of its tensors")
+    lengths = f"acceptance length {row.theirs.counts.length:.3f} where ours is {row.ours.counts.length:.3f}"
     return (
-        f"acceptance length {row.theirs.counts.length:.3f} where ours is {row.ours.counts.length:.3f} ({row.difference:+.1%}). They part "
-        f"at drafted position {place + 1} ({rates}){first_step(row, requests)}. Likely: {causes}."
+        f"{lengths} ({row.difference:+.1%}). They part at drafted position {place + 1} ({rates}){first_step(row, requests)}. "
+        f"Likely: {causes}."
     )
 
 
@@ -253,7 +255,8 @@ def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
         place = 1
         for mine, other in zip(ours, theirs, strict=False):
             if mine != other:
-                return f"; first seen in prompt {request.index} behind answer token {place}: ours took {mine} tokens, the engine {other}"
+                where = f"first in prompt {request.index} behind answer token {place}"
+                return f"; {where} ours took {mine} tokens, the engine {other}"
             place += mine
     return ""
 
