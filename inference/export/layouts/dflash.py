@@ -227,6 +227,16 @@ def require_expressible(checkpoint: Checkpoint, kind: str, engine: str) -> None:
             f"its DSpark has no '{config.dependency}' table", name,
             "Train with head.dependency=markov, or serve it with SGLang.",
         )  # fmt: skip
+    if engine == "sglang" and config.in_block == "causal":
+        raise refuse(
+            "the slots of its blocks see each other in layers without a window",
+            name,
+            "Train with head.in_block=bidirectional, or serve it with vLLM.",
+        )
+    if engine == "sglang" and kind == "dspark" and not config.sample_from_anchor:
+        raise refuse(
+            "its DSpark drafts from the root's slot on", name, "Train with head.sample_from_anchor=true."
+        )
     if engine == "sglang" and config.mask_token_id < 0:
         raise refuse(
             "it always embeds the mask with the target's table, and this drafter learned a vector of its own", name,

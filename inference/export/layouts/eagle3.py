@@ -108,7 +108,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     mask = ours["mask_embedding"]
     embedding = target.weights.embedding.to(mask.dtype).clone()
     embedding[token] = mask
-    described |= {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": token, "mask_token_id": token}
+    described |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": token, "mask_token_id": token}
     return Written(
         described, {**tensors, "embed_tokens.weight": embedding},
         {"method": "eagle3", "num_speculative_tokens": options.tokens or config.depths, "parallel_drafting": True},
