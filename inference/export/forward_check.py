@@ -38,6 +38,8 @@ TEXTS = (
 )
 NEW = 24
 """Tokens that the target writes behind each text."""
+ALONE = 4
+"""So many times as many places where there is no checkpoint to compare with."""
 EXACT, ROUNDED = 2e-3, 0.1
 """Largest difference of two logits, as a share of the largest in their row (at least 1): float32 weights, shorter ones."""
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
@@ -73,7 +75,7 @@ def places(target: TargetModel, count: int, depth: int) -> list[Place]:
     needs = FeatureSpec(tuple(range(layers + 1)), last_hidden=True)
     texts = TEXTS[: max(1, min(count, len(TEXTS)))]
     for text in texts:
-        tokens = torch.tensor([target.tokenizer(text)["input_ids"]], device=target.device)
+        tokens = torch.tensor([prompt(target.tokenizer, text)], device=target.device)
         for _ in range(NEW):
             _, last = see(target, tokens, FeatureSpec(last_hidden=True))
             tokens = torch.cat([tokens, target.weights.logits(last[:, -1]).argmax(-1)[:, None]], 1)
@@ -88,6 +90,16 @@ def places(target: TargetModel, count: int, depth: int) -> list[Place]:
             )  # fmt: skip
             found.append(Place(context, tokens[0, start + 1 : start + 1 + depth].cpu()))
     return found[:count]
+
+
+def prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text as a question in the target's chat format, where it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        said = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        return list(tokenizer(said, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
 
 
 def see(target: TargetModel, tokens: Tensor, needs: FeatureSpec) -> tuple[Tensor | None, Tensor]:
@@ -156,18 +168,13 @@ def ours(drafter: Any, target: TargetModel, place: Place, depth: int) -> tuple[T
 def difference(mine: Tensor, theirs: Tensor, candidates: bool) -> float:
     """The largest difference of logits [K, V], as a share of the largest in its row; infinite where other tokens can be drafted.
 
-    candidates: the engine keeps some tokens only (DFlash 2), and is compared on those that it ranks first.
+    candidates: the engine keeps some tokens only (DFlash 2), and is compared on those; ours lets the next ones fade out.
     """
     known = torch.isfinite(theirs)
     if not candidates and not torch.equal(known, torch.isfinite(mine)):
         return float("inf")
-    if candidates and not torch.equal(theirs.argmax(-1), mine.argmax(-1)):
-        return float("inf")
     gap = (mine - theirs).masked_fill(~known, 0.0)
     scale = mine.masked_fill(~known, 0.0).abs().amax(-1, keepdim=True).clamp(min=1.0)
-    if candidates:  # a token that fades out among ours counts in full there
-        best = theirs.masked_fill(~known, float("-inf")).topk(4, -1).indices
-        gap, scale = gap.gather(1, best), scale
     return float((gap.abs() / scale).max())
 
 
@@ -220,7 +227,7 @@ def check_forward(
 ) -> ForwardReport:
     """Compare the folder's forward pass with our checkpoint's, or with the target's own words; name what disagrees."""
     depth = int(folder.export.get("speculative_config", {}).get("num_speculative_tokens", 3))
-    found = places(target, count, depth)
+    found = places(target, count if source is not None else ALONE * count, depth)
     report = ForwardReport()
     drafter = load_drafter(source, target.info, target.weights) if source is not None else None
     try:

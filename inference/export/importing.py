@@ -58,7 +58,7 @@ class ImportConfig:
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
-    """Write `out` from a folder, for `target`; raises `UserError`, before anything is written, for one that is no drafter of ours."""
+    """Write `out` from a folder, for `target`; raises `UserError`, before anything is written, for one that is none of ours."""
     name = layout if layout != "auto" else recognise(folder)
     found = READERS[name][1](folder, Receiver(target.info, target.weights))
     kind = get_kind(found.kind)
@@ -89,7 +89,7 @@ def recognise(folder: Folder) -> str:
         if matches(folder):
             return name
     raise UserError(
-        f"'{folder.path}' is of no layout that we read ({', '.join(READERS)}): config.json names {folder.architecture or 'nothing'} "
+        f"'{folder.path}' is of no layout that we read ({', '.join(READERS)}): its class is '{folder.architecture}' "
         f"and its tensors begin with {sorted(folder.tensors)[:4]}."
     )
 

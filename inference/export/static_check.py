@@ -255,7 +255,7 @@ def layer_ids(folder: Folder, config: Mapping[str, Any], info: TargetInfo, engin
     trained = folder.export.get("taps")
     if trained and list(found) != list(trained):
         faults.append(
-            f"layer ids: the engine captures the states after {list(found)} layers, the drafter was trained on those after {trained}"
+            f"layer ids: the engine captures the states after {list(found)} layers, the drafter was trained on {trained}"
         )
     nested = (config.get("eagle_config") or {}).get(eagle3.IDS)
     if config.get(eagle3.IDS) and nested and [layer + 1 for layer in nested] != list(config[eagle3.IDS]):
