@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
-from heads.nn.recompute import recomputing
+from heads.nn.parts import compiling, recomputing
 from train.distributed import World
 from train.optim import OptimConfig, make_optimizer, set_rate
 from train.shards import AnyPart, Part, collect, distribute, whole_spans
@@ -51,6 +51,10 @@ class EngineConfig:
     activation_checkpointing: bool = False
     """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside again in the backward pass: less
     memory for about a third more time. Nothing else changes.
+    """
+    compile: bool = False
+    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a minute (and a C++ compiler on a CPU)
+    up to some minutes at the start. Not with zero_stage 3, whose weights come and go inside of a layer.
     """
     target_sharding: str = "none"
     """none: every process holds the whole frozen target. zero3: its layers are divided among the processes, each put together only
@@ -79,6 +83,11 @@ class EngineConfig:
             raise UserError(
                 f"engine.offload=all moves weights that are divided, which needs engine.zero_stage=3; given: {self.zero_stage}. "
                 "Use offload=optimizer."
+            )
+        if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
+            raise UserError(
+                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 weights come and go inside of them. Use "
+                "zero_stage 0, 1 or 2, or compile=false."
             )
         if self.offload_path and (self.offload == "none" or self.zero_stage != 3):
             raise UserError(
@@ -143,7 +152,7 @@ class Objective(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.precision, self.device_type = config.precision, device_type
-        self.recompute = config.activation_checkpointing
+        self.recompute, self.compiled = config.activation_checkpointing, config.compile
         self.metrics: dict[str, tuple[Tensor, Tensor]] = {}
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -152,7 +161,7 @@ class Objective(nn.Module):
 
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
-        with self.autocast(), recomputing(self.recompute):
+        with self.autocast(), recomputing(self.recompute), compiling(self.compiled):
             # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of tensors.
             output = self.drafter.loss(batch)
         self.metrics = {

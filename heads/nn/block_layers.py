@@ -23,7 +23,7 @@ from heads.api.target_info import TargetInfo
 from heads.nn import init
 from heads.nn.block_conv import BlockConv
 from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
-from heads.nn.recompute import recomputed
+from heads.nn.parts import network_part
 from heads.nn.rope import Rotation, rotate
 
 PARTS = (
@@ -65,7 +65,7 @@ class BlockLayer(nn.Module):
         self.attention_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
         self.mlp_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
 
-    @recomputed
+    @network_part
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Slots [N, b, H] at `rotation` -> [N, b, H]; `attend` decides what they see."""
         normed = self.input_layernorm(states)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from heads.nn import init
-from heads.nn.recompute import recomputed
+from heads.nn.parts import network_part
 from heads.nn.rope import Rotation, rotate
 
 
@@ -114,14 +114,14 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    @recomputed
+    @network_part
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[B, T, H] -> [B, T, H]; `attend` decides what the queries see."""
         normed = self.input_layernorm(states)
         key, value = self.self_attn.key_value(normed, rotation)
         return self.finish(states, attend(self.self_attn.query(normed, rotation), key, value))
 
-    @recomputed
+    @network_part
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention: output projection and MLP, both residual."""
         states = residual + self.self_attn.o_proj(attended)
@@ -144,7 +144,7 @@ class FusingLayer(nn.Module):
         """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding first."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
-    @recomputed
+    @network_part
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual to the feature -> [B, T, H]."""
         states = feature + self.self_attn.o_proj(attended)

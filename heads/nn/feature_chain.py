@@ -33,7 +33,7 @@ from heads.nn.attention import (
 from heads.nn.blocks import Attention
 from heads.nn.drafting import Plan, last_valid
 from heads.nn.growth import grow
-from heads.nn.recompute import recomputed
+from heads.nn.parts import network_part
 from heads.nn.rope import Rope, Rotation, look_up
 
 
@@ -107,7 +107,7 @@ class Chain:
             emitted.append(shown)
         return emitted
 
-    @recomputed
+    @network_part
     def _unrolled(
         self,
         tokens: Tensor,

@@ -1,4 +1,6 @@
-"""Activation checkpointing: the same loss and gradients to the last bit, in every kind, for less memory where there are layers."""
+"""Parts computed again: the same loss and gradients to the last bit, in every kind, for less memory where there are layers. Parts
+compiled: the same up to the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
-from heads.nn.recompute import recomputed, recomputing
+from heads.nn.parts import compiling, network_part, recomputing
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 from tests.train.peak import PeakBytes
@@ -40,6 +42,24 @@ def test_loss_and_gradients_are_the_same_to_the_last_bit(name: str) -> None:
     assert all(torch.equal(kept[weight], found[weight]) for weight in kept)
 
 
+@pytest.mark.slow  # a C++ compiler at work
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_parts_give_the_same_loss_and_gradients(recompute: bool) -> None:
+    target = micro_target(torch.float32)
+    drafter = build("eagle3", target).float()
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    plain, kept = gradients(drafter, batch, False)
+    torch._dynamo.reset()  # programs that another test has made
+    torch._dynamo.utils.counters.clear()
+    with compiling():
+        again, found = gradients(drafter, batch, recompute)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-5)
+    assert kept.keys() == found.keys()
+    for weight, value in kept.items():
+        torch.testing.assert_close(found[weight], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "most"),
     [
@@ -66,12 +86,12 @@ def test_the_peak_of_memory_falls(kind: str, settings: dict[str, Any], most: flo
 def test_a_part_within_a_part_is_computed_twice_at_most() -> None:
     calls = []
 
-    @recomputed
+    @network_part
     def inner(x: Tensor) -> Tensor:
         calls.append("inner")
         return x.sin()
 
-    @recomputed
+    @network_part
     def outer(x: Tensor) -> Tensor:
         return inner(x).cos()
 

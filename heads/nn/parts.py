@@ -1,0 +1,78 @@
+"""Parts of a network that training may run in another way: with less memory, or compiled.
+
+A part is a function or method marked with `network_part`: a decoder layer, an unrolled step. Parts run as they are unless training says
+otherwise. It must not change anything outside of itself, nor draw random numbers.
+
+* `recomputing` (engine.activation_checkpointing): only a part's inputs are kept; what is inside is computed again in the backward pass.
+  Values and gradients are the same to the last bit: the same operations run twice.
+* `compiling` (engine.compile): torch.compile makes one program of a part, forward and backward. Sums are added in another order, so the
+  last bits differ. Parts of equal shape share a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class _Ways:
+    """How parts run now. Plain attributes rather than a context variable, which the compiler cannot look into."""
+
+    recompute = False
+    compile = False
+
+
+@contextmanager
+def _set(way: str, on: bool) -> Iterator[None]:
+    before = getattr(_Ways, way)
+    setattr(_Ways, way, on)
+    try:
+        yield
+    finally:
+        setattr(_Ways, way, before)
+
+
+def recomputing(on: bool = True) -> Any:
+    """A context manager; inside, parts keep their inputs only."""
+    return _set("recompute", on)
+
+
+def compiling(on: bool = True) -> Any:
+    """A context manager; inside, parts are compiled where gradients are recorded. The first call of each takes its time."""
+    return _set("compile", on)
+
+
+def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Mark a part. Parts within a part run as they are: each is computed at most twice, and compiled as a whole."""
+    compiled: list[Callable[..., Result]] = []
+
+    def run(*args: Any, **kwargs: Any) -> Result:
+        if not _Ways.compile:
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function))
+        with compiling(False):
+            return compiled[0](*args, **kwargs)
+
+    def alone(*args: Any, **kwargs: Any) -> Result:
+        with recomputing(False):
+            return run(*args, **kwargs)
+
+    @wraps(function)
+    def chosen(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if not (_Ways.recompute or _Ways.compile) or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if not _Ways.recompute:
+            return run(*args, **kwargs)
+        out: Result = checkpoint(partial(alone, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    return chosen
