@@ -1,6 +1,6 @@
 """Fetches a published drafter: its own checkpoint, or what an engine loads, checked against the SHA-256 it was published with.
 
-A folder appears when it is complete. What a broken connection left is kept beside it, and pulling again goes on from there.
+A folder appears when it is complete. Files that arrived before something broke are kept beside it, and pulling again fetches the others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
     known = [OWN, *engines, EVERYTHING]
     if config.what not in known:
         raise UserError(
-            f"pull.what: '{config.repo}' holds no '{config.what}'.{suggest(config.what, known)} It holds: {', '.join(known)}."
+            f"pull.what: '{config.repo}' holds no '{config.what}'.{suggest(config.what, known)}"
         )
     hidden = [name for name in names if not name.startswith(".")]  # .gitattributes, which the Hub adds
     if config.what == EVERYTHING:
@@ -101,23 +101,23 @@ def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
 
 
 def _fetch(config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path) -> None:
-    """Fetch files of one commit; those that are there already are not fetched again."""
+    """Fetch files of one commit; those that are there already are not fetched again. A connection that breaks is taken up some times
+    where it ended.
+
+    One by one: the library's download of a whole snapshot takes what lies in the folder for an answer when the Hub gives none.
+    """
     import huggingface_hub
 
     token = huggingface_hub.get_token() or ""
     with explained(_exchange(config, endpoint, token)), transfer_for(endpoint):
-        huggingface_hub.snapshot_download(
-            config.repo, revision=commit, local_dir=partial, allow_patterns=[_literal(name) for name in names],
-            token=token or False, endpoint=endpoint, library_name="headstart",
-        )  # fmt: skip
-
-
-def _literal(name: str) -> str:
-    """A pattern that matches this name alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+        for name in names:
+            huggingface_hub.hf_hub_download(
+                config.repo, name, revision=commit, local_dir=partial, token=token or False, endpoint=endpoint,
+                library_name="headstart",
+            )  # fmt: skip
 
 
 def _exchange(config: PullConfig, endpoint: str, token: str) -> Exchange:
-    kept = "What was fetched is kept; pull again to go on."
+    kept = "Files that have arrived are kept; pull again to go on."
     missing = f"Check pull.repo{f' and pull.revision={config.revision}' if config.revision else ''}; a private one needs a token."
     return Exchange(config.repo, endpoint, token, "pull.repo", "pull", "read", missing, kept)

@@ -1,6 +1,6 @@
 """A small stand-in for the Hugging Face Hub on loopback: what huggingface_hub asks of it to create a repository and commit.
 
-It can be told to fail: an upload that is cut off, an error status for a path, an answer that is no JSON.
+It can be told to fail: a transfer that is cut off, an error status for a path, an answer that is no JSON, a file that was swapped.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ import base64
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import _http
 
 GOOD_TOKEN = "hf_" + "g" * 34
+CUT = 3000
+COMMIT = "c0ffee" + "0" * 34
 READ_TOKEN = "hf_" + "r" * 34
 """A token that may not write."""
 
@@ -30,6 +39,14 @@ class HubStandIn:
         """Close the connection in the middle of every large file."""
         self.failures: dict[str, int] = {}
         """Part of a path -> status to answer with."""
+        self.cut_download = ""
+        """The file whose connection is closed behind its first `CUT` bytes, however often it is asked for."""
+        self.public = False
+        """Reading needs no token."""
+        self.sent: dict[str, int] = {}
+        """File -> bytes of it that went out."""
+        self.collections: dict[str, dict[str, Any]] = {}
+        """Slug -> title, owner, private and items."""
         self.no_json = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -50,8 +67,21 @@ class _Handler(BaseHTTPRequestHandler):
         """Stay silent."""
 
     def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if not self.admitted(path):
+            return
+        if "/resolve/" in path:
+            self.download(path)
+        elif path.startswith("/api/collections"):
+            slug = path.removeprefix("/api/collections").lstrip("/")
+            known = self.hub.collections
+            self.answer(200, shown(slug, known[slug]) if slug else [shown(key, value) for key, value in known.items()])
+        else:
+            self.model_info(path.removeprefix("/api/models/").split("/revision/"))
+
+    def do_HEAD(self) -> None:
         if self.admitted(self.path):
-            self.model_info(self.path.removeprefix("/api/models/"))
+            self.download(self.path)
 
     def do_PUT(self) -> None:
         """A large file; its address carries no token, like the signed addresses of the Hub's storage."""
@@ -83,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.preupload(path.removeprefix("/api/models/").split("/preupload/")[0], json.loads(body))
         elif path.endswith("/info/lfs/objects/batch"):
             self.lfs_batch(json.loads(body))
+        elif path.startswith("/api/collections"):
+            self.collect(path.removeprefix("/api/collections").lstrip("/"), json.loads(body))
         elif "/commit/" in path:
             self.commit(path.removeprefix("/api/models/").split("/commit/")[0], body)
         else:
@@ -97,7 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.no_json:
             self.send(200, b"<html>a proxy's login page</html>", "text/html")
             return False
-        if token not in (GOOD_TOKEN, READ_TOKEN):
+        open_to_all = self.hub.public and not token and self.command in ("GET", "HEAD")
+        if token not in (GOOD_TOKEN, READ_TOKEN) and not open_to_all:
             self.answer(401, {"error": "Invalid username or password."})
             return False
         for part, status in self.hub.failures.items():
@@ -120,11 +153,46 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.visibility[repo] = request.get("visibility", "public")
         self.answer(200, {"url": f"{self.hub.url}/{repo}"})
 
-    def model_info(self, repo: str) -> None:
-        if repo in self.hub.repos:
-            self.answer(200, {"id": repo, "sha": "0" * 40})
-        else:
+    def model_info(self, asked: list[str]) -> None:
+        repo, revision = asked[0], asked[1] if len(asked) > 1 else "main"
+        if repo not in self.hub.repos:
             self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", COMMIT):
+            self.answer(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
+        else:
+            files = [{"rfilename": name} for name in [".gitattributes", *self.hub.repos[repo]]]
+            self.answer(200, {"id": repo, "sha": COMMIT, "siblings": files})
+
+    def download(self, path: str) -> None:
+        repo, name = path.lstrip("/").split(f"/resolve/{COMMIT}/")
+        content = self.hub.repos[repo][unquote(name)]
+        begin = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        part = content[begin:]
+        if self.command == "GET" and name == self.hub.cut_download:
+            kept = max(0, CUT - begin)
+            self.hub.sent[name] = self.hub.sent.get(name, 0) + kept
+            self.send(206 if begin else 200, part, "application/octet-stream", headers, cut=kept)
+            return
+        if self.command == "GET":
+            self.hub.sent[name] = self.hub.sent.get(name, 0) + len(part)
+        self.send(206 if begin else 200, part, "application/octet-stream", headers)
+
+    def collect(self, slug: str, request: dict[str, Any]) -> None:
+        """Create a collection, or add an item to one."""
+        if not slug:
+            slug = f"{request['namespace']}/{request['title'].lower().replace(' ', '-')}-{len(self.hub.collections):024x}"
+            self.hub.collections[slug] = {**request, "items": []}
+        else:
+            slug = slug.removesuffix("/items")
+            item, items = request["item"]["id"], self.hub.collections[slug]["items"]
+            if item in items:
+                self.answer(409, {"error": "already there"})
+                return
+            items.append(item)
+        self.answer(200, shown(slug, self.hub.collections[slug]))
 
     def validate_card(self, card: str) -> None:
         wrong = (
@@ -180,10 +248,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         self.send(status, json.dumps(content).encode(), "application/json", headers)
 
-    def send(self, status: int, content: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
+    def send(
+        self, status: int, content: bytes, kind: str, headers: dict[str, str] | None = None, cut: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in {
             **(headers or {}),
@@ -192,4 +262,34 @@ class _Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command == "HEAD":
+            return
+        self.wfile.write(content[:cut])
+        if cut is not None:
+            self.close_connection = True
+            self.connection.close()
+
+
+def shown(slug: str, collection: dict[str, Any]) -> dict[str, Any]:
+    """A collection as the Hub describes it."""
+    items = [{"_id": str(i), "id": item, "type": "model", "position": i} for i, item in enumerate(collection["items"])]
+    return {
+        "slug": slug, "title": collection["title"], "owner": {"name": slug.split("/")[0]}, "items": items,
+        "lastUpdated": "2026-11-21T00:00:00.000Z", "position": 0, "private": collection["private"], "theme": "blue", "upvotes": 0,
+    }  # fmt: skip
+
+
+def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    """A stand-in that this process takes for the Hub, with a good token. Wrap it in `pytest.fixture`."""
+    stand_in = HubStandIn()
+    monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+    monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        _http, "time", SimpleNamespace(sleep=lambda seconds: None)
+    )  # retries without their pauses
+    huggingface_hub.close_session()
+    yield stand_in
+    huggingface_hub.close_session()
+    stand_in.close()

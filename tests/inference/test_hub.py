@@ -8,21 +8,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub.utils import _http
 from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.export.hub import PushConfig, push, upload
 from inference.export.hub_folder import Sources, check_folder
+from inference.manifest import file_sha256
 from inference.report_schema import read_report
-from tests.inference.hub_folder import CONFIG, build, write_checkpoint, write_measured
-from tests.inference.hub_stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn
+from tests.inference.hub_folder import CONFIG, build, write_checkpoint, write_export, write_measured
+from tests.inference.hub_stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
 
 REPO = "someone/eagle3-for-target"
 FILES = [
@@ -36,22 +34,7 @@ FILES = [
     "step_time.png",
 ]
 REAL = PushConfig(repo=REPO, license="apache-2.0", dry_run=False)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    stand_in = HubStandIn()
-    monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
-    monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(
-        _http, "time", SimpleNamespace(sleep=lambda seconds: None)
-    )  # retries without their pauses
-    huggingface_hub.close_session()
-    yield stand_in
-    huggingface_hub.close_session()
-    stand_in.close()
+hub = pytest.fixture(loopback_hub)
 
 
 @pytest.fixture(scope="module")
@@ -333,3 +316,69 @@ def test_repository_names_are_checked(measured: tuple[Path, Path], tmp_path: Pat
         PushConfig(repo="just-a-name")
     with pytest.raises(UserError, match=r"push\.repo is not set"):
         push(PushConfig(), Sources(measured[0], [measured[1]], {}), tmp_path / "hub")
+
+
+# ---- engines' folders, collections ---------------------------------------------------------------------------
+
+
+def test_an_engines_folder_goes_along_and_the_card_says_how_to_serve_it(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    digest = file_sha256(measured[0] / "model.safetensors")
+    engines = {name: write_export(tmp_path / name, digest, name) for name in ("vllm", "sglang")}
+    push(REAL, Sources(measured[0], [measured[1]], engines), tmp_path / "hub", console=Console(quiet=True))
+    pushed = hub.repos[REPO]
+    assert pushed["vllm/model.safetensors"] == (engines["vllm"] / "model.safetensors").read_bytes()
+    listed = {entry["file"] for entry in json.loads(pushed["manifest.json"])["files"]}
+    assert listed == set(pushed) - {"manifest.json"}
+    card = pushed["README.md"].decode()
+    for engine in engines:
+        lines = f"hf download {REPO} --include '{engine}/*' --local-dir .\n{engine} serve someone/target-1b\n"
+        assert f"```bash\n{lines}```" in card
+
+
+def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    stale = write_export(tmp_path / "vllm", "0" * 64)
+    with pytest.raises(UserError, match=r"was exported from other weights \(000000000000\.\.\.\)"):
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
+    (stale / "headstart_export.json").unlink()
+    with pytest.raises(UserError, match=r"is no folder of `headstart export` \(FileNotFoundError"):
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
+    assert not (tmp_path / "hub").exists()
+
+
+def test_heads_of_one_target_meet_in_one_collection(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    sources = Sources(measured[0], [measured[1]], {})
+    for name in ("someone/a", "someone/b", "someone/a"):
+        config = PushConfig(repo=name, collection="Drafters for target-1b", dry_run=False)
+        push(config, sources, tmp_path / "hub", console=Console(quiet=True))
+    (only,) = hub.collections.values()
+    assert only["items"] == ["someone/a", "someone/b"] and only["private"]
+
+
+def test_a_collection_that_fails_leaves_the_push(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    hub.failures["/api/collections"] = 503
+    config = PushConfig(repo=REPO, collection="Drafters", dry_run=False)
+    with pytest.raises(UserError, match="is pushed and stays; only the collection lacks it"):
+        push(config, Sources(measured[0], [measured[1]], {}), tmp_path / "hub", console=Console(quiet=True))
+    assert hub.repos[REPO] == contents(tmp_path / "hub")
+
+
+@pytest.mark.parametrize("status", [401, 403, 409, 429, 500, 502])
+@pytest.mark.parametrize("place", ["repos/create", "/preupload/", "info/lfs", "/commit/"])
+def test_whatever_breaks_the_repository_is_untouched_and_one_line_says_why(
+    hub: HubStandIn, built: Path, place: str, status: int
+) -> None:
+    hub.failures[place] = status
+    if (place, status) == ("repos/create", 409):  # "it exists already" is no fault
+        with pytest.raises(UserError, match="there is no repository"):
+            upload(REAL, built, hub.url)
+    else:
+        assert len(refused(hub, built)) < 500
+    hub.failures.clear()
+    upload(REAL, built, hub.url)
+    assert hub.repos[REPO] == contents(built)
