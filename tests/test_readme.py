@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,21 +20,6 @@ PAPERS = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").
 def blocks(info: str) -> list[str]:
     """The README's code blocks with this info string."""
     return re.findall(rf"^```{re.escape(info)}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment whose `headstart` is this repository's, also where nothing is installed."""
-    folder = tmp_path_factory.mktemp("bin")
-    command = folder / "headstart"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m scripts.cli "$@"\n')
-    command.chmod(command.stat().st_mode | stat.S_IXUSR)
-    return {
-        **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 @pytest.mark.slow

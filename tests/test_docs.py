@@ -1,0 +1,98 @@
+"""The documentation: every command is executed or at least composed, tables agree with reports, pages are in the navigation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.config import load_settings
+from scripts.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
+from scripts.stages import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def blocks(page: Path, mark: str) -> list[str]:
+    """The bash blocks of a page with this mark."""
+    return re.findall(rf"^```bash {mark}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, line) of every `headstart` command on any page, continued lines joined."""
+    for page in PAGES:
+        for mark in TITLES:
+            for block in blocks(page, mark):
+                for line in block.replace("\\\n", " ").splitlines():
+                    if re.search(r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ", line.split(" #")[0]):
+                        yield page.name, line
+
+
+def test_every_bash_block_says_who_has_run_it() -> None:
+    unmarked = [page.name for page in PAGES if re.search(r"^```(bash|sh|shell|console)\s*$", page.read_text(), re.MULTILINE)]
+    assert not unmarked, "mark the block: " + ", ".join(f"```bash {mark}" for mark in TITLES)
+    assert {mark for page in PAGES for mark in BLOCK.findall(page.read_text())} <= set(TITLES)
+    assert len(list(commands())) > 20
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()))
+def test_every_command_composes(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown stages, groups, options and keys are refused; what needs the file or the server is not started."""
+    words = shlex.split(line, comments=True)
+    if "|" in words:
+        words = words[words.index("|") + 1 :]
+    start = next(i for i, word in enumerate(words) if word in ("headstart", "scripts.cli") or "launch/" in word)
+    rest = words[start + 1 :]
+    stage = "train" if "launch/" in words[start] else rest.pop(0)
+    if stage == "train" and "--plan" in rest:
+        stage = "plan"
+    assert stage in STAGES, f"{page}: there is no stage '{stage}'"
+    overrides = [word for word in rest if not word.startswith("-")]
+    if "--help" in rest or "-m" in rest:
+        return
+    settings = load_settings(STAGES[stage], overrides)
+    assert settings.stage.name == stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    script = "\n".join(blocks(page, "test"))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_table_for_choosing_holds_the_reports_numbers() -> None:
+    report = json.loads((ROOT / "docs" / "reports" / "families.json").read_text(encoding="utf-8"))
+    measured = {row["name"]: row["measured"] for row in report["rows"]}
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    assert len(rows) > 10
+    for name, chain, tree, speedup in rows:
+        found = measured[name]
+        expected = (found["chain"]["tau"], found["tree"]["tau"], found["chain"]["speedup"])
+        assert (chain, tree, speedup) == tuple(f"{value:.2f}" for value in expected), name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    told = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = set(re.findall(r"[\w/]+\.md", json.dumps(told["nav"])))
+    assert {page.name for page in PAGES} <= named
+    assert all((ROOT / "docs" / name).is_file() for name in named)
+
+
+def test_the_sites_hooks() -> None:
+    page = "```bash gpu\nx\n```\n[`a.py`](../train/a.py) and [the loader](../train/loader.py) and [here](data.md)"
+    shown = on_page_markdown(page)
+    assert f'```bash title="{TITLES["gpu"]}"' in shown
+    assert "`a.py` and the loader (`train/loader.py`) and [here](data.md)" in shown
+    assert not OUTSIDE.search(shown)
