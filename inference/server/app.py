@@ -157,7 +157,7 @@ async def answer(service: Service, request: Request, kind: str) -> Response:
         if asked.stream:
             streams = True
             return EventStream(ticket, envelope, asked, watch)
-        return JSONResponse(await whole_answer(ticket, envelope))
+        return JSONResponse(await whole_answer(ticket, envelope, asked))
     finally:
         if not streams:
             watch.cancel()
@@ -196,18 +196,19 @@ async def watch_client(request: Request, ticket: Ticket) -> None:
             return
 
 
-async def whole_answer(ticket: Ticket, envelope: Envelope) -> dict[str, Any]:
+async def whole_answer(ticket: Ticket, envelope: Envelope, asked: Asked) -> dict[str, Any]:
     """Wait for an answer's end."""
     while True:
         event = await ticket.next()
         if isinstance(event, Done):
-            return envelope.whole(event.text, event.finish, usage(ticket, event), more(ticket, event))
+            ids = event.tokens if asked.ids else None
+            return envelope.whole(event.text, event.finish, usage(ticket, event), more(ticket, event), ids)
 
 
 def usage(ticket: Ticket, done: Done) -> dict[str, Any]:
     """Tokens read and written."""
-    prompt = len(ticket.job.prompt)
-    return {"prompt_tokens": prompt, "completion_tokens": done.tokens, "total_tokens": prompt + done.tokens}
+    prompt, answer = len(ticket.job.prompt), len(done.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def more(ticket: Ticket, done: Done) -> dict[str, Any]:
@@ -259,7 +260,8 @@ class EventStream(Response):
             if isinstance(event, Piece):
                 await out(json.dumps(envelope.piece(event.text)))
                 continue
-            await out(json.dumps(envelope.piece(None, event.finish)))
+            ids = event.tokens if self.asked.ids else None
+            await out(json.dumps(envelope.piece(None, event.finish, ids=ids)))
             if self.asked.usage:
                 await out(json.dumps(envelope.usage(usage(ticket, event), more(ticket, event))))
             await out("[DONE]")

@@ -20,6 +20,7 @@ LARGEST_SEED = (1 << 63) - 1
 MOST_STOPS, LONGEST_STOP = 16, 256
 COMMON = (
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options",
+    "return_token_ids",
 )  # fmt: skip
 KNOWN = {CHAT: ("messages", "max_completion_tokens", "chat_template_kwargs", *COMMON), TEXT: ("prompt", *COMMON)}
 IGNORED = (
@@ -39,7 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was understood. content: messages (chat), text, or token ids. limit: None for the server's own."""
+    """A request that was understood. content: messages (chat), text, or token ids. limit: None for the server's own. ids: the
+    answer's token ids are wanted as well.
+    """
 
     kind: str
     content: Any
@@ -49,6 +52,7 @@ class Asked:
     stops: tuple[str, ...]
     stream: bool
     usage: bool
+    ids: bool
     template: Mapping[str, Any]
 
 
@@ -80,7 +84,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
     template = _take(given, "chat_template_kwargs", dict, {})
     return Asked(
         kind, content, _sampling(given, default), seed, limit, _stops(given), stream,
-        bool(options.get("include_usage")), template,
+        bool(options.get("include_usage")), _take(given, "return_token_ids", bool, False), template,
     )  # fmt: skip
 
 
@@ -180,6 +184,13 @@ def _short(value: Any) -> str:
 # ---- answers ---------------------------------------------------------------------------------------------------------------------
 
 
+Ids = tuple[int, ...] | None
+
+
+def _ids(ids: Ids) -> dict[str, Any]:
+    return {} if ids is None else {"token_ids": list(ids)}
+
+
 @dataclass(frozen=True)
 class Envelope:
     """What all parts of one answer have in common. created: seconds since 1970."""
@@ -189,24 +200,28 @@ class Envelope:
     model: str
     created: int
 
-    def whole(self, text: str, finish: str, usage: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        """An answer in one piece. more: what only we say (`headstart`)."""
+    def whole(
+        self, text: str, finish: str, usage: dict[str, Any], more: dict[str, Any], ids: Ids = None
+    ) -> dict[str, Any]:
+        """An answer in one piece. more: what only we say (`headstart`); ids: its token ids, where they are wanted."""
         if self.kind == CHAT:
             body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
             body = {"text": text}
-        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish}
+        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish, **_ids(ids)}
         name = "chat.completion" if self.kind == CHAT else "text_completion"
         return {**self._head(name), "choices": [choice], "usage": usage, "headstart": more}
 
-    def piece(self, text: str | None, finish: str | None = None, first: bool = False) -> dict[str, Any]:
-        """A part of a streamed answer: its beginning (first), more text, or the end (text None)."""
+    def piece(
+        self, text: str | None, finish: str | None = None, first: bool = False, ids: Ids = None
+    ) -> dict[str, Any]:
+        """A part of a streamed answer: its beginning (first), more text, or the end (text None), which has the ids."""
         if self.kind == CHAT:
             delta: dict[str, Any] = {} if text is None else {"content": text}
             body: dict[str, Any] = {"delta": {"role": "assistant", **delta} if first else delta}
         else:
             body = {"text": text or ""}
-        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish}
+        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish, **_ids(ids)}
         return {**self._head(self._streamed), "choices": [choice]}
 
     def usage(self, usage: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -45,11 +45,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Done:
-    """An answer's end. text: all of it; finish: stop or length; tokens: generated ones, end of text or stop included."""
+    """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of text or stop included."""
 
     text: str
     finish: str
-    tokens: int
+    tokens: tuple[int, ...]
     passes: int
     committed: int
     accepted: int
@@ -170,6 +170,7 @@ class Scheduler:
                 failures += 1
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
             finally:
+                self.healthy = failures < MOST_FAILURES  # before anybody hears of the failure and asks again
                 self._fail_all("the engine failed; the request can be repeated" if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
@@ -277,7 +278,7 @@ class Scheduler:
         else:
             shown = [token for token in live.tokens if token not in self.engine.target.eos_token_ids]
             whole, tokens = str(self.tokenizer.decode(shown, skip_special_tokens=True)), len(live.tokens)
-        self._out.append((job, Done(whole, finish, tokens, live.passes, live.committed, live.accepted)))
+        self._out.append((job, Done(whole, finish, tuple(live.tokens[:tokens]), live.passes, live.committed, live.accepted)))
         now = time.monotonic()
         self.metrics.tokens.add(tokens, job.domain)
         self.metrics.whole.observe(now - job.created)
