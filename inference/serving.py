@@ -34,17 +34,27 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class ServingMode:
-    """One engine. speculative: vLLM's `speculative_config`, None for plain decoding; additional: its `additional_config`."""
+    """One engine. speculative: vLLM's `speculative_config`, None for plain decoding; additional: its `additional_config`;
+    corrections: faults of vLLM to be corrected in its process, where it has them (`CORRECTIONS` in the script). They stay for the
+    modes behind it.
+    """
 
     name: str
     speculative: Mapping[str, Any] | None = None
     additional: Mapping[str, Any] = field(default_factory=dict)
+    corrections: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the script reads it."""
+        shared = {"name": self.name, "speculative": self.speculative, "additional": dict(self.additional)}
+        return {**shared, "corrections": list(self.corrections)}
 
 
 @dataclass(frozen=True)
 class ServedMode:
     """What one mode of vLLM gave with `batch` requests under way at once: (prompt id, repeat) -> tokens, tokens of every step after
-    the first token, seconds; its own counters, and the seconds of the whole pass. error: why there is nothing.
+    the first token, seconds; its own counters, and the seconds of the whole pass. error: why there is nothing; corrected: faults of
+    vLLM that were corrected.
     """
 
     name: str
@@ -56,6 +66,7 @@ class ServedMode:
     batch: int = 1
     wall: float = 0.0
     error: str = ""
+    corrected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,9 +90,7 @@ def vllm_request(
 ) -> dict[str, Any]:
     """What `serve` asks: every mode answers every (prompt id, repeat, request), once per batch size."""
     return {
-        "modes": [
-            {"name": mode.name, "speculative": mode.speculative, "additional": dict(mode.additional)} for mode in modes
-        ],
+        "modes": [mode.to_dict() for mode in modes],
         "batches": list(batches),
         "model": str(Path(target.info.id).resolve()),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -199,14 +208,14 @@ def _read(request: Mapping[str, Any], content: Mapping[str, Any], ended: str) ->
         if "error" in answered:
             found += [ServedMode(mode["name"], version, batch=batch, error=answered["error"]) for batch in request["batches"]]
             continue
-        found += [_one(mode["name"], version, batch) for batch in answered["batches"]]
+        found += [_one(answered, version, batch) for batch in answered["batches"]]
     return found
 
 
-def _one(name: str, version: str, content: Mapping[str, Any]) -> ServedMode:
+def _one(mode: Mapping[str, Any], version: str, content: Mapping[str, Any]) -> ServedMode:
     answers = {(item["id"], item["repeat"]): item for item in content["answers"]}
     return ServedMode(
-        name=name,
+        name=mode["name"],
         version=version,
         tokens={key: list(item["tokens"]) for key, item in answers.items()},
         seconds={key: dict(item["seconds"]) for key, item in answers.items()},
@@ -214,4 +223,5 @@ def _one(name: str, version: str, content: Mapping[str, Any]) -> ServedMode:
         steps={key: list(item["steps"]) for key, item in answers.items()},
         batch=int(content["batch"]),
         wall=float(content["wall"]),
+        corrected=tuple(mode["corrected"]),
     )

@@ -7,6 +7,9 @@ are under way at once, one number per pass over the prompts) and `modes` [{name,
 another in this process. The answers hold `version` and per mode its `error` or its `batches`: tokens, tokens per step and seconds
 (prefill and decode apart) of every prompt, the seconds of the whole pass, and vLLM's own counters over it. The file is written
 after every mode, so that an engine that takes the process down costs only the modes behind it.
+
+A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers names those that were needed and
+made, in this process only.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,7 @@ def in_short(error: Exception, longest: int = 400) -> str:
 
 def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
     """Answer every prompt with one engine, once per batch size."""
+    corrected = [name for name in mode.get("corrections", []) if CORRECTIONS[name]()]
     engine = importlib.import_module("vllm").LLM(
         model=request["model"],
         dtype=request["dtype"],
@@ -93,7 +97,8 @@ def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
         **({"additional_config": mode["additional"]} if mode.get("additional") else {}),
     )
     list(answer(engine, [{"tokens": tokens, "max_new_tokens": WARMUP_TOKENS} for tokens in request["warmup"]], 1))
-    return {"batches": [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]}
+    passes = [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]
+    return {"batches": passes, "corrected": corrected}
 
 
 def one_pass(engine: Any, prompts: list[dict[str, Any]], batch: int) -> dict[str, Any]:
@@ -119,7 +124,8 @@ def answer(engine: Any, prompts: list[dict[str, Any]], batch: int) -> Iterator[t
     """
     vllm = importlib.import_module("vllm")
     delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
-    inner, waiting, running = engine.llm_engine, list(range(len(prompts))), {}
+    inner, waiting = engine.llm_engine, list(range(len(prompts)))
+    running: dict[str, dict[str, Any]] = {}
     while waiting or running:
         while waiting and len(running) < batch:
             place = waiting.pop(0)
@@ -153,6 +159,37 @@ def counters(engine: Any) -> dict[str, Any]:
     if BY_POSITION in found:
         counts["accepted_by_position"] = [int(value) for value in found[BY_POSITION].values]
     return counts
+
+
+def grouped_rms_norm() -> bool:
+    """vLLM 0.32's CPU kernel of `rms_norm` reads only the first row of a weight [layers, size], so that DFlash's context keys get
+    layer 0's k_norm in every layer. Gives every layer its own; returns whether that was needed.
+    """
+    torch: Any = importlib.import_module("torch")
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    importlib.import_module("vllm.platforms").current_platform.import_kernels()
+    given, weight = torch.ones(2, 1, 1, 8), torch.stack([torch.ones(8), torch.full((8,), 2.0)])
+    found = torch.empty_like(given)
+    inner = ops.rms_norm
+    if getattr(inner, "corrected", False):
+        return True
+    inner(found, given, weight, 0.0)
+    if torch.allclose(found[1], 2 * found[0]):
+        return False
+
+    def rms_norm(out: Any, states: Any, weight: Any, epsilon: float) -> None:
+        if weight is None or weight.dim() == 1:
+            inner(out, states, weight, epsilon)
+            return
+        for place, row in enumerate(weight):
+            inner(out[place], states[place], row, epsilon)
+
+    rms_norm.corrected = True  # type: ignore[attr-defined]
+    ops.rms_norm = rms_norm
+    return True
+
+
+CORRECTIONS: dict[str, Callable[[], bool]] = {"grouped_rms_norm": grouped_rms_norm}
 
 
 if __name__ == "__main__":

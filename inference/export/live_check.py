@@ -30,6 +30,11 @@ PLAIN = "plain"
 TOLERANCE = 0.02
 """How far the engine's acceptance length may be from ours, as a share of ours."""
 SAID = ("verify.live.python", "verify.live.seconds")
+CORRECTED = {
+    "grouped_rms_norm": "vLLM's CPU kernel of rms_norm gives all layers of DFlash's context keys layer 0's k_norm; corrected in "
+    "the engine's process"
+}
+"""Faults of vLLM that a live check works around, in words."""
 FIRST_DRAFT = {
     "eagle": "the order of embedding and feature in fc, the shift of the tokens, or a norm on the feature",
     "eagle3": "the layers that are tapped (one off?), the order of fc's chunks, a norm per tap (fc_norm), the shift of the tokens, "
@@ -58,7 +63,8 @@ LATER_DRAFTS = {
 @dataclass(frozen=True)
 class Served:
     """An export and our drafter that it was made of. folder: what the engine loads, empty for a method without a model (ngram);
-    speculative: the engine's `speculative_config` but for `model`; compared: whether acceptance must agree.
+    speculative: the engine's `speculative_config` but for `model`; compared: whether acceptance must agree; corrections: see
+    `ServingMode`.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Served:
     speculative: Mapping[str, Any]
     additional: Mapping[str, Any] = field(default_factory=dict)
     compared: bool = True
+    corrections: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -77,7 +84,7 @@ class Served:
     def mode(self) -> ServingMode:
         """The engine that serves it."""
         where = {} if self.folder is None else {"model": str(self.folder.resolve())}
-        return ServingMode(self.name, {**where, **self.speculative}, self.additional)
+        return ServingMode(self.name, {**where, **self.speculative}, self.additional, self.corrections)
 
 
 @dataclass
@@ -127,6 +134,7 @@ class LiveRow:
     divergences: list[Divergence] = field(default_factory=list)
     same_as_ours: int = 0
     same_steps: int = 0
+    corrected: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -158,6 +166,7 @@ class LiveRow:
                 "ours_plain": self.plain_tokens_per_second["ours"],
                 "engine_plain": self.plain_tokens_per_second["engine"],
             },
+            "corrected": [CORRECTED[name] for name in self.corrected],
             "problems": self.problems,
         }
 
@@ -194,6 +203,7 @@ def live_check(
             if found.error:
                 row.problems.append(f"the engine refuses it: {found.error}")
                 continue
+            row.corrected = found.corrected
             row.theirs = of_engine(found, requests, export.depth)
             row.ours = decode(target, export.drafter, requests, export.depth, batch)
             theirs_plain = of_engine(plain, requests, 0)

@@ -12,7 +12,7 @@ from heads.api.errors import UserError
 from inference.engine import DecodeConfig, Request
 from inference.export.forward_check import source_of
 from inference.export.layouts.folder import Folder
-from inference.export.live_check import SAID, LiveRow, Served, live_check
+from inference.export.live_check import CORRECTED, SAID, LiveRow, Served, live_check
 from inference.prompts import load_prompts, select_prompts, to_requests
 from inference.serving import EngineProcess
 from inference.target import TargetModel
@@ -82,7 +82,8 @@ def served_folder(path: Path, target: TargetModel, source: str = "") -> Served:
     if checkpoint is None:
         raise UserError(f"a live check compares with our own decoder, but {why}. Give verify.source=<checkpoint folder>.")
     drafter = load_drafter(checkpoint, target.info, target.weights)
-    return Served(path.name, str(said["method"]), drafter, path, said["speculative_config"])
+    corrections = ("grouped_rms_norm",) if drafter.kind == "dflash" else ()
+    return Served(path.name, str(said["method"]), drafter, path, said["speculative_config"], corrections=corrections)
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:
@@ -93,16 +94,17 @@ def lines(rows: Sequence[LiveRow]) -> list[str]:
             found.append(f"{row.name}, {row.engine}, batch {row.batch}: {'; '.join(row.problems)}")
             continue
         ours, theirs, counts = row.ours.counts, row.theirs.counts, row.lossless
+        plain = row.plain_tokens_per_second
         found.append(
             f"{row.name}, {row.engine}, batch {row.batch}: text identical {counts['identical']}/{counts['sequences']} "
             f"(near ties {counts['near_ties']}), acceptance length {theirs.length:.3f}, ours {ours.length:.3f} "
-            f"({row.difference:+.2%}), equal steps in {row.same_steps} answers; tokens/s {row.theirs.tokens_per_second:.0f} (engine without drafter "
-            f"{row.plain_tokens_per_second['engine']:.0f}), ours {row.ours.tokens_per_second:.0f} "
-            f"({row.plain_tokens_per_second['ours']:.0f})"
+            f"({row.difference:+.2%}), equal steps in {row.same_steps} answers; tokens/s {row.theirs.tokens_per_second:.0f} "
+            f"(engine without drafter {plain['engine']:.0f}), ours {row.ours.tokens_per_second:.0f} ({plain['ours']:.0f})"
         )
         found.append("  position   " + "  ".join(f"{place + 1:5d}" for place in range(len(ours.rates))))
         found.append("  engine     " + "  ".join(f"{rate:5.3f}" for rate in theirs.rates))
         found.append("  ours       " + "  ".join(f"{rate:5.3f}" for rate in ours.rates))
+        found += [f"  note: {CORRECTED[name]}" for name in row.corrected]
         found += [f"  near tie: prompt {item.prompt}, token {item.place}, {item.margin:.2g} apart" for item in row.divergences]
         found += [f"  PROBLEM: {problem}" for problem in row.problems]
     return found
