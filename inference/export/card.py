@@ -41,13 +41,12 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine's folder in the repository. name: also the folder's; serve: the lines that start the engine with it, run where the
-    folder lies under its own name; weights_sha256: of the checkpoint that was exported.
+    """An engine's folder in the repository. name: also the folder's; serve: the line that serves the target with it, where the
+    folder lies under its own name.
     """
 
     name: str
-    serve: tuple[str, ...]
-    weights_sha256: str
+    serve: str
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,15 @@ def card(
     return "\n".join([*lines, *_how_to_load(first, checkpoint, about.repo)])
 
 
+def base_model(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
+    """Hub id of the target, as far as it has one."""
+    target: str = checkpoint["target"]["id"]
+    return about.base_model or (target if HUB_ID.fullmatch(target) and not Path(target).exists() else "")
+
+
 def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
     """The YAML block that the Hub reads."""
-    target = checkpoint["target"]["id"]
-    base = about.base_model or (target if HUB_ID.fullmatch(target) and not Path(target).exists() else "")
+    base = base_model(checkpoint, about)
     kind = checkpoint["kind"]
     fields: dict[str, Any] = {
         "library_name": LIBRARY,
@@ -172,7 +176,10 @@ def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:
     lines = ["## How to serve", ""] if engines else []
     for engine in engines:
         fetch = f"hf download {repo} --include '{engine.name}/*' --local-dir ."
-        lines += [f"{engine.name}:", "", "```bash", fetch, *engine.serve, "```", ""]
+        language = "python" if engine.name == "transformers" else "bash"
+        if language == "python":
+            fetch = f"# {fetch}"
+        lines += [f"{engine.name}:", "", f"```{language}", fetch, engine.serve, "```", ""]
     return lines
 
 

@@ -42,12 +42,13 @@ class Context:
 @dataclass(frozen=True)
 class Knobs:
     """Deviations from a folder's own word, to find what is wrong with it. shift: added to the layers read; order: of the chunks of
-    `fc`; theta: base of the rotary positions; ids: how d2t is read (offset, absolute, zero); heads: Medusa's are shifted by so
+    `fc`, and of the norms before them (norms); theta: base of the rotary positions; ids: how d2t is read (offset, absolute, zero); heads: Medusa's are shifted by so
     many; post_norm: the other recurrence; blank: whether MTP blanks the token at position 0.
     """
 
     shift: int = 0
     order: tuple[int, ...] = ()
+    norms: bool = False
     theta: float = 0.0
     ids: str = "offset"
     heads: int = 0
@@ -202,8 +203,12 @@ def pieces(context: Context, config: Mapping[str, Any], knobs: Knobs, ids: tuple
     layers = [layer + knobs.shift for layer in sorted(ids)]
     if min(layers) < 0 or max(layers) >= context.states.shape[0]:
         raise UserError(f"layers {layers} do not exist: the target has {context.states.shape[0] - 1}.")
-    found = [context.states[layer].float() for layer in layers]
-    return [found[place] for place in knobs.order] if knobs.order else found
+    return [context.states[layer].float() for layer in layers]
+
+
+def ordered(parts: list[Tensor], knobs: Knobs) -> list[Tensor]:
+    """The pieces in the order in which `fc` is supposed to read them."""
+    return [parts[place] for place in knobs.order] if knobs.order else parts
 
 
 def captured(config: Mapping[str, Any], layers: int, engine: str) -> tuple[int, ...]:
@@ -283,10 +288,14 @@ def eagle3(folder: Folder, context: Context, chain: Tensor, depth: int, knobs: K
     ids = captured(config, context.states.shape[0] - 1, str(folder.export.get("engine", "vllm")))
 
     def fuse(parts: list[Tensor]) -> Tensor:
+        if knobs.norms:
+            parts = ordered(parts, knobs)
         if config.get("norm_before_fc"):
             parts = [norm(torch.cat(parts, -1), weights["input_norm.weight"], eps)]
         elif config.get("fc_norm"):
             parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+        if not knobs.norms:
+            parts = ordered(parts, knobs)
         return torch.cat(parts, -1) @ weights["fc.weight"].T
 
     def layers(tokens: Tensor, states: Tensor) -> Tensor:

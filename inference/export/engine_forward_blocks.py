@@ -18,6 +18,7 @@ from inference.export.engine_forward import (
     exact,
     flat,
     norm,
+    ordered,
     pieces,
 )
 from inference.export.layouts.dflash import ENCODER, MASK_FILE
@@ -33,7 +34,7 @@ def block(folder: Folder, context: Context, chain: Tensor, depth: int, knobs: Kn
     eps, length, size = float(config["rms_norm_eps"]), context.last.shape[0], int(inner["block_size"])
     anchored = bool(inner.get("sample_from_anchor", "markov_head.markov_w1.weight" in weights))
     ids = captured(config, context.states.shape[0] - 1, "vllm")
-    features = torch.cat(pieces(context, config, knobs, ids), -1) @ weights["fc.weight"].T
+    features = torch.cat(ordered(pieces(context, config, knobs, ids), knobs), -1) @ weights["fc.weight"].T
     features = norm(features, weights["hidden_norm.weight"], eps)
     states = slots(folder, weights, context, int(inner["mask_token_id"]), size)
     places = length + torch.arange(size)

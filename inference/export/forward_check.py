@@ -178,35 +178,30 @@ def difference(mine: Tensor, theirs: Tensor, candidates: bool) -> float:
     return float((gap.abs() / scale).max())
 
 
-def hypotheses(folder: Folder, layout: str) -> Iterator[tuple[str, Knobs]]:
-    """What a folder may have wrong, and the deviation that would make up for it."""
+def hypotheses(folder: Folder, layout: str, base: float) -> Iterator[tuple[str, Knobs]]:
+    """What a folder may have wrong, and the deviation that would make up for it. base: the target's own of rotary positions."""
     tensors, config = folder.tensors, engine_forward.flat(folder)
     yield "the layers are one too high: the engine reads the state after one layer too many", Knobs(shift=-1)
     yield "the layers are one too low: the engine reads the state after one layer too few", Knobs(shift=1)
-    count = (
-        len(engine_forward.captured(config, 1_000_000, str(folder.export.get("engine", "vllm"))))
-        if "fc.weight" in tensors
-        else 0
-    )
+    engine = str(folder.export.get("engine", "vllm"))
+    count = len(engine_forward.captured(config, 1_000_000, engine)) if "fc.weight" in tensors else 0
     orders = (
-        list(permutations(range(count)))
-        if 1 < count <= 4
-        else [swap(count, i) for i in range(max(0, count - 1))]
+        list(permutations(range(count)))[1:] if count <= 4 else [swap(count, i) for i in range(count - 1)]
     )
-    for order in orders[1:] if count <= 4 else orders:
-        yield (
-            f"the chunks of fc.weight are not in ascending order of the layers but as {[i + 1 for i in order]}",
-            Knobs(order=order),
-        )
+    for order in orders:
+        named = f"not in ascending order of the layers but as {[i + 1 for i in order]}"
+        yield f"the chunks of fc.weight are {named}", Knobs(order=order)
+        if "fc_norm.0.weight" in tensors or "input_norm.weight" in tensors:
+            yield f"the norms before fc and its chunks are {named}", Knobs(order=order, norms=True)
     if "d2t" in tensors:
         yield "d2t holds token ids instead of offsets", Knobs(ids="absolute")
         yield "d2t holds offsets where none belong", Knobs(ids="zero")
     if layout == "medusa":
         yield "the heads are shifted by one: each predicts the token before its own", Knobs(heads=1)
         yield "the heads are shifted by one: each predicts the token behind its own", Knobs(heads=-1)
-    known = {*BASES} - {float(read_rope(config)["rope_theta"])} if layout != "medusa" else set()
-    for base in sorted(known):
-        yield f"rope_theta is wrong: with {base:g} the folder agrees", Knobs(theta=base)
+    known = {base, *BASES} - {float(read_rope(config)["rope_theta"])} if layout != "medusa" else set()
+    for theta in sorted(known):
+        yield f"rope_theta is wrong: with {theta:g} the folder agrees", Knobs(theta=theta)
     if "norm.weight" in tensors and layout.endswith("eagle3"):
         yield (
             "norm_output is wrong: the other recurrence agrees",
@@ -232,13 +227,13 @@ def check_forward(
     drafter = load_drafter(source, target.info, target.weights) if source is not None else None
     try:
         if drafter is None:
-            _by_acceptance(folder, layout, found, depth, report)
+            _by_acceptance(folder, layout, found, target.info.rope_theta, report)
         else:
             _by_logits(
                 folder,
                 layout,
                 [(place, *ours(drafter, target, place, depth)) for place in found],
-                depth,
+                target.info.rope_theta,
                 report,
             )
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
@@ -249,8 +244,13 @@ def check_forward(
 
 
 def _by_logits(
-    folder: Folder, layout: str, drafts: list[tuple[Place, Tensor, Tensor]], depth: int, report: ForwardReport
+    folder: Folder,
+    layout: str,
+    drafts: list[tuple[Place, Tensor, Tensor]],
+    base: float,
+    report: ForwardReport,
 ) -> None:
+    depth = drafts[0][1].shape[0]
     rounded = any(value.dtype in (torch.bfloat16, torch.float16) for value in folder.tensors.values())
     tolerance, candidates = (
         ROUNDED if rounded else EXACT,
@@ -272,7 +272,7 @@ def _by_logits(
     report.compared, report.worst = len(drafts) * depth, worst(Knobs(), drafts)
     if report.worst <= tolerance:
         return
-    for words, knobs in hypotheses(folder, layout):
+    for words, knobs in hypotheses(folder, layout, base):
         try:
             if worst(knobs, drafts[:2]) <= tolerance and worst(knobs, drafts) <= tolerance:
                 report.faults.append(f"forward: {words}")
@@ -286,8 +286,10 @@ def _by_logits(
 
 
 def _by_acceptance(
-    folder: Folder, layout: str, found: list[Place], depth: int, report: ForwardReport
+    folder: Folder, layout: str, found: list[Place], base: float, report: ForwardReport
 ) -> None:
+    depth = found[0].following.shape[0]
+
     def right(knobs: Knobs) -> int:
         total = 0
         for place in found:
@@ -298,7 +300,7 @@ def _by_acceptance(
 
     report.accepted, report.drafted = right(Knobs()), len(found) * depth
     best, words = report.accepted, ""
-    for reason, knobs in hypotheses(folder, layout):
+    for reason, knobs in hypotheses(folder, layout, base):
         try:
             count = right(knobs)
         except (UserError, RuntimeError, IndexError):
@@ -324,7 +326,7 @@ def accepted(drafts: Tensor, following: Tensor) -> int:
 def source_of(folder: Folder, given: str) -> tuple[Path | None, str]:
     """The checkpoint that a folder was made of, and why there is none: absent, or changed since."""
     said = folder.export.get("source", {})
-    path = Path(given) if given else Path(str(said.get("checkpoint", "")))
+    path = Path(given) if given else folder.path / str(said.get("checkpoint", ""))
     if not given and not said:
         return None, "the folder does not say which checkpoint it was made of"
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():

@@ -34,7 +34,12 @@ class Exchange:
 @contextmanager
 def explained(what: Exchange) -> Iterator[None]:
     """Turn what huggingface_hub raises inside the block into a `UserError` that says what to do."""
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         yield

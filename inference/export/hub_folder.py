@@ -20,20 +20,21 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
-from inference.export.card import CardFacts, Engine, Training, card, measured_entries
+from inference.export.card import CardFacts, Engine, Training, base_model, card, measured_entries
+from inference.export.engine_folder import serve
+from inference.export.layouts.folder import EXPORT_FILE
 from inference.manifest import (
     MANIFEST_FILE,
     file_entry,
     file_sha256,
     read_manifest,
     verify_file,
+    write_json,
     write_manifest,
 )
 from inference.report_schema import read_report
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
-EXPORT_FILE = "headstart_export.json"
-"""What `headstart export` writes into every engine's folder."""
 STAGE = "push"
 TEXTS = (".json", ".md", ".jinja", ".txt")
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
@@ -60,21 +61,23 @@ def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
     for title, report in loaded.items():
         _check_target(title, report, description["target"])
     own = {title: {**report, "drafters": measured_entries(report, digest, title)} for title, report in loaded.items()}
-    engines = [_engine(name, folder, digest) for name, folder in sorted(sources.engines.items())]
+    exports = {name: _export(name, folder, digest, description, facts) for name, folder in sorted(sources.engines.items())}
     from inference.plots import plot_all  # matplotlib takes a second to import
 
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     images = [path.name for path in plot_all(own, partial)]
+    engines = [Engine(name, told["serve"]) for name, told in exports.items()]
     text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint))
     for name in (WEIGHTS_FILE, CONFIG_FILE):
         shutil.copyfile(sources.checkpoint / name, partial / name)
     for number, report in enumerate(loaded.values(), 1):
         name = REPORT_FILE if number == 1 else f"report_{number}.json"
         (partial / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for name, folder in sources.engines.items():
-        shutil.copytree(folder, partial / name)
+    for name, told in exports.items():
+        shutil.copytree(sources.engines[name], partial / name)
+        write_json(partial / name / EXPORT_FILE, told)
     (partial / CARD_FILE).write_text(text, encoding="utf-8")
     files = [file_entry(partial, name) for name in sorted(_plain_files(partial))]
     write_manifest(partial, STAGE, {"kind": description["kind"], "repo": facts.repo, "files": files})
@@ -97,22 +100,24 @@ def _require(sources: Sources, description: Mapping[str, Any]) -> str:
     return file_sha256(weights)
 
 
-def _engine(name: str, folder: Path, digest: str) -> Engine:
-    """What the card says about an engine's folder; refused when other weights were exported."""
-    path = folder / EXPORT_FILE
+def _export(name: str, folder: Path, digest: str, description: Mapping[str, Any], facts: CardFacts) -> dict[str, Any]:
+    """What `headstart export` noted in an engine's folder, with paths as they are in the repository; refused when other weights
+    were exported.
+    """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        found = Engine(name, tuple(told["serve"]), str(told["source"]["weights_sha256"]))
+        told: dict[str, Any] = json.loads((folder / EXPORT_FILE).read_text(encoding="utf-8"))
+        found, speculative = str(told["source"]["sha256"]), told["speculative_config"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(
             f"'{folder}' is no folder of `headstart export` ({type(error).__name__}: {EXPORT_FILE}). Export the drafter again."
         ) from error
-    if found.weights_sha256 != digest:
+    if found != digest:
         raise UserError(
-            f"'{folder}' was exported from other weights ({found.weights_sha256[:12]}...) than the drafter that is pushed "
+            f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that is pushed "
             f"({digest[:12]}...). Run `headstart export` again."
         )
-    return found
+    target = base_model(description, facts) or description["target"]["id"]
+    return {**told, "source": {"checkpoint": "..", "sha256": found}, "serve": serve(name, target, Path(name), speculative)}
 
 
 def _training(checkpoint: Path) -> Training | None:

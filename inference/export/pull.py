@@ -1,6 +1,7 @@
 """Fetches a published drafter: its own checkpoint, or what an engine loads, checked against the SHA-256 it was published with.
 
-A folder appears when it is complete. Files that arrived before something broke are kept beside it, and pulling again fetches the others.
+A folder appears when it is complete. Files that arrived before something broke are kept beside it; pulling again fetches
+the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
 from inference.export.hub import REPO_NAME, hub_address, transfer_for
 from inference.export.hub_errors import Exchange, explained
-from inference.export.hub_folder import EXPORT_FILE, check_listed
+from inference.export.hub_folder import check_listed
+from inference.export.layouts.folder import EXPORT_FILE
 from inference.manifest import MANIFEST_FILE
 
 OWN = "headstart"
@@ -101,8 +103,8 @@ def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
 
 
 def _fetch(config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path) -> None:
-    """Fetch files of one commit; those that are there already are not fetched again. A connection that breaks is taken up some times
-    where it ended.
+    """Fetch files of one commit; those that are there already are not fetched again. A connection that breaks is taken up some
+    times where it ended.
 
     One by one: the library's download of a whole snapshot takes what lies in the folder for an answer when the Hub gives none.
     """

@@ -34,10 +34,13 @@ class Verdict:
     notes: list[str]
 
 
-def verify(config: VerifyConfig, given: TargetConfig) -> Verdict:
-    """Check the folder of `config` against a target; raises `UserError` when it is no folder of a drafter at all."""
+def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None = None) -> Verdict:
+    """Check the folder of `config` against a target; raises `UserError` when it is no folder of a drafter at all.
+
+    target: the target of `given`, where it is loaded already.
+    """
     folder = Folder.read(Path(config.dir))
-    target = TargetModel.load(given)
+    target = TargetModel.load(given) if target is None else target
     engine = str(folder.export.get("engine", "vllm"))
     layout = str(folder.export.get("layout") or layout_of(folder))
     source, why = source_of(folder, config.source)

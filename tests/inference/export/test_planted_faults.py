@@ -1,0 +1,300 @@
+"""Every mistake that makes a served drafter useless without an error is named by verify-export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.registry import get_kind
+from inference.export.verify import Verdict, verify
+from inference.export.verify_config import VerifyConfig
+from inference.loading import TargetConfig
+from inference.target import TargetModel
+from tests.inference.export.ground import save, tensors, write
+
+Config = dict[str, Any]
+Weights = dict[str, Tensor]
+
+
+def planted(
+    target: TargetModel,
+    folder: Path,
+    name: str,
+    change: Callable[[Config, Weights], None],
+    engine: str = "vllm",
+    source: bool = True,
+) -> Verdict:
+    """The verdict on an export into which a fault was put; without `source` all notes of ours are gone, as in other people's."""
+    mine = save(target, name, folder / "mine")
+    write(target, mine, folder / "out", engine)
+    config, found = json.loads((folder / "out" / "config.json").read_text()), tensors(folder / "out")
+    change(config, found)
+    (folder / "out" / "config.json").write_text(json.dumps(config))
+    save_file({key: value.contiguous() for key, value in found.items()}, folder / "out" / "model.safetensors")
+    notes = folder / "out" / "headstart_export.json"
+    facts = json.loads(notes.read_text())
+    facts["files"] = {}  # this check would see any change
+    notes.write_text(json.dumps(facts))
+    if not source:
+        notes.unlink()
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    return verify(VerifyConfig(str(folder / "out"), contexts=3), given, target)
+
+
+def ids_off_by_one(config: Config, weights: Weights) -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    config[key] = [layer + 1 for layer in config[key]]
+    config["eagle_config"][key] = [layer + 1 for layer in config["eagle_config"][key]]
+
+
+def only_nested(config: Config, weights: Weights) -> None:
+    """SGLang's numbering alone, which vLLM's V1 runner takes for its own."""
+    config.pop("eagle_aux_hidden_state_layer_ids")
+
+
+def block_ids_off_by_one(config: Config, weights: Weights) -> None:
+    config["dflash_config"]["target_layer_ids"] = [
+        layer + 1 for layer in config["dflash_config"]["target_layer_ids"]
+    ]
+
+
+def no_d2t(config: Config, weights: Weights) -> None:
+    del weights["d2t"]
+
+
+def zero_d2t(config: Config, weights: Weights) -> None:
+    weights["d2t"].zero_()
+
+
+def absolute_d2t(config: Config, weights: Weights) -> None:
+    weights["d2t"] += torch.arange(weights["d2t"].shape[0])
+
+
+def swapped_chunks(config: Config, weights: Weights) -> None:
+    chunks = list(weights["fc.weight"].chunk(3, 1))
+    chunks[0], chunks[2] = chunks[2], chunks[0]
+    weights["fc.weight"] = torch.cat(chunks, 1)
+
+
+def shifted_heads(config: Config, weights: Weights) -> None:
+    names = [name for name in weights if name.startswith("blocks.")]
+    moved = {f"blocks.{(int(n.split('.')[1]) + 1) % 3}.{n.split('.', 2)[2]}": weights.pop(n) for n in names}
+    weights.update(moved)
+
+
+def wrong_theta(config: Config, weights: Weights) -> None:
+    config["rope_theta"] = 1e6
+    config["rope_parameters"]["rope_theta"] = 1e6
+
+
+def wrong_vocabulary(config: Config, weights: Weights) -> None:
+    config["vocab_size"] += 64
+
+
+def fewer_rows(config: Config, weights: Weights) -> None:
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-8]
+
+
+def missing(config: Config, weights: Weights) -> None:
+    del weights["midlayer.hidden_norm.weight"]
+    weights["layers.0.hidden_norm.weight_"] = torch.zeros(1)
+
+
+def renamed_block(config: Config, weights: Weights) -> None:
+    """Medusa under another name: vLLM loads nothing and says nothing."""
+    weights["heads.0.linear.weight"] = weights.pop("blocks.0.layers.0.weight")
+
+
+def misshapen(config: Config, weights: Weights) -> None:
+    weights["fc.weight"] = weights["fc.weight"][:, :-32]
+
+
+def mixed_formats(config: Config, weights: Weights) -> None:
+    weights["norm.weight"] = weights["norm.weight"].to(torch.float16)
+
+
+def float_map(config: Config, weights: Weights) -> None:
+    weights["d2t"] = weights["d2t"].float()
+
+
+def short_positions(config: Config, weights: Weights) -> None:
+    config["max_position_embeddings"] = 64
+
+
+def anchored(config: Config, weights: Weights) -> None:
+    config["dflash_config"]["sample_from_anchor"] = True
+
+
+def anchor_unsaid(config: Config, weights: Weights) -> None:
+    del config["sample_from_anchor"]
+
+
+def wrong_class(config: Config, weights: Weights) -> None:
+    config["architectures"] = ["PeagleLlamaForCausalLM"]
+
+
+def other_recurrence(config: Config, weights: Weights) -> None:
+    config["norm_output"] = False
+
+
+def other_eps(config: Config, weights: Weights) -> None:
+    config["rms_norm_eps"] = 1e-3
+
+
+def not_finite(config: Config, weights: Weights) -> None:
+    weights["norm.weight"][0] = float("nan")
+
+
+def no_bias(config: Config, weights: Weights) -> None:
+    config["medusa_fc_bias"] = False
+
+
+def retrained(config: Config, weights: Weights) -> None:
+    weights["fc.weight"] += 0.5 * torch.randn(
+        weights["fc.weight"].shape, generator=torch.Generator().manual_seed(0)
+    )
+
+
+FAULTS: list[tuple[Any, ...]] = [
+    (
+        "eagle3",
+        ids_off_by_one,
+        "layer ids: the engine captures the states after [2, 4, 5]",
+        "forward: the layers are one too high",
+    ),
+    (
+        "dflash",
+        block_ids_off_by_one,
+        "layer ids: the engine captures",
+        "forward: the layers are one too high",
+    ),
+    ("eagle3", only_nested, "layer ids: the engine captures the states after [0, 2, 3]"),
+    ("eagle3_plain", no_d2t, "d2t: missing"),
+    ("eagle3_plain", zero_d2t, "d2t: all zero"),
+    ("eagle3_plain", absolute_d2t, "forward: d2t holds token ids instead of offsets"),
+    (
+        "eagle3",
+        swapped_chunks,
+        "forward: the chunks of fc.weight are not in ascending order of the layers but as [3, 2, 1]",
+    ),
+    (
+        "dflash",
+        swapped_chunks,
+        "forward: the chunks of fc.weight are not in ascending order of the layers but as [3, 2, 1]",
+    ),
+    ("medusa", shifted_heads, "forward: the heads are shifted by one"),
+    ("eagle", wrong_theta, "rope: rope_theta is 1000000.0"),
+    ("distilled_layers", wrong_theta, "rope: rope_theta is 1000000.0"),
+    ("distilled", wrong_vocabulary, "vocabulary: config.json says"),
+    ("eagle3", wrong_vocabulary, "vocabulary: config.json says"),
+    ("eagle3", fewer_rows, "vocabulary: 'lm_head.weight'"),
+    ("eagle3", missing, "tensor: 'layers.0.hidden_norm.weight' is missing"),
+    (
+        "medusa",
+        renamed_block,
+        "'blocks.0.layers.0.weight' is missing (it keeps what",
+        "'heads.0.linear.weight' is none of this layout",
+    ),
+    ("eagle3", misshapen, "shape: 'fc.weight' is [32, 64]"),
+    ("eagle3", mixed_formats, "dtype: the tensors mix torch.float16, torch.float32"),
+    ("eagle3_plain", float_map, "dtype: 'd2t' is torch.float32"),
+    ("eagle3", short_positions, "positions: they end at 64, the target's at 256"),
+    ("dflash", anchored, "anchor: sample_from_anchor is true"),
+    ("dspark", anchor_unsaid, "anchor: sample_from_anchor is not said"),
+    ("peagle", wrong_class, "architecture: 'PeagleLlamaForCausalLM' is none"),
+    ("eagle3", other_recurrence, "forward: norm_output is wrong"),
+    ("eagle3", other_eps, "norm eps: rms_norm_eps is 0.001"),
+    ("eagle3", not_finite, "tensor: 'norm.weight'"),
+    ("medusa", no_bias, "tensor: 'blocks.0.layers.0.bias' is none of this layout"),
+    ("eagle3", retrained, "none of the usual mistakes explains it"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1].__name__}")
+def test_a_planted_fault_is_named(target: TargetModel, tmp_path: Path, fault: tuple[Any, ...]) -> None:
+    name, change, *words = fault
+    found = planted(target, tmp_path, name, change)
+    for wanted in words:
+        assert any(wanted in said for said in found.faults), found.faults
+
+
+@pytest.mark.parametrize(("change", "words"), [(wrong_theta, "with 20000 the folder agrees"), (None, "")])
+def test_without_our_checkpoint_the_targets_own_words_judge(
+    target: TargetModel, tmp_path: Path, change: Any, words: str
+) -> None:
+    # all of the target's layers: a drafter that says what the target says
+    mine = drafter_whole(target, tmp_path / "whole")
+    write(target, mine, tmp_path / "out", "vllm")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if change is not None:
+        change(config, {})
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "out" / "headstart_export.json").unlink()
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    found = verify(VerifyConfig(str(tmp_path / "out"), contexts=2), given, target)
+    assert found.forward is not None
+    if change is None:
+        assert found.faults == []
+        assert found.forward.accepted == found.forward.drafted
+    else:
+        assert any(words in fault for fault in found.faults), found.faults
+
+
+def drafter_whole(target: TargetModel, folder: Path) -> Path:
+    config = get_kind("distilled").config_class(from_target_layers=tuple(range(target.info.num_layers)))
+    save_drafter(new_drafter("distilled", config, target.info, target.weights, 0), folder, target.info)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash_token", "medusa", "distilled", "dspark_shifted"])
+def test_a_sound_folder_of_somebody_else_has_no_fault(target: TargetModel, tmp_path: Path, name: str) -> None:
+    found = planted(target, tmp_path, name, lambda config, weights: None, source=False)
+    assert [
+        fault for fault in found.faults if "not one draft" not in fault
+    ] == []  # random drafters accept nothing
+    assert any("compared with what the target says" in note for note in found.notes)
+
+
+def test_a_changed_file_is_seen(target: TargetModel, tmp_path: Path) -> None:
+    write(target, save(target, "eagle", tmp_path / "mine"), tmp_path / "out", "vllm")
+    path = tmp_path / "out" / "config.json"
+    path.write_text(path.read_text() + "\n")
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    found = verify(VerifyConfig(str(tmp_path / "out"), contexts=1), given, target)
+    assert found.faults == ["files: 'config.json' has changed since the export"]
+
+
+def test_layers_that_both_engines_read_differently_are_told(target: TargetModel, tmp_path: Path) -> None:
+    def change(config: Config, weights: Weights) -> None:
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(
+            config["eagle_aux_hidden_state_layer_ids"]
+        )
+
+    found = planted(target, tmp_path, "eagle3", change)
+    assert any("SGLang reads [1, 3, 4] (one more)" in fault for fault in found.faults)
+    found = planted(target, tmp_path / "sglang", "eagle3", change, engine="sglang")
+    assert any(
+        "captures the states after [2, 4, 5] layers, the drafter was trained on [1, 3, 4]" in fault
+        for fault in found.faults
+    )
+
+
+def test_a_medusa_without_a_head_per_depth_is_told_before_anything_is_served(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    write(target, save(target, "medusa", tmp_path / "mine"), tmp_path / "out", "vllm")
+    notes = tmp_path / "out" / "headstart_export.json"
+    facts = json.loads(notes.read_text())
+    facts["speculative_config"]["num_speculative_tokens"] = 4
+    notes.write_text(json.dumps(facts))
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    found = verify(VerifyConfig(str(tmp_path / "out"), contexts=1), given, target)
+    assert "drafts: 4 tokens are asked of 3 heads" in found.faults

@@ -1,0 +1,170 @@
+"""A drafter that is exported and imported is the same to the last bit; its folder computes what it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from heads.api.registry import kind_names
+from inference.export.forward_check import check_forward
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
+from inference.export.layouts.registry import ENGINES, ROUTES, Route
+from inference.export.verify import verify
+from inference.export.verify_config import VerifyConfig
+from inference.loading import TargetConfig
+from inference.target import TargetModel
+from tests.inference.export.ground import (
+    EXPORTS,
+    LLAMA3,
+    VARIANTS,
+    WAYS,
+    load_target,
+    same,
+    save,
+    save_target,
+    tensors,
+    write,
+)
+
+
+@pytest.mark.parametrize(("name", "engine"), EXPORTS, ids="-".join)
+def test_an_export_is_right_and_comes_back_to_the_bit(
+    target: TargetModel, tmp_path: Path, name: str, engine: str
+) -> None:
+    mine = save(target, name, tmp_path / "mine")
+    facts = write(target, mine, tmp_path / "out", engine)
+    import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
+    same(tensors(tmp_path / "back"), tensors(mine))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (mine / "config.json").read_text()
+    )
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    found = verify(VerifyConfig(str(tmp_path / "out"), contexts=3), given, target)
+    assert found.faults == []
+    assert found.layout == facts["layout"]
+    assert found.forward is not None
+    assert found.forward.worst is not None
+    assert found.forward.worst < 1e-4
+
+
+@pytest.mark.parametrize("name", ["dflash_token", "distilled_layers", "dspark"])
+def test_scaled_rotary_positions_of_the_target_are_followed(tmp_path: Path, name: str) -> None:
+    scaled = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
+    mine = save(scaled, name, tmp_path / "mine")
+    write(scaled, mine, tmp_path / "out", "vllm")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["rope_parameters"] == LLAMA3
+    found = check_forward(Folder.read(tmp_path / "out"), described_layout(tmp_path / "out"), scaled, mine, 3)
+    assert found.faults == []
+    assert found.worst is not None
+    assert found.worst < 1e-4
+
+
+def described_layout(folder: Path) -> str:
+    return str(json.loads((folder / "headstart_export.json").read_text())["layout"])
+
+
+@pytest.mark.parametrize("name", ["eagle3_plain", "dflash", "medusa"])
+def test_a_shorter_format_is_near_and_says_so(target: TargetModel, tmp_path: Path, name: str) -> None:
+    mine = save(target, name, tmp_path / "mine")
+    write(target, mine, tmp_path / "out", "vllm", dtype="bfloat16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    kinds = {value.dtype for value in tensors(tmp_path / "out").values()}
+    assert kinds <= {torch.bfloat16, torch.int64, torch.bool}
+    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
+    assert verify(VerifyConfig(str(tmp_path / "out"), contexts=3), given, target).faults == []
+
+
+def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> None:
+    from inference.export.layouts.registry import method_of
+
+    block = {"dflash", "dflash2", "dspark", "domino", "dflare", "treeflash", "mixed"}
+    assert (set(ROUTES) - block) | {"dflash"} == set(kind_names())
+    for method, ways in ROUTES.items():
+        assert set(ways) == set(ENGINES), method
+        for way in ways.values():
+            assert isinstance(way, Route) or len(way) > 20
+    # Every way is walked by a test above.
+    from heads.api.registry import get_kind
+
+    walked = {
+        (method_of(VARIANTS[name][0], get_kind(VARIANTS[name][0]).config_class(**VARIANTS[name][1])), engine)
+        for name, engine in EXPORTS
+    }
+    there = {
+        (method, engine)
+        for method, ways in ROUTES.items()
+        for engine, way in ways.items()
+        if isinstance(way, Route)
+    }
+    assert walked == there
+
+
+REFUSED = {
+    ("dflash", "sglang"): "head.mask_token_id",
+    ("dflash", "speculators"): "head.mask_token_id",
+    ("dflash", "transformers"): "head.mask_token_id",
+    ("jetspec", "sglang"): "in_block=bidirectional",
+    ("dspark_gated", "vllm"): "head.dependency=markov",
+    ("dspark_shifted", "sglang"): "head.sample_from_anchor=true",
+    ("domino", "vllm"): "SGLang has",
+    ("peagle", "sglang"): "no P-EAGLE",
+    ("pard", "transformers"): "mask tokens",
+    ("pard", "sglang"): "mask tokens",
+    ("medusa", "sglang"): "no Medusa",
+    ("eagle", "transformers"): "inner states",
+    ("fastmtp", "speculators"): "norms on query",
+}
+
+
+@pytest.mark.parametrize(("name", "engine"), REFUSED, ids="-".join)
+def test_what_an_engine_cannot_run_is_refused_with_the_reason(
+    target: TargetModel, tmp_path: Path, name: str, engine: str
+) -> None:
+    assert engine not in WAYS[name]
+    mine = save(target, name, tmp_path / "mine")
+    with pytest.raises(UserError, match=REFUSED[name, engine]):
+        write(target, mine, tmp_path / "out", engine)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    mine = save(target, "medusa", tmp_path / "mine")
+    with pytest.raises(UserError, match="from which vLLM would conclude"):
+        write(target, mine, tmp_path / "my-eagle3-heads", "vllm")
+    write(target, mine, tmp_path / "out", "vllm")
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    with pytest.raises(UserError, match="export.overwrite=true"):
+        write(target, mine, tmp_path / "out", "vllm", tokens=2)
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
+    facts = write(target, mine, tmp_path / "out", "vllm", tokens=2, overwrite=True)
+    assert facts["speculative_config"]["num_speculative_tokens"] == 2
+    assert "--speculative-config" in facts["serve"]
+    other = load_target(save_target(tmp_path / "other", seed=6))
+    with pytest.raises(UserError, match="was trained for target"):
+        write(other, mine, tmp_path / "out2", "vllm")
+    with pytest.raises(UserError, match="3 heads"):
+        write(target, mine, tmp_path / "out3", "vllm", tokens=4)
+
+
+def test_the_mask_token_is_one_that_text_does_not_hold(target: TargetModel, tmp_path: Path) -> None:
+    mine = save(target, "peagle", tmp_path / "mine")
+    write(target, mine, tmp_path / "out", "vllm")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["pard_token"] == len(target.tokenizer)  # the first row behind the tokenizer's
+    found = tensors(tmp_path / "out")["embed_tokens.weight"]
+    own = target.weights.embedding
+    rest = torch.arange(own.shape[0]) != described["pard_token"]
+    assert torch.equal(found[rest], own[rest])
+    assert torch.equal(found[described["pard_token"]], tensors(mine)["mask_embedding"])
+    write(target, mine, tmp_path / "chosen", "vllm", mask_token_id=9)
+    assert json.loads((tmp_path / "chosen" / "config.json").read_text())["pard_token"] == 9
+    with pytest.raises(UserError, match="below the vocabulary"):
+        write(target, mine, tmp_path / "none", "vllm", mask_token_id=10_000)
