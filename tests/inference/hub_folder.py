@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from inference.export.hub import PushConfig
-from inference.export.hub_folder import EXPORT_FILE, Sources, build_folder
+from inference.export.hub_folder import Sources, build_folder
+from inference.export.layouts.folder import EXPORT_FILE
 from inference.manifest import file_sha256
 from inference.report_schema import write_report
 from tests.inference.example_report import example_report, merged
@@ -60,6 +61,9 @@ def write_export(folder: Path, digest: str, engine: str = "vllm") -> Path:
     folder.mkdir(parents=True)
     save_file({"fc.weight": torch.ones(3, 5)}, str(folder / "model.safetensors"))
     (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    told = {"engine": engine, "source": {"weights_sha256": digest}, "serve": [f"{engine} serve someone/target-1b"]}
+    told = {
+        "engine": engine, "source": {"checkpoint": str(folder.parent / "best"), "sha256": digest},
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 4}, "serve": f"serve {folder}",
+    }  # fmt: skip
     (folder / EXPORT_FILE).write_text(json.dumps(told), encoding="utf-8")
     return folder

@@ -75,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/api/collections"):
             slug = path.removeprefix("/api/collections").lstrip("/")
             known = self.hub.collections
-            self.answer(200, shown(slug, known[slug]) if slug else [shown(key, value) for key, value in known.items()])
+            entries = [{k: v for k, v in shown(key, value).items() if k != "position"} for key, value in known.items()]
+            self.answer(200, shown(slug, known[slug]) if slug else entries)
         else:
             self.model_info(path.removeprefix("/api/models/").split("/revision/"))
 

@@ -332,9 +332,11 @@ def test_an_engines_folder_goes_along_and_the_card_says_how_to_serve_it(
     listed = {entry["file"] for entry in json.loads(pushed["manifest.json"])["files"]}
     assert listed == set(pushed) - {"manifest.json"}
     card = pushed["README.md"].decode()
-    for engine in engines:
-        lines = f"hf download {REPO} --include '{engine}/*' --local-dir .\n{engine} serve someone/target-1b\n"
-        assert f"```bash\n{lines}```" in card
+    for engine, start in (("vllm", "vllm serve someone/target-1b "), ("sglang", "python -m sglang.launch_server ")):
+        fetch, line = card.split(f"\n{engine}:\n\n```bash\n")[1].splitlines()[:2]
+        assert fetch == f"hf download {REPO} --include '{engine}/*' --local-dir ."
+        assert line.startswith(start) and f'"{engine}"' in line.replace(f"path {engine} ", f'"{engine}"')
+        assert str(tmp_path) not in pushed[f"{engine}/headstart_export.json"].decode(), "paths of this machine stay here"
 
 
 def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
