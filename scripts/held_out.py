@@ -35,6 +35,7 @@ from scripts.held_out_target.model import HeldOutShape
 from scripts.speculators_convert import convert
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPARED = ROOT / "docs" / "reports" / "speculators.json"
 EPOCHS = 2
 DEPTH, NEW_TOKENS = 4, 96
 
@@ -110,28 +111,38 @@ class Place:
 
 
 def train_rival(place: Place, kind: str, python: str, threads: int) -> dict[str, float]:
-    """Let the library train a kind on the same answers, with each of its recipes; keep the one with the best tau on the validation
-    prompts as drafter `speculators_<kind>`. Returns tau by recipe.
+    """Let the library train a kind on the same answers, with the recipe that was best on the embedded target (each of its recipes
+    where that is not known); keep the one with the best tau on the validation prompts as drafter `speculators_<kind>`. Returns tau
+    by recipe.
     """
+    tried = best_recipes(kind)
     record = place.run / "train" / f"speculators_{kind}" / "recipes.json"
     if not record.is_file():
         setting = Setting(python, place.run / "generate", place.target, place.work / "speculators", threads)
         write_rows(setting)
         found: dict[str, float] = {}
-        for number, (recipe, flags) in enumerate(RECIPES.items()):
+        for number, recipe in enumerate(tried):
             out = setting.work / f"theirs-{kind}-{number}"
-            side = setting.theirs(kind, f"{kind}-{number}", PLACES, flags, EPOCHS)
+            side = setting.theirs(kind, f"{kind}-{number}", PLACES, RECIPES[recipe], EPOCHS)
             side.ask(do="steps", count=EPOCHS * side.answer()["steps_per_epoch"])
             side.ask(do="save", to=str(out / "saved"))
             side.end()
             convert(out / "saved", out / "converted", setting.model)
             found[recipe] = validation_tau(place, setting, out / "converted")
-        best = max(range(len(RECIPES)), key=lambda number: list(found.values())[number])
+        best = max(range(len(tried)), key=lambda number: found[tried[number]])
         for file in (setting.work / f"theirs-{kind}-{best}" / "converted").iterdir():
             write_bytes(record.parent / "best" / file.name, file.read_bytes())
         write_json(record, found)
     known: dict[str, float] = making.read_json(record)
     return known
+
+
+def best_recipes(kind: str) -> list[str]:
+    """The library's recipe with the best tau on the embedded target, by the report of compare_speculators; without it, all."""
+    told = making.read_json(COMPARED) if COMPARED.is_file() else {}
+    sides = told.get("tau", {}).get(kind, {}).get("sides", {})
+    known = {recipe: sides[f"speculators, {recipe}"]["tau"] for recipe in RECIPES if f"speculators, {recipe}" in sides}
+    return [max(known, key=lambda recipe: known[recipe])] if known else list(RECIPES)
 
 
 def validation_tau(place: Place, setting: Setting, checkpoint: Path) -> float:
