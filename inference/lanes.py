@@ -102,7 +102,9 @@ class Lanes:
         number is rounded up to a power of two, so that few graphs are captured.
         """
         width = max(running) + 1
-        if self.target.device.type == "cuda":
+        if self.runner.compiled is not None:
+            width = self.count  # every width would be compiled
+        elif self.target.device.type == "cuda":
             width = min(1 << (width - 1).bit_length(), self.count)
         if width == self.count:
             self._arrange(self.own, running)

@@ -145,10 +145,10 @@ class Door:
 async def answer(service: Service, request: Request, kind: str) -> Response:
     """Answer a completion request; raises `ApiError`."""
     created = time.monotonic()
-    service.require_place()
-    body = await read_body(service, request)
-    asked = parse(kind, body, service.engine.decode.sampling(), service.names)
-    ticket = await service.ticket(asked, request.headers.get(DOMAIN_HEADER, ""), created)
+    with service.entrance():
+        body = await read_body(service, request)
+        asked = parse(kind, body, service.engine.decode.sampling(), service.names)
+        ticket = await service.ticket(asked, request.headers.get(DOMAIN_HEADER, ""), created)
     watch = asyncio.create_task(watch_client(request, ticket))
     streams = False
     try:

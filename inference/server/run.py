@@ -77,8 +77,10 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
-        assert self.service.loop is not None
-        self.service.loop.call_soon_threadsafe(self.end)
+        if self.service.loop is None:  # before it listens
+            self.should_exit = True
+        else:
+            self.service.loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
         """End gracefully; the second call ends at once. On the loop's thread."""

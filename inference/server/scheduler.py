@@ -205,8 +205,10 @@ class Scheduler:
                 return
             assert job is not None
             if order == "cancel":
-                if self._live.pop(job.index, None) is not None:
+                live = self._live.pop(job.index, None)
+                if live is not None:
                     session.cancel(job.index)
+                    self._record(live, "cancelled")
             else:
                 self._admit(session, job)
 
@@ -284,7 +286,12 @@ class Scheduler:
         self.metrics.whole.observe(now - job.created)
         if tokens > 1:
             self.metrics.per_token.observe((now - live.first) / (tokens - 1))
-        if self.log is not None:
+        self._record(live, finish)
+
+    def _record(self, live: _Live, finish: str) -> None:
+        """Write down a sequence whose verifications were."""
+        if self.log is not None and live.tokens:
+            job = live.job
             temperature = job.sampling.temperature
             self.log.sequence(job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from inference.server.scheduler import Done, Event, Failed, Job, Piece, Schedule
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 4096
+MOST_ENTERING = 64
+"""Requests that may be read at a time, beyond as many as there are places."""
 
 
 class Ticket:
@@ -108,7 +112,10 @@ class Service:
         log = None if self.recorder is None else self.recorder.log
         self.scheduler = Scheduler(engine, self.context, self.metrics, self.post, log, self._broken)
         self.open: set[Ticket] = set()
+        self.entering = 0  # requests that are being read
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
+        # what belongs to rendering itself: a request must not bring a template of its own, or change what comes out
+        self._reserved = {"messages", "add_generation_prompt", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         self._texts = ThreadPoolExecutor(1, "headstart-prompts")
 
     def start(self) -> None:
@@ -142,8 +149,19 @@ class Service:
         """Raise `ApiError` unless another request may come in."""
         if not self.ready:
             raise ApiError(503, "the server takes no requests now: it is stopping.", code="unavailable", retry_after=5)
-        if len(self.open) >= self.engine.decode.batch_size + self.config.queue:
+        places = self.engine.decode.batch_size + self.config.queue
+        if len(self.open) >= places or self.entering >= places + MOST_ENTERING:
             raise self.overloaded(f"{len(self.open)} requests run or wait")
+
+    @contextmanager
+    def entrance(self) -> Iterator[None]:
+        """Around reading a request: those that are not in yet are counted too. Raises `ApiError` unless another one may come in."""
+        self.require_place()
+        self.entering += 1
+        try:
+            yield
+        finally:
+            self.entering -= 1
 
     async def ticket(self, asked: Asked, domain: str, created: float) -> Ticket:
         """Turn a request into a job and hand it to the worker; raises `ApiError`."""
@@ -193,6 +211,9 @@ class Service:
         return await loop.run_in_executor(self._texts, self._tokens, asked)
 
     def _tokens(self, asked: Asked) -> tuple[int, ...]:
+        reserved = sorted(set(asked.template) & self._reserved)
+        if reserved:
+            raise ApiError(400, f"'{reserved[0]}' is no value for a template.", "chat_template_kwargs")
         try:
             if asked.kind == CHAT:
                 return tuple(render_prompt(self._tokenizer, asked.content, arguments=dict(asked.template)))
@@ -202,6 +223,8 @@ class Service:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
             raise ApiError(400, "the prompt is not valid text (a lone surrogate).", "prompt") from error
+        except (TypeError, ValueError) as error:  # a template that cannot work with the values it was given
+            raise ApiError(400, f"the chat template fails on this conversation ({type(error).__name__}).", "messages") from error
 
     def refused(self, error: ApiError) -> None:
         """Count a request that ended with an error."""

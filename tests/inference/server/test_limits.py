@@ -42,6 +42,8 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "must be text"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "not valid Unicode"),
     ({"messages": [{"role": "user", "content": "Hello " * 400}]}, 400, "prompt", "128 positions"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "'chat_template' is no value"),
+    ({"chat_template_kwargs": {"tokenize": False}}, 400, "chat_template_kwargs", "'tokenize' is no value"),
     ({"model": "gpt-4"}, 404, "model", "served is 'micro'"),
     ({"model": None}, 400, "model", "missing"),
 ]
