@@ -73,6 +73,8 @@ class Config:
     """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS: 1)."""
     top_k: int = 10
     """How many tokens that loss looks at (>= 1)."""
+    fc_bias: bool = False
+    """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs none)."""
     noise: float = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
@@ -125,7 +127,7 @@ class Drafter(FeatureDrafter):
         super().__init__(config, info)
         self.needs = FeatureSpec(last_hidden=True, logits=True)
         shape = layer_shape(config, info)
-        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Layer(shape)])
         self.chain = Chain(self, Rope(shape.head_dim, info.rope_theta))
         unset_parameters(self)

@@ -41,6 +41,12 @@ class Config:
     """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """RMSNorm all taps as one vector before they are fused, instead of each (excludes `tap_norm`)."""
+    norm_before_residual: bool = False
+    """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
+    qk_norm: bool = False
+    """RMSNorm on every query and key head, as in Qwen3."""
     post_norm_recurrence: bool = True
     """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual stream."""
     num_attention_heads: int = 0
@@ -65,6 +71,8 @@ class Config:
     """Share of the loss taken against the sampled token instead of the target's distribution (0 to 1)."""
 
     def __post_init__(self) -> None:
+        if self.norm_before_fc and self.tap_norm:
+            raise UserError("head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false.")
         if self.ttt_steps < 1:
             raise UserError(f"head.ttt_steps must be at least 1; given {self.ttt_steps}.")
         if not 0.0 < self.decay <= 1.0:
@@ -113,7 +121,7 @@ class Drafter(TapDrafter):
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, 2H] and the residual, the feature itself."""
-        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), feature
+        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), self.residual(self.midlayer, feature)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention -> [B, T, H]."""

@@ -46,6 +46,14 @@ class Config:
     """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """RMSNorm all taps as one vector before they are fused, instead of each (excludes `tap_norm`)."""
+    norm_before_residual: bool = False
+    """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
+    qk_norm: bool = False
+    """RMSNorm on every query and key head, as in Qwen3."""
+    own_embedding: bool = False
+    """An embedding of its own, trained, started from the target's (V * H weights), as the library `speculators` trains it."""
     num_layers: int = 0
     """Decoder layers (>= 0); 0: a quarter of the target's, at least 1 and at most 4 (4 in the paper)."""
     num_attention_heads: int = 0
@@ -70,6 +78,8 @@ class Config:
     """Share of the loss taken against the sampled token instead of the target's distribution (0 to 1)."""
 
     def __post_init__(self) -> None:
+        if self.norm_before_fc and self.tap_norm:
+            raise UserError("head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false.")
         if self.depths < 1 or self.num_layers < 0:
             raise UserError(
                 "head.depths must be at least 1 and head.num_layers at least 0; "
@@ -113,6 +123,7 @@ class Drafter(TapDrafter):
         super().__init__(config, info, {"layers": layers})
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, len(self.needs.taps) * info.hidden_size))
         self.mask_embedding = nn.Parameter(torch.empty(info.hidden_size))
+        self.embed_tokens = nn.Embedding(info.vocab_size, info.hidden_size) if config.own_embedding else None
         self._rope = Rope(shape.head_dim, info.rope_theta)
         unset_parameters(self)
 
@@ -122,6 +133,15 @@ class Drafter(TapDrafter):
         look_at_itself(cast(FusingLayer, self.layers[0]).self_attn)
         init.normal(self.mask_hidden, 0.02, generator)
         init.copy(self.mask_embedding, weights.embedding.float().mean(0))
+        if self.embed_tokens is not None:
+            init.copy(self.embed_tokens.weight, weights.embedding)
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """The own embeddings [..., H] of tokens [...], or the target's."""
+        if self.embed_tokens is None:
+            return super().embed(tokens, dtype)
+        out: Tensor = self.embed_tokens(tokens).to(dtype)
+        return out
 
     def _unknown(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
         """Embedding and feature of mask rows, [batch, rows, H] each."""
@@ -156,6 +176,7 @@ class Drafter(TapDrafter):
             layer = cast(FusingLayer | DecoderLayer, self.layers[index])
             attn = layer.self_attn
             read = self._read(index, embedded, states)
+            states = self.residual(layer, states)
             query, (key, value) = attn.query(read, rotation), attn.key_value(read, rotation)
             splits = [length, *anchors.sizes]
             queries, keys, values = (list(part.split(splits, 1)) for part in (query, key, value))
@@ -234,6 +255,7 @@ class Drafter(TapDrafter):
         for index in range(len(self.layers)):
             layer = cast(FusingLayer | DecoderLayer, self.layers[index])
             read = self._read(index, embedded, states)
+            states = self.residual(layer, states)
             key, value = layer.self_attn.key_value(read, rotation)
             for span in (
                 slice(0, width),

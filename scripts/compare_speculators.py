@@ -32,13 +32,14 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.bench import device_facts, process_facts
 from inference.decode_config import DecodeConfig
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
 from inference.loading import TargetConfig
 from inference.manifest import write_json
 from inference.measure import quick_tau
 from inference.prompts import load_prompts, select_prompts, to_requests
 from inference.target import TargetModel
 from scripts.config import load_settings
-from scripts.speculators_convert import convert
 from scripts.stages import STAGES
 from train.data.pack import PackedData
 
@@ -286,7 +287,7 @@ def tau(setting: Setting, name: str, steps: int, prompts: Path, count: int, toke
         out = setting.work / f"theirs-{label}"
         side.ask(do="save", to=str(out / "saved"))
         side.end()
-        convert(out / "saved", out / "converted", target)
+        import_folder(Folder.read(out / "saved"), target, out / "converted")
         rows[f"speculators, {recipe}"] = judged(out / "converted")
     best = max((row for label, row in rows.items() if label != "ours"), key=lambda row: row["tau"])
     return {"steps": steps, "prompts": len(requests), "sides": rows, "difference": rows["ours"]["tau"] - best["tau"]}

@@ -35,7 +35,9 @@ def run(settings: Settings) -> None:
     print(f"{facts['method']} for {config.engine} ({facts['layout']}): {out}")
     for note in facts["notes"]:
         print(f"note: {note}")
-    print(facts["serve"])
+    for line in (facts["serve"], facts["serve_as_custom_class"]):
+        if line:
+            print(line)
 
 
 def one_of(run: RunConfig) -> Found:

@@ -23,6 +23,8 @@ import torch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decode_config import DecodeConfig
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
 from inference.manifest import MANIFEST_FILE, read_manifest, write_bytes, write_json
 from inference.measure import quick_tau
 from inference.prompts import load_prompts, to_requests
@@ -32,7 +34,6 @@ from scripts import cli
 from scripts.compare_speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.held_out_target import corpus, making
 from scripts.held_out_target.model import HeldOutShape
-from scripts.speculators_convert import convert
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARED = ROOT / "docs" / "reports" / "speculators.json"
@@ -127,7 +128,7 @@ def train_rival(place: Place, kind: str, python: str, threads: int) -> dict[str,
             side.ask(do="steps", count=EPOCHS * side.answer()["steps_per_epoch"])
             side.ask(do="save", to=str(out / "saved"))
             side.end()
-            convert(out / "saved", out / "converted", setting.model)
+            import_folder(Folder.read(out / "saved"), setting.model, out / "converted")
             found[recipe] = validation_tau(place, setting, out / "converted")
         best = max(range(len(tried)), key=lambda number: found[tried[number]])
         for file in (setting.work / f"theirs-{kind}-{best}" / "converted").iterdir():

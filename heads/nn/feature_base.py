@@ -80,6 +80,7 @@ def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
         config.head_dim or info.head_dim,
         config.intermediate_size or info.intermediate_size,
         info.rms_norm_eps,
+        qk_norm=getattr(config, "qk_norm", False),
     )
 
 

@@ -19,7 +19,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses, vocab
-from heads.nn.blocks import Attention, RMSNorm, initialise_blocks
+from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature_base import FeatureDrafter, next_tokens, probabilities_of, teacher_logits
 
 
@@ -36,8 +36,8 @@ def look_at_itself(attn: Attention) -> None:
 class TapDrafter(FeatureDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
-    The configuration has `taps`, `tap_norm`, `draft_vocab_size` and `hard_label_weight`. A kind hands its own `layers` by name;
-    they stand between the fusion and the final norm.
+    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`, `draft_vocab_size`, `hard_label_weight`.
+    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
     """
 
     d2t: Tensor
@@ -50,6 +50,7 @@ class TapDrafter(FeatureDrafter):
         hidden, taps = info.hidden_size, len(self.needs.taps)
         norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
+        self.input_norm = RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -96,8 +97,18 @@ class TapDrafter(FeatureDrafter):
             # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to gather.
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
-        out: Tensor = self.fc(taps.flatten(2))
+        joined = taps.flatten(2)
+        out: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return out
+
+    def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
+        """What the residual stream holds behind `layer`'s first norm: the states [B, T, H], normalised in a fusing layer if so
+        configured.
+        """
+        if self.config.norm_before_residual and isinstance(layer, FusingLayer):
+            out: Tensor = layer.hidden_norm(states)
+            return out
+        return states
 
     def set_columns(self) -> None:
         """Remember the target ids of the draft columns; called by `start`."""

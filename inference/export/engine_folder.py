@@ -143,9 +143,21 @@ def describe(
         "target": checkpoint.info.to_dict(),
         "speculative_config": written.speculative,
         "serve": serve(config.engine, target.config.path, out, written.speculative),
+        "serve_as_custom_class": custom_class(target.config.path, out, written.speculative),
         "kept": written.kept,
         "notes": written.notes,
     }
+
+
+def custom_class(target: str, out: Path, speculative: dict[str, Any]) -> str:
+    """The command for vLLM 0.33 and later, which runs Medusa through the proposer in the folder; empty for other methods."""
+    if speculative.get("method") != "medusa":
+        return ""
+    told = json.dumps({**speculative, "method": "custom_class", "model": "vllm_medusa.MedusaProposer"})
+    setting = json.dumps({"headstart_medusa": str(out)})
+    return (
+        f"PYTHONPATH={out} vllm serve {target} --speculative-config '{told}' --additional-config '{setting}'"
+    )
 
 
 def serve(engine: str, target: str, out: Path, speculative: dict[str, Any]) -> str:

@@ -41,9 +41,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Knobs:
-    """Deviations from a folder's own word, to find what is wrong with it. shift: added to the layers read; order: of the chunks of
-    `fc`, and of the norms before them (norms); theta: base of the rotary positions; ids: how d2t is read (offset, absolute, zero); heads: Medusa's are shifted by so
-    many; post_norm: the other recurrence; blank: whether MTP blanks the token at position 0.
+    """Deviations from a folder's own word, to find what is wrong with it.
+
+    shift: added to the layers read; order: of the chunks of `fc`, and of the norms before them too (norms); theta: base of the
+    rotary positions; ids: how d2t is read (offset, absolute, zero); heads: Medusa's are shifted by so many; post_norm: the other
+    recurrence; blank: whether MTP blanks the token at position 0.
     """
 
     shift: int = 0

@@ -28,8 +28,18 @@ from inference.manifest import file_sha256
 
 ARCHITECTURES = {
     "eagle": ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
-    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel"),
-    "peagle": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "PEagleDraftModel"),
+    "eagle3": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "Eagle3DraftModel",
+    ),
+    "peagle": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "PEagleDraftModel",
+    ),
     "dflash": ("DFlashDraftModel",),
     "dflash2": ("DFlash2DraftModel",),
     "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
@@ -83,14 +93,14 @@ def expected(folder: Folder, layout: str, info: TargetInfo) -> tuple[list[Row], 
     """The tensors that the engine looks for, and those that may be there besides, by its own config.json."""
     config, theirs, where = flat(folder), folder.tensors, str(folder.path)
     hidden, size = info.hidden_size, info.vocab_size
-    table_of = {"embed_tokens.weight": (size, hidden), "lm_head.weight": (size, hidden)}
+    shared: dict[str, tuple[int, ...]] = {name: (size, hidden) for name in ("embed_tokens.weight", "lm_head.weight")}
     if layout == "medusa":
         own = not config.get("original_lm_head", False)
         table = medusa.rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
         if not config.get("medusa_fc_bias", False):
             table = [row for row in table if not row.theirs.endswith(".bias")]
-        shared = [] if own else [Row(medusa.SHARED_HEAD, medusa.SHARED_HEAD, (size, hidden))]
-        return table + shared, {}
+        head = [] if own else [Row(medusa.SHARED_HEAD, medusa.SHARED_HEAD, (size, hidden))]
+        return table + head, {}
     shape = read_shape(config, where)
     if layout == "eagle":
         sglang = folder.architecture == eagle.ARCHITECTURES["sglang"]
@@ -100,10 +110,13 @@ def expected(folder: Folder, layout: str, info: TargetInfo) -> tuple[list[Row], 
         table += [Row(name, name, (count,)) for name, count in mtp.biases(shape).items()]
         return table, {}
     if layout in ("eagle3", "peagle"):
+        if config.get("model_type") == "qwen3":
+            shape = with_qk_norm(shape)
         count = int(config.get("num_aux_hidden_states") or len(config.get(eagle3.IDS) or (1, 2, 3)))
         columns = int(config.get("draft_vocab_size") or size)
         table = eagle3.rows(
-            shape, count, columns, size, tap_norm=bool(config.get("fc_norm")), layers=int(config["num_hidden_layers"]),
+            shape, count, columns, size, tap_norm=bool(config.get("fc_norm")),
+            joined_norm=bool(config.get("norm_before_fc")), layers=int(config["num_hidden_layers"]),
             parallel=layout == "peagle", first="midlayer." if "midlayer.hidden_norm.weight" in theirs else "layers.0.",
         )  # fmt: skip
         loose = {row.theirs: row.shape for row in table if row.theirs == "t2d"}
@@ -128,7 +141,7 @@ def expected(folder: Folder, layout: str, info: TargetInfo) -> tuple[list[Row], 
     )
     renamed = dflash.ENCODER if layout == "dflash-assistant" else {}
     table = [Row(row.ours, renamed.get(row.theirs, row.theirs), row.shape) for row in table]
-    return table, table_of if layout == "dspark" else {"embed_tokens.weight": (size, hidden)}
+    return table, shared if layout == "dspark" else {"embed_tokens.weight": (size, hidden)}
 
 
 def language_model(config: Mapping[str, Any], where: str) -> list[Row]:

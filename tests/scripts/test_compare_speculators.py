@@ -4,25 +4,21 @@ same drafter. The library itself is not needed here.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from heads.api.registry import get_kind
 from inference.loading import TargetConfig
 from inference.target import TargetModel
 from scripts import compare_speculators, speculators_ours, speculators_worker
 from scripts.compare_speculators import Setting, Side, timing, write_rows
-from scripts.speculators_convert import convert
 from tests.train.micro_run import prepare
 from train.data.pack import PackedData
 
@@ -166,76 +162,3 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
         rows["ours"]["tokens_per_second"] / (1 / (1 / theirs + 10.0 / 1000))
     )
     assert found["memory_ratio"] == pytest.approx({"4096": 0.5, "512": 0.75})
-
-
-def their_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: value.detach().clone().contiguous() for name, value in tensors.items()},
-        folder / "model.safetensors",
-    )
-    return folder
-
-
-def layer(target: TargetModel, layers: int = 1) -> dict[str, Any]:
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    sizes = {name: getattr(target.info, name) for name in names}
-    return {**sizes, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-
-
-def drafter_of(target: TargetModel, kind: str, **config: Any) -> Any:
-    return new_drafter(kind, get_kind(kind).config_class(**config), target.info, target.weights, 3)
-
-
-def test_an_eagle3_head_comes_over_whole(target: TargetModel, tmp_path: Path) -> None:
-    mine = drafter_of(target, "eagle3", taps=(1, 2))
-    named = {
-        name.replace("midlayer.", "layers.0."): value
-        for name, value in mine.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    named["embed_tokens.weight"] = target.weights.embedding
-    config = {"speculators_model_type": "eagle3", "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True,
-              "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 2],
-              "transformer_layer_config": layer(target)}  # fmt: skip
-    convert(their_folder(tmp_path / "theirs", config, named), tmp_path / "out", target)
-    back = load_drafter(tmp_path / "out", target.info, target.weights)
-    assert back.needs.taps == (1, 2)
-    for name, value in mine.state_dict().items():
-        torch.testing.assert_close(
-            back.state_dict()[name], value if name != "lm_head.weight" else target.weights.lm_head
-        )
-    with pytest.raises(UserError, match="norm_before_residual"):
-        convert(
-            their_folder(tmp_path / "b", {**config, "norm_before_residual": True}, named),
-            tmp_path / "out2",
-            target,
-        )
-    named["layers.0.more"] = torch.zeros(1)
-    with pytest.raises(UserError, match="unknown"):
-        convert(their_folder(tmp_path / "c", config, named), tmp_path / "out3", target)
-
-
-def test_a_block_drafter_comes_over_whole(target: TargetModel, tmp_path: Path) -> None:
-    mine = drafter_of(target, "dflash", block_size=4, sample_from_anchor=True, num_layers=2, taps=(1, 2), mask_token_id=0,
-                      carry_root=False, start_from="random", dependency="markov", dependency_rank=8, confidence=True)  # fmt: skip
-    named = {
-        name: value for name, value in mine.state_dict().items() if name != "confidence_head.temperatures"
-    }
-    config = {"speculators_model_type": "dspark", "block_size": 4, "sample_from_anchor": True, "aux_hidden_state_layer_ids": [1, 2],
-              "mask_token_id": 0, "markov_rank": 8, "markov_head_type": "vanilla", "confidence_head_with_markov": True,
-              "transformer_layer_config": layer(target, 2)}  # fmt: skip
-    convert(their_folder(tmp_path / "theirs", config, named), tmp_path / "out", target)
-    back = load_drafter(tmp_path / "out", target.info, target.weights)
-    for name, value in mine.state_dict().items():
-        torch.testing.assert_close(back.state_dict()[name], value)
-    sliding = {
-        **config,
-        "transformer_layer_config": {**layer(target, 2), "layer_types": ["sliding_attention"] * 2},
-    }
-    with pytest.raises(UserError, match="full attention"):
-        convert(their_folder(tmp_path / "b", sliding, named), tmp_path / "out2", target)
-    other = {**config, "speculators_model_type": "mtp"}
-    with pytest.raises(UserError, match="eagle3, dflash and dspark"):
-        convert(their_folder(tmp_path / "c", other, named), tmp_path / "out3", target)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.features import default_taps
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from heads.nn.blocks import LayerShape
@@ -39,18 +38,20 @@ from inference.export.layouts.llama import (
     require_fit,
     sizes_config,
     windows,
+    with_qk_norm,
 )
 
 FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 IDS = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
 
 
 def rows(
-    shape: LayerShape, taps: int, columns: int, vocabulary: int, *, tap_norm: bool, layers: int = 1, parallel: bool = False,
-    first: str = "midlayer.",
+    shape: LayerShape, taps: int, columns: int, vocabulary: int, *, tap_norm: bool, joined_norm: bool = False, layers: int = 1,
+    parallel: bool = False, first: str = "midlayer.",
 ) -> list[Row]:  # fmt: skip
     """The tensors of an EAGLE-3 drafter (parallel: P-EAGLE), but for its embedding. columns: of the LM head; first: their name of
-    the fusing layer.
+    the fusing layer; tap_norm, joined_norm: a norm per tap, or one for all before they are fused.
     """
     hidden, reduced = shape.hidden_size, columns != vocabulary
     ours = "layers.0." if parallel else "midlayer."
@@ -65,6 +66,8 @@ def rows(
     ]
     for index in range(1, layers):
         found += layer_rows(f"layers.{index}.", f"layers.{index}.", shape)
+    if joined_norm:
+        found.append(Row("input_norm.weight", "input_norm.weight", (taps * hidden,)))
     if reduced:
         found += [Row("d2t", "d2t", (columns,)), Row("t2d", "t2d", (vocabulary,))]
     if parallel:
@@ -79,6 +82,11 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     shape, layers = layer_shape(config, info), len(getattr(checkpoint.drafter, "layers", [None]))
     if parallel and engine == "sglang":
         raise refuse("it has no P-EAGLE", "SGLang", "Serve it with vLLM.")
+    odd = [name for name in ("norm_before_residual", "norm_before_fc", "qk_norm") if getattr(config, name)]
+    if odd and engine == "sglang":
+        raise refuse(
+            f"it lacks head.{odd[0]}", "SGLang", f"Train with head.{odd[0]}=false, or serve it with vLLM."
+        )
     if taps[0] == 0:
         raise refuse(
             "it reads the embeddings (tap 0), which has no number among SGLang's layer ids", "an engine",
@@ -87,30 +95,33 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     ours, columns = checkpoint.tensors, checkpoint.tensors["lm_head.weight"].shape[0]
     check_vocabulary(ours, info.vocab_size)
     table = rows(
-        shape, len(taps), columns, info.vocab_size, tap_norm=config.tap_norm, layers=layers, parallel=parallel,
-        first="layers.0." if parallel else "midlayer.",
+        shape, len(taps), columns, info.vocab_size, tap_norm=config.tap_norm, joined_norm=config.norm_before_fc, layers=layers,
+        parallel=parallel, first="layers.0." if parallel else "midlayer.",
     )  # fmt: skip
-    tensors = give(table, ours, left=("mask_embedding",) if parallel else ())
+    tensors = give(table, ours, left=("mask_embedding", EMBEDDING) if parallel else ())
     described = described_as(shape, info, taps, layers, columns)
     described |= {
         "fc_norm": bool(config.tap_norm),
-        "norm_before_fc": False,
-        "norm_before_residual": False,
+        "norm_before_fc": bool(config.norm_before_fc),
+        "norm_before_residual": bool(config.norm_before_residual),
         "norm_output": bool(getattr(config, "post_norm_recurrence", False)),
     }
     if not parallel:
         tokens = options.tokens or config.ttt_steps
         return Written(
-            {"architectures": ["LlamaForCausalLMEagle3"], **described}, tensors,
+            described, tensors,
             {"method": "eagle3", "num_speculative_tokens": tokens},
         )  # fmt: skip
     token = target.unused_token(options.mask_token_id)
     mask = ours["mask_embedding"]
-    embedding = target.weights.embedding.to(mask.dtype).clone()
+    embedding = (
+        ours[EMBEDDING].clone() if config.own_embedding else target.weights.embedding.to(mask.dtype).clone()
+    )
+    kept = {"mask_row": embedding[token].double().tolist()} if config.own_embedding else {}
     embedding[token] = mask
-    described |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": token, "mask_token_id": token}
+    described |= {"pard_token": token, "mask_token_id": token}
     return Written(
-        described, {**tensors, "embed_tokens.weight": embedding},
+        described, {**tensors, EMBEDDING: embedding}, kept=kept, speculative=
         {"method": "eagle3", "num_speculative_tokens": options.tokens or config.depths, "parallel_drafting": True},
         notes=[f"token {token} stands for tokens that are not known yet; where text holds it, the drafter misreads it"],
     )  # fmt: skip
@@ -121,7 +132,8 @@ def described_as(
 ) -> dict[str, Any]:
     """config.json's keys that EAGLE-3 and P-EAGLE share, the layers in both engines' numbering."""
     return {
-        "model_type": "llama",
+        "architectures": ["Eagle3Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if shape.qk_norm else "llama",
         **block_config(shape, info, layers, plain_rope(info.rope_theta)),
         "target_hidden_size": info.hidden_size,
         "draft_vocab_size": columns,
@@ -148,9 +160,12 @@ def check_vocabulary(tensors: Mapping[str, Tensor], size: int) -> None:
 
 def matches(folder: Folder) -> bool:
     """Whether a folder is EAGLE-3 or P-EAGLE in an engine's layout: a layer with a norm of the feature of its own."""
-    return any(f"{name}hidden_norm.weight" in folder.tensors for name in ("midlayer.", "layers.0.")) and (
-        "self_attn.q_norm.weight" not in " ".join(folder.tensors)
-    )
+    return any(f"{name}hidden_norm.weight" in folder.tensors for name in ("midlayer.", "layers.0."))
+
+
+def default_ids(layers: int) -> tuple[int, ...]:
+    """What both engines read where a folder names no layers."""
+    return tuple(sorted({2, layers // 2, layers - 3}))
 
 
 def read_taps(config: Mapping[str, Any], layers: int, where: str) -> tuple[int, ...]:
@@ -162,7 +177,7 @@ def read_taps(config: Mapping[str, Any], layers: int, where: str) -> tuple[int, 
             f"eagle_config (one less), which is not the same. Correct the wrong one; right pairs look like {top} and "
             f"{[layer - 1 for layer in top]}."
         )
-    found = tuple(top) if top else tuple(layer + 1 for layer in nested) if nested else default_taps(layers)
+    found = tuple(top) if top else tuple(layer + 1 for layer in nested) if nested else default_ids(layers)
     if list(found) != sorted(set(found)) or found[0] < 0 or found[-1] > layers:
         raise UserError(
             f"'{where}' reads layers {list(found)}, the target has {layers}. It was made for another target."
@@ -199,11 +214,9 @@ def build(
     require_fit(shape, config, info, where)
     windows(config, info.max_position_embeddings, where)
     layers = int(config.get("num_hidden_layers", 1))
-    for key in ("norm_before_residual", "norm_before_fc"):
-        if config.get(key) or (config.get("eagle_config") or {}).get(key):
-            raise UserError(
-                f"'{where}' has {key}=true, which our drafters do not have. In speculators train with --no-{key.replace('_', '-')}."
-            )
+    inner: Mapping[str, Any] = config.get("eagle_config") or {}
+    if any(name.endswith("self_attn.q_norm.weight") for name in theirs):
+        shape = with_qk_norm(shape)
     if layers > 1 and not parallel:
         raise UserError(f"'{where}' has {layers} layers; our eagle3 has one.")
     notes: list[str] = []
@@ -211,6 +224,9 @@ def build(
     values: dict[str, Any] = {
         "taps": list(taps),
         "tap_norm": bool(config.get("fc_norm", False)),
+        "norm_before_fc": bool(inner.get("norm_before_fc", config.get("norm_before_fc", False))),
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "qk_norm": shape.qk_norm,
         **sizes_config(shape, info),
     }
     if columns != info.vocab_size:
@@ -219,7 +235,8 @@ def build(
     first = "midlayer." if "midlayer.hidden_norm.weight" in theirs else "layers.0."
     extra: dict[str, Tensor] = {}
     if parallel:
-        extra["mask_embedding"] = mask_vector(folder, theirs, receiver, token, notes)
+        extra |= embeddings(folder, theirs, receiver, token, notes)
+        values["own_embedding"] = EMBEDDING in extra
         theirs["mask_hidden"] = theirs["mask_hidden"].reshape(1, 1, -1)
         values["num_layers"] = layers
     else:
@@ -236,6 +253,7 @@ def build(
         columns,
         info.vocab_size,
         tap_norm=values["tap_norm"],
+        joined_norm=values["norm_before_fc"],
         layers=layers,
         parallel=parallel,
         first=first,
@@ -268,21 +286,28 @@ def complete(theirs: dict[str, Tensor], receiver: Receiver, notes: list[str]) ->
     return columns
 
 
-def mask_vector(
+def embeddings(
     folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int | None, notes: list[str]
-) -> Tensor:
-    """The vector of unknown tokens [H]: the mask token's row of their embedding, all of whose other rows must be the target's."""
-    embedding = theirs.pop("embed_tokens.weight", None)
+) -> dict[str, Tensor]:
+    """P-EAGLE's vector of unknown tokens, the mask token's row of the embedding; and that embedding, unless its other rows are
+    the target's.
+    """
+    embedding = theirs.pop(EMBEDDING, None)
     if token is None:
         raise UserError(f"'{folder.path}': config.json names no mask token (pard_token or mask_token_id).")
     own = receiver.weights.embedding
     if embedding is None:
-        notes.append("embed_tokens.weight: none in the folder, the target's row of the mask token is taken")
-        return own[token].to(theirs["fc.weight"].dtype).clone()
-    rest = torch.arange(own.shape[0]) != token
-    if embedding.shape != own.shape or not torch.equal(own.to(embedding.dtype)[rest], embedding[rest]):
+        notes.append(f"{EMBEDDING}: none in the folder, the target's row of the mask token is taken")
+        return {"mask_embedding": own[token].to(theirs["fc.weight"].dtype).clone()}
+    if embedding.shape != own.shape:
         raise UserError(
-            f"'{folder.path}' has trained its embedding, while our peagle shares the target's (all rows but the mask token's must "
-            "be equal). It can be served as it is, but not be measured or trained further here."
+            f"'{folder.path}': {EMBEDDING} is {list(embedding.shape)}, the target's {list(own.shape)}."
         )
-    return embedding[token].clone()
+    vector, rest = embedding[token].clone(), torch.arange(own.shape[0]) != token
+    if torch.equal(own.to(embedding.dtype)[rest], embedding[rest]):
+        return {"mask_embedding": vector}
+    kept = folder.export.get("kept", {}).get("mask_row")
+    if kept is not None:
+        embedding = embedding.clone()
+        embedding[token] = torch.tensor(kept, dtype=torch.float64).to(embedding.dtype)
+    return {"mask_embedding": vector, EMBEDDING: embedding}

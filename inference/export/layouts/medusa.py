@@ -7,6 +7,7 @@ the target's in the file. vLLM ignores names that it does not know, without a wo
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from inference.export.layouts.base import Checkpoint, Imported, Options, Row, Ta
 from inference.export.layouts.folder import Folder, Receiver
 
 SHARED_HEAD = "lm_head.weight"
+PROPOSER = "vllm_medusa.py"
 OLD_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 
@@ -55,9 +57,11 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
         "medusa_fc_bias": True,
         "original_lm_head": not config.own_lm_head,
     }
-    return Written(
-        described, tensors, {"method": "medusa", "num_speculative_tokens": options.tokens or config.num_heads}
-    )
+    told = {"method": "medusa", "num_speculative_tokens": options.tokens or config.num_heads}
+    proposer = (
+        Path(__file__).parents[1] / PROPOSER
+    ).read_bytes()  # for versions of vLLM without a Medusa of their own
+    return Written(described, tensors, told, {PROPOSER: proposer})
 
 
 def require_plain_head(target: Target) -> None:

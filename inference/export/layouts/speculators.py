@@ -70,7 +70,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     if kind == "peagle":
         own["mask_token_id"] = rest["mask_token_id"]
     written.config, written.tensors = (
-        wrapped(kind, {**layer, "model_type": "llama"}, own, written, target),
+        wrapped(kind, {**layer, "model_type": written.config["model_type"]}, own, written, target),
         tensors,
     )
     return written

@@ -119,6 +119,8 @@ REFUSED = {
     ("medusa", "sglang"): "no Medusa",
     ("eagle", "transformers"): "inner states",
     ("fastmtp", "speculators"): "norms on query",
+    ("eagle_bias", "vllm"): "head.fc_bias=false",
+    ("eagle3_other", "sglang"): "head.norm_before_residual=false",
 }
 
 
@@ -141,7 +143,7 @@ def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
         write(target, mine, tmp_path / "my-eagle3-heads", "vllm")
     write(target, mine, tmp_path / "out", "vllm")
     before = (tmp_path / "out" / "config.json").read_bytes()
-    with pytest.raises(UserError, match="export.overwrite=true"):
+    with pytest.raises(UserError, match=r"export\.overwrite=true"):
         write(target, mine, tmp_path / "out", "vllm", tokens=2)
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     facts = write(target, mine, tmp_path / "out", "vllm", tokens=2, overwrite=True)

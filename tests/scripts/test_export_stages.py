@@ -1,0 +1,100 @@
+"""export, verify-export and import as commands: a trained run's drafter goes out, is checked, and comes in again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from scripts.cli import main
+from tests.inference.export.ground import load_target, save, save_target
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two trained drafters, as the stages before leave them."""
+    root = tmp_path_factory.mktemp("run")
+    target = load_target(save_target(root / "target"))
+    for name in ("eagle3_plain", "medusa"):
+        save(target, name, root / "outputs" / "demo" / "train" / name / "best")
+    return root
+
+
+def command(run: Path, *arguments: str) -> list[str]:
+    stage, *rest = arguments
+    return [stage, "target=local", f"target.path={run / 'target'}", "target.dtype=float32", "target.device=cpu",
+            f"run.root={run / 'outputs'}", "run.name=demo", *rest]  # fmt: skip
+
+
+def test_a_drafter_goes_out_is_checked_and_comes_in_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(run, "export", "run.drafter=eagle3_plain")) == 0
+    out = run / "outputs" / "demo" / "export" / "eagle3_plain" / "vllm"
+    said = capsys.readouterr().out
+    assert f"eagle3 for vllm (eagle3): {out}" in said
+    assert '"num_speculative_tokens": 5' in said
+    assert main(command(run, "verify-export", f"verify.dir={out}", "verify.contexts=2")) == 0
+    said = capsys.readouterr().out
+    assert "nothing wrong found" in said
+    assert "forward: 10 rows of logits compared, largest difference" in said
+    assert main(command(run, "import", f"import.source={out}", "run.drafter=back")) == 0
+    assert "eagle3 of" in capsys.readouterr().out
+    back = run / "outputs" / "demo" / "train" / "back" / "best"
+    mine = run / "outputs" / "demo" / "train" / "eagle3_plain" / "best"
+    assert (back / "config.json").read_text() == (mine / "config.json").read_text()
+    assert main(command(run, "import", f"import.source={out}", "run.drafter=back")) == 2
+    assert "import.overwrite=true" in capsys.readouterr().err
+    assert main(command(run, "import", f"import.source={out}", "run.drafter=back", "import.overwrite=true")) == 0
+
+
+def test_a_broken_folder_ends_with_status_one_and_names_the_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run / "broken"
+    assert main(command(run, "export", "run.drafter=eagle3_plain", f"export.out={out}", "export.tokens=2")) == 0
+    found = load_file(str(out / "model.safetensors"))
+    del found["d2t"]
+    save_file(found, out / "model.safetensors")
+    assert main(command(run, "verify-export", f"verify.dir={out}", "verify.contexts=1")) == 1
+    said = capsys.readouterr().out
+    assert "WRONG d2t: missing" in said
+    assert "WRONG files: 'model.safetensors' has changed since the export" in said
+
+
+def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "outputs" / "demo" / "train" / "medusa"
+    assert main(command(run, "export", f"export.checkpoint={checkpoint}", f"export.out={run / 'heads'}")) == 0
+    said = capsys.readouterr().out
+    assert "vllm_medusa.MedusaProposer" in said
+    assert (run / "heads" / "vllm_medusa.py").is_file()
+    facts = json.loads((run / "heads" / "headstart_export.json").read_text())
+    assert facts["method"] == "medusa"
+    assert facts["source"]["checkpoint"] == str((checkpoint / "best").resolve())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export"], "run.drafter ''"),
+        (["export", "run.drafter=eagel"], "Allowed: eagle3_plain"),
+        (["export", "run.drafter=medusa", "export.engine=vlm"], "Did you mean 'vllm'?"),
+        (["export", "run.drafter=medusa", "export.dtype=int8"], "export.dtype 'int8'"),
+        (["export", "run.drafter=medusa", "export.engine=sglang"], "it has no Medusa"),
+        (["export", "export.checkpoint=nowhere", "export.out=x"], "is not a drafter checkpoint"),
+        (["verify-export"], "verify.dir: give the folder"),
+        (["verify-export", "verify.dir=nowhere"], "is not a folder"),
+        (["verify-export", "verify.mode=dead"], "verify.mode 'dead'"),
+        (["import"], "import.source: give the folder"),
+        (["import", "import.source=nowhere"], "is not a folder"),
+        (["import", "import.layout=pickle"], "import.layout 'pickle'"),
+    ],
+)
+def test_mistakes_are_one_sentence(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(command(run, *arguments)) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["export", "verify-export", "import"])
+def test_the_stages_explain_their_keys(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([stage, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert {"export": "export.engine", "verify-export": "verify.dir", "import": "import.source"}[stage] in said.replace("  ", " ")
