@@ -9,7 +9,8 @@ another in this process. The answers hold `version` and per mode its `error` or 
 after every mode, so that an engine that takes the process down costs only the modes behind it.
 
 A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers names those that were needed and
-made, in this process only.
+made, in this process only. With TRITON_INTERPRET=1 and VLLM_USE_V2_MODEL_RUNNER=1 vLLM's second runner works here, for methods that
+the first does not have (dspark): Triton's kernels are interpreted, a second or so for every step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 DEFAULTS = {
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> int:
         return 2
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        stand_in_driver()
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     answers: dict[str, Any] = {"version": "", "modes": []}
     for mode in request["modes"]:
@@ -187,6 +191,38 @@ def grouped_rms_norm() -> bool:
     rms_norm.corrected = True  # type: ignore[attr-defined]
     ops.rms_norm = rms_norm
     return True
+
+
+class HostDriver:
+    """What Triton asks a device's driver, answered for the host: its interpreter needs no device, vLLM wants an active driver."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cpu", 0, 32)
+
+    def get_device_interface(self) -> Any:
+        return importlib.import_module("torch").cpu
+
+    def get_active_torch_device(self) -> Any:
+        return importlib.import_module("torch").device("cpu")
+
+
+def stand_in_driver() -> None:
+    """Let Triton, and vLLM's check for it, see a driver; before vLLM is imported."""
+    importlib.import_module("triton.backends").backends["cpu"] = SimpleNamespace(driver=HostDriver, compiler=None)
+    importlib.import_module("triton.runtime.driver").driver.set_active(HostDriver())
 
 
 CORRECTIONS: dict[str, Callable[[], bool]] = {"grouped_rms_norm": grouped_rms_norm}

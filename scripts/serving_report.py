@@ -6,8 +6,9 @@
 several learning rates the one with the best tau on the validation prompts). --drafters: which of them. Two rows need no training:
 ngram, the engine's own lookup, a control whose acceptance is not compared, since the two lookups differ; and Medusa through the
 proposer that we ship (`inference/export/vllm_medusa.py`). --speculators: folders that vLLM's training library saved, served as they
-are, imported and measured by our decoder, exported again and served again. --merge keeps the rows of the report that are not made
-anew.
+are, imported and measured by our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does not
+have; they are served by its V2 runner under Triton's interpreter, a few short answers at batch size 1. --merge keeps the rows of
+the report that are not made anew; every row has the command that made it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.bench import device_facts, process_facts
-from inference.export.engine_folder import ExportConfig, export
+from inference.export.engine_folder import ExportConfig, export, prepare
 from inference.export.importing import import_folder
-from inference.export.layouts.base import Target, read_checkpoint
+from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
 from inference.export.live_check import LiveRow, Served, live_check
 from inference.export.live_check_folder import LiveConfig, lines, served_folder
@@ -45,6 +46,9 @@ from scripts.families import trainings
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "docs" / "reports"
 NAMES = ("eagle", "eagle3", "eagle3_copied", "peagle", "dflash", "medusa", "distilled", "pard")
+FEW, SHORT, POSITIONS = 2, 24, 512
+"""Prompts of each domain, new tokens and positions where every step takes a second."""
+INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 ABOUT = (
     "Every drafter was exported with `headstart export`, checked with `verify-export` and served by vLLM's CPU build beside the "
@@ -63,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, default=ROOT / "outputs" / "families")
     parser.add_argument("--drafters", nargs="*", default=list(NAMES))
     parser.add_argument("--speculators", nargs="*", type=Path, default=[])
+    parser.add_argument("--interpreted", nargs="*", default=[])
     parser.add_argument("--target", default="assets/tiny-target")
     parser.add_argument("--prompts-per-domain", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -82,43 +87,22 @@ def report(given: argparse.Namespace) -> None:
     """Export, check, serve, write."""
     config = TargetConfig(path=given.target)
     target = TargetModel.load(config)
-    live = LiveConfig(
-        python=given.engine_python,
-        prompts_per_domain=given.prompts_per_domain,
-        max_new_tokens=given.max_new_tokens,
-        batches=tuple(given.batches),
-        seconds=3600.0,
-    )
     with TemporaryDirectory(prefix="served") as scratch:
-        served, checks = exported(given, config, target, Path(scratch))
-        for folder in given.speculators:
-            more, checked = of_speculators(folder, config, target, Path(scratch))
-            served, checks = [*served, *more], {**checks, **checked}
-        deepest = max(item.depth for item in served)
-        process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
-        requests = live.requests(target, deepest)
-        rows = live_check(target, served, requests, process, live.batches)
+        rows, checks, settings = compared(given, config, target, Path(scratch))
     print("\n".join(lines(rows)))
     content = {
         "format": 1,
         "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
         "device": device_facts(target.device),
-        "settings": {
-            "temperature": 0.0,
-            "max_new_tokens": live.max_new_tokens,
-            "prompts": len(requests),
-            "batches": list(live.batches),
-        },
+        "settings": settings,
         **process_facts(),
         "python": platform.python_version(),
-        "rows": [described(row, checks.get(row.name, {})) for row in rows],
+        "command": "python -m scripts.serving_report " + " ".join(spoken(given)),
     }
-    content["command"] = "python -m scripts.serving_report " + " ".join(spoken(given))
+    content["rows"] = [described(row, checks.get(row.name, {}), content["command"]) for row in rows]
     path = given.out / "serving.json"
     if given.merge and path.is_file():
-        fresh = {row["name"] for row in content["rows"]}
-        kept = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["name"] not in fresh]
-        content["rows"] = [*kept, *content["rows"]]
+        content = merged(json.loads(path.read_text(encoding="utf-8")), content)
     given.out.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     write_bytes(given.out / "serving.md", markdown(content).encode())
@@ -127,20 +111,57 @@ def report(given: argparse.Namespace) -> None:
 def spoken(given: argparse.Namespace) -> list[str]:
     """The command's arguments without this machine's paths."""
     extra = ["--speculators", *(folder.name for folder in given.speculators)] if given.speculators else []
+    extra += ["--interpreted", *given.interpreted] if given.interpreted else []
     sizes = ["--prompts-per-domain", str(given.prompts_per_domain), "--max-new-tokens", str(given.max_new_tokens)]
+    extra += ["--merge"] if given.merge else []
     return ["--engine-python", ".venv-serve/bin/python", "--run", "outputs/families", "--drafters", *given.drafters, *sizes, *extra]
+
+
+def compared(
+    given: argparse.Namespace, config: TargetConfig, target: TargetModel, scratch: Path
+) -> tuple[list[LiveRow], dict[str, Any], dict[str, Any]]:
+    """The rows, what the static check said about each name, and the settings."""
+    live = LiveConfig(
+        python=given.engine_python,
+        prompts_per_domain=given.prompts_per_domain,
+        max_new_tokens=given.max_new_tokens,
+        batches=tuple(given.batches),
+        seconds=3600.0,
+    )
+    served, checks = exported(given.run, given.drafters, config, target, scratch)
+    for folder in given.speculators:
+        more, found = of_speculators(folder, config, target, scratch)
+        served, checks = [*served, *more], {**checks, **found}
+    requests = live.requests(target, max((item.depth for item in served), default=1))
+    process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
+    rows = live_check(target, served, requests, process, live.batches) if served else []
+    if given.interpreted:
+        slow, found = exported(given.run, given.interpreted, config, target, scratch)
+        slow = [replace(item, name=f"{item.name} (V2 runner, interpreted)") for item in slow]
+        few = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT).requests(target, max(item.depth for item in slow))
+        short = [request for request in few if len(request.tokens) + SHORT < POSITIONS - SHORT]
+        rows += live_check(target, slow, short, replace(process, environment=INTERPRETED), (1,), POSITIONS)
+        checks |= {f"{name} (V2 runner, interpreted)": check for name, check in found.items()}
+    settings = {
+        "temperature": 0.0,
+        "max_new_tokens": live.max_new_tokens,
+        "prompts": len(requests),
+        "batches": list(live.batches),
+        "interpreted": {"max_new_tokens": SHORT, "prompts_per_domain": FEW},
+    }
+    return rows, checks, settings
 
 
 # ---- what is served ----------------------------------------------------------------------------------------------------
 
 
 def exported(
-    given: argparse.Namespace, config: TargetConfig, target: TargetModel, scratch: Path
+    run: Path, names: Sequence[str], config: TargetConfig, target: TargetModel, scratch: Path
 ) -> tuple[list[Served], dict[str, Any]]:
     """Every drafter that was asked for, exported, and what the static check said about it."""
     served: list[Served] = []
     checks: dict[str, Any] = {}
-    for name in given.drafters:
+    for name in names:
         if name == "ngram":
             kind = get_kind("ngram")
             drafter = new_drafter("ngram", kind.config_class(), target.info, target.weights, seed=0)
@@ -148,9 +169,9 @@ def exported(
             served.append(Served("ngram", "ngram", drafter, None, told, compared=False))
             continue
         folder = scratch / name
-        checks[name] = write(best(given.run, name), config, folder, target)
+        checks[name] = write(best(run, name), config, folder, target)
         served.append(replace(served_folder(folder, target), name=name))
-        if name.startswith("dflash"):
+        if name == "dflash":
             served.insert(-1, replace(served[-1], name=f"{name} (vLLM as shipped)", corrections=(), compared=False))
             checks[served[-2].name] = checks[name]
         if name == "medusa":
@@ -178,7 +199,7 @@ def best(run: Path, name: str) -> Path:
 
 def write(checkpoint: Path, config: TargetConfig, folder: Path, target: TargetModel, engine: str = "vllm") -> dict[str, Any]:
     """Export a checkpoint, and what the static check says about the folder."""
-    read = read_checkpoint(checkpoint)
+    read = prepare(checkpoint, engine)
     export(ExportConfig(engine=engine, out=str(folder)), read, Target.of(config, read.info), folder)
     return checked(folder, config, target)
 
@@ -222,9 +243,16 @@ def of_speculators(
 # ---- what is written ---------------------------------------------------------------------------------------------------
 
 
-def described(row: LiveRow, check: Mapping[str, Any]) -> dict[str, Any]:
+def described(row: LiveRow, check: Mapping[str, Any], command: str) -> dict[str, Any]:
     """A row of serving.json."""
-    return {**row.to_dict(), **check}
+    return {**row.to_dict(), **check, "command": command}
+
+
+def merged(before: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The report before, with its rows renewed and the new ones behind them."""
+    names = {row["name"] for row in fresh["rows"]}
+    kept = [{"command": before["command"], **row} for row in before["rows"] if row["name"] not in names]
+    return {**before, "rows": [*kept, *fresh["rows"]]}
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -255,7 +283,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     most = max((len(line) for line in notes), default=2)
     padded = [line + [""] * (most - len(line)) for line in notes]
     settings = content["settings"]
-    made = f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} new tokens; made by `{content['command']}`."
+    commands = "\n".join(f"    {command}" for command in dict.fromkeys(row["command"] for row in content["rows"]))
+    made = f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} new tokens. Made by\n\n{commands}"
     return "\n".join(
         [
             f"# Exports, served\n\n{ABOUT}\n\n{content['rows'][0]['engine']}; {made}\n",

@@ -177,8 +177,10 @@ def live_check(
     requests: Sequence[Request],
     process: EngineProcess,
     batches: Sequence[int] = (1, 8),
+    positions: int | None = None,
 ) -> list[LiveRow]:
-    """Serve every export (one engine after another in one process) and compare; a row per export and batch size.
+    """Serve every export (one engine after another in one process) and compare; a row per export and batch size. positions: those
+    that the engine makes room for, default the target's.
 
     Raises `UserError` when vLLM cannot be run at all or its plain decoding fails; an export that it refuses is a row with a
     problem.
@@ -188,7 +190,9 @@ def live_check(
         raise UserError("a live check needs prompts: none fits the target's positions with its answer.")
     named = [(str(request.index), 0, request) for request in requests]
     modes = [ServingMode(PLAIN), *(export.mode() for export in exports)]
-    served = serve(process, vllm_request(target, modes, named, requests[:1], batches), target.device, "the live check's vLLM")
+    asked = vllm_request(target, modes, named, requests[:1], batches)
+    asked["max_model_len"] = positions or asked["max_model_len"]
+    served = serve(process, asked, target.device, "the live check's vLLM")
     by_mode = {(mode.name, mode.batch): mode for mode in served}
     rows, known = [], Known()
     for batch in batches:

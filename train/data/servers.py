@@ -184,7 +184,10 @@ class ServerPool:
                 server.failures += not error.busy
                 server.failed_at = now
             if error.busy or server.failures > 1:
-                server.resume_at = max(server.resume_at, now + wait)
+                # Every request meets a server that is away for the first time: the pauses grow with the server's failures, or a
+                # restart of a minute would use up all of them.
+                pause = wait if error.wait is not None or error.busy else max(wait, self._backoff(server.failures - 1))
+                server.resume_at = max(server.resume_at, now + pause)
         if server.failures > self.sampling.retries:
             logger.warning("the server at %s is left out: %s", server.address, error)
         left = any(other.failures <= self.sampling.retries for other in self.servers)

@@ -279,3 +279,12 @@ def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match="vLLM cannot be imported here"):
         VllmBackend(sampling, FACTS, TargetConfig("some/model"))
+
+
+def test_a_restart_does_not_use_up_the_patience_with_a_server():
+    """Every request that waits meets the same outage: they must not count down the server's failures one after the other."""
+    standin = Standin(faults=dict.fromkeys(range(4), 502))
+    begun = time.monotonic()
+    found = sample(standin, retries=4, backoff=0.05, concurrency=1)
+    assert all(isinstance(outcome, Completion) for outcome in found.values())
+    assert time.monotonic() - begun > 0.05 * (2 + 4 + 8), "the pauses doubled, request by request"

@@ -1,0 +1,73 @@
+"""vLLM's OpenAI server as a process group that a test may stop, freeze and kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+READY_SECONDS = 400.0
+
+
+class VllmServer:
+    """A server on a free port of loopback, always the same one."""
+
+    def __init__(self, python: str, model: Path, log: Path, rows: int = 4) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.log, self.process = log, None
+        self.command = [
+            python, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "1024", "--max-num-seqs", str(rows), "--host", "127.0.0.1", "--port", str(self.port),
+        ]  # fmt: skip
+
+    def launch(self) -> None:
+        """Start the process, without waiting."""
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env={**environment, **SETTINGS}, start_new_session=True
+            )
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self.launch()
+        begin = time.monotonic()
+        while time.monotonic() - begin < READY_SECONDS:
+            assert self.process is not None
+            assert self.process.poll() is None, f"vLLM's server ended: {self.log.read_text(errors='replace')[-2000:]}"
+            try:
+                with urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                time.sleep(1.0)
+        raise AssertionError(f"vLLM's server is not up: {self.log.read_text(errors='replace')[-2000:]}")
+
+    def send(self, what: signal.Signals) -> None:
+        """A signal to the server and the processes it started."""
+        if self.process is not None:
+            os.killpg(self.process.pid, what)
+
+    def kill(self) -> None:
+        """End it at once, as a machine that goes away does."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
