@@ -51,6 +51,6 @@ def one_of(run: RunConfig) -> Found:
         raise UserError(
             f"'{run.directory}' holds no trained drafter. Train one first, or give export.checkpoint=<folder>."
         )
-    raise UserError(
-        f"run.drafter '{run.drafter}': '{run.directory}' has trained several or other ones.{suggest(run.drafter, known)}"
-    )
+    if not run.drafter:
+        raise UserError(f"'{run.directory}' has trained several drafters. Say which with run.drafter=<name>: {', '.join(known)}.")
+    raise UserError(f"run.drafter: '{run.directory}' has trained no '{run.drafter}'.{suggest(run.drafter, known)}")

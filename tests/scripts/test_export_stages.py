@@ -74,8 +74,8 @@ def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["export"], "run.drafter ''"),
-        (["export", "run.drafter=eagel"], "Allowed: eagle3_plain"),
+        (["export"], "Say which with run.drafter=<name>"),
+        (["export", "run.drafter=eagel"], "has trained no 'eagel'"),
         (["export", "run.drafter=medusa", "export.engine=vlm"], "Did you mean 'vllm'?"),
         (["export", "run.drafter=medusa", "export.dtype=int8"], "export.dtype 'int8'"),
         (["export", "run.drafter=medusa", "export.engine=sglang"], "it has no Medusa"),

@@ -125,3 +125,21 @@ def way(method: str, engine: str) -> Route:
     if isinstance(found, str):
         raise UserError(f"a drafter of method '{method}' cannot be exported for {engine}: {found}.")
     return found
+
+
+def markdown() -> str:
+    """The routes as a table for docs/serving.md, and the reasons where there is none."""
+    lines = ["| method | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
+    reasons: dict[str, list[str]] = {}
+    for method, ways in ROUTES.items():
+        cells = []
+        for engine in ENGINES:
+            found = ways[engine]
+            if isinstance(found, Route):
+                cells.append(found.layout)
+            else:
+                cells.append("no")
+                reasons.setdefault(f"{engine}: {found}" if _OWN not in found else found, []).append(method)
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    why = [f"* {', '.join(dict.fromkeys(methods))}: {reason}." for reason, methods in reasons.items()]
+    return "\n".join([*lines, "", *why])
