@@ -1,0 +1,33 @@
+"""docs/serving.md says what the registry of layouts says. `python -m tests.test_serving_page` renews the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from inference.export.importing import READERS
+from inference.export.layouts.registry import markdown
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
+PART = re.compile(r"(<!-- routes -->\n).*?(<!-- /routes -->)", re.DOTALL)
+
+
+def test_the_table_of_routes_is_the_registrys() -> None:
+    found = PART.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == f"<!-- routes -->\n{markdown()}\n<!-- /routes -->", "run python -m tests.test_serving_page"
+
+
+def test_the_page_names_what_is_checked_and_read() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    source = (PAGE.parents[1] / "inference" / "export" / "static_check.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'f?"([a-z0-9 ]+): ', source)) - {"vLLM"}
+    said = " ".join(text.split())
+    for name in names | {"forward"}:
+        assert re.search(rf"\b{name}\b", said), name
+    assert {"speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal"} == set(READERS)
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(PART.sub(lambda found: f"{found[1]}{markdown()}\n{found[2]}", page), encoding="utf-8")
