@@ -1,4 +1,4 @@
-"""Starts a test module as its own processes, alone or under torchrun."""
+"""Starts a test module as its own processes: alone, forked from one, or under torchrun."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def environment() -> dict[str, str]:
 
 
 def start(processes: int, module: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start `module`; its output goes to a pipe, both streams in one."""
+    """Start `module`, several processes under torchrun; its output goes to a pipe, both streams in one."""
+    return _started(command(processes, module, *arguments))
+
+
+def _started(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(processes, module, *arguments),
+        words,
         env=environment(),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
@@ -41,8 +45,11 @@ def start(processes: int, module: str, *arguments: object) -> subprocess.Popen[s
 
 
 def run(processes: int, module: str, *arguments: object, status: int = 0) -> str:
-    """Run `module` to its end and return its output; fails the test unless it ends with `status`."""
-    process = start(processes, module, *arguments)
+    """Run `module` to its end and return its output; fails the test unless it ends with `status`. Several processes are forked from
+    one (tests/train/ranks.py).
+    """
+    words = [sys.executable, "-m", "tests.train.ranks", str(processes), module, *map(str, arguments)]
+    process = _started(words if processes > 1 else command(1, module, *arguments))
     output, _ = process.communicate(timeout=900)
     assert process.returncode == status, f"ended with {process.returncode}, not {status}:\n{output[-4000:]}"
     return output
