@@ -2,7 +2,7 @@
 otherwise).
 
 headstart push run.name=demo run.drafter=eagle3 push.repo=user/name
-headstart push run.name=demo run.drafter=all push.repo=user/{drafter}-for-target push.collection="Drafters for target"
+headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target push.collection="Drafters for target"
 """
 
 from __future__ import annotations

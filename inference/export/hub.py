@@ -25,7 +25,8 @@ from inference.export.hub_folder import Sources, build_folder, check_folder
 
 OFFICIAL = "https://huggingface.co"
 REPO_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-DRAFTER = "{drafter}"
+DRAFTER = "@drafter"
+"""In push.repo, the place of a drafter's name. A character that the Hub's names cannot hold and Hydra reads without quotes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class PushConfig:
     """Where drafters are published and what their cards say."""
 
     repo: str = ""
-    """Repository on the Hub, "user/name". With several drafters it holds {drafter}, which becomes each one's name."""
+    """Repository on the Hub, "user/name". With several drafters it holds @drafter, which becomes each one's name."""
     license: str = ""
     """Identifier of the licence (apache-2.0, mit, ...); yours to choose. Empty: the card names none."""
     base_model: str = ""
