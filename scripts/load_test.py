@@ -4,11 +4,11 @@ The server runs as a process of its own on loopback; its clients are the real op
 offline decoding gives, token by token; where they differ they are examined (inference/audit.py): a near tie of float32 is counted,
 anything else is a mismatch. Phases:
 
-1. offline: the requests answered by `Engine` with the same drafter, one and 16 at a time: what the server is compared with;
-2. the same requests over HTTP with one and with 16 clients;
-3. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be refused or fail; memory is watched;
-4. overload: more clients than places: the rest must be refused with 429 and Retry-After at once, the others answered;
-5. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
+1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over HTTP by as many clients, in
+   turn;
+2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be refused or fail; memory is watched;
+3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once, the others answered;
+4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 Exit status 1 when a request failed, a text is a mismatch, or memory grew.
 """
@@ -62,6 +62,7 @@ SHOWN = ("headstart_tau", "headstart_acceptance", "headstart_requests_total", "h
 LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
 """Share of the load phase after which memory must not grow any more: until then libraries fill their caches of kernels by shape."""
+ROUNDS = 3
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators breathe."""
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--overload-seconds", type=float, default=30.0)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--cases", type=int, default=96)
+    parser.add_argument("--cases", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="of the engine, offline and in the server")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "serve_load.json")
     given = parser.parse_args(arguments)
@@ -115,16 +116,19 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
     found = drafters.find(given.drafter, RunConfig())
     decode = drafters.draft_settings(found, DecodeConfig())
+    told("answering offline")
     cases = known_answers(target, given.cases)
     greedy = [case for case in cases if case.sampling.greedy]
     drafter = drafters.load(found, target)
-    offline = {rows: offline_speed(Engine(target, drafter, replace(decode, batch_size=rows)), greedy) for rows in (1, 16)}
+    engines = {rows: Engine(target, drafter, replace(decode, batch_size=rows)) for rows in (1, 16)}
     queue = given.clients
     process = start(given, queue, decode)
     try:
         begun = process.memory
         asyncio.run(each_once(process.base, process.model, greedy, 4))  # buffers of every size are made here
-        served = {n: served_speed(process, greedy, n) for n in (1, 16)}
+        told("comparing speeds")
+        compared = ratios(process, engines, greedy)
+        told(f"{given.clients} clients for {given.minutes:g} minutes")
         memory: list[tuple[float, int]] = []
         clock = time.monotonic()
         seen = asyncio.run(
@@ -134,6 +138,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             )
         )  # fmt: skip
         places = given.rows + queue
+        told("overload")
         over = asyncio.run(load(process.base, process.model, cases, places + 120, given.overload_seconds))
         numbers = process.metrics()
         end = ended(process, cases)
@@ -148,14 +153,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: __import__(name).__version__ for name in ("torch", "transformers", "fastapi", "uvicorn", "openai")},
         "drafter": {"name": found.name, "kind": found.kind, "shape": decode.shape, "depth": decode.depth},
         "server": {"rows": given.rows, "queue": queue, "cases": len(cases), "limits": LIMITS},
-        "ratios": {
-            f"{n}_clients": {
-                "offline_tokens_per_second": offline[n],
-                "served_tokens_per_second": served[n],
-                "ratio": divide(served[n], offline[n]),
-            }
-            for n in (1, 16)
-        },
+        "ratios": compared,
         "load": {"clients": given.clients, **summary(seen), **audits["load"]},
         "overload": {"clients": places + 120, "places": places, **summary(over), **audits["overload"]},
         "memory": kept,
@@ -164,6 +162,11 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     report["fine"] = fine(report)
     return report
+
+
+def told(phase: str) -> None:
+    """Say what begins."""
+    print(f"{time.strftime('%H:%M:%S')} {phase}", file=sys.stderr, flush=True)
 
 
 def fine(report: dict[str, Any]) -> bool:
@@ -198,20 +201,28 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
     return cases
 
 
-def offline_speed(engine: Engine, cases: list[Case]) -> float:
-    """Tokens per second of `Engine.run` over the greedy cases, prefill included; the best of three."""
-    best = 0.0
-    for _ in range(3):
-        begin = time.monotonic()
-        done = list(engine.run([Request(case.number, case.prompt, case.seed, case.limit) for case in cases]))
-        best = max(best, divide(sum(len(item.tokens) for item in done), time.monotonic() - begin))
-    return best
+def ratios(process: Process, engines: dict[int, Engine], cases: list[Case]) -> dict[str, Any]:
+    """Tokens per second of the server over that of `Engine.run` with as many rows as there are clients, on the same requests.
 
-
-def served_speed(process: Process, cases: list[Case], clients: int) -> float:
-    """The same over HTTP, with `clients` clients; the best of three."""
-    runs = [asyncio.run(each_once(process.base, process.model, cases, clients)) for _ in range(3)]
-    return max(divide(seen.tokens, seen.wall) for seen in runs)
+    Both take turns, so that a machine that slows down slows both; the ratio is the median of `ROUNDS` such pairs.
+    """
+    found = {}
+    for clients, engine in engines.items():
+        pairs = []
+        for _ in range(ROUNDS):
+            begin = time.monotonic()
+            done = list(engine.run([Request(case.number, case.prompt, case.seed, case.limit) for case in cases]))
+            offline = divide(sum(len(item.tokens) for item in done), time.monotonic() - begin)
+            seen = asyncio.run(each_once(process.base, process.model, cases, clients))
+            pairs.append((offline, divide(seen.tokens, seen.wall)))
+        rates = [divide(served, offline) for offline, served in pairs]
+        found[f"{clients}_clients"] = {
+            "offline_tokens_per_second": float(np.median([offline for offline, _ in pairs])),
+            "served_tokens_per_second": float(np.median([served for _, served in pairs])),
+            "ratio": float(np.median(rates)),
+            "ratios": rates,
+        }
+    return found
 
 
 def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Process:
