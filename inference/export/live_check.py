@@ -194,7 +194,7 @@ def live_check(
     asked["max_model_len"] = positions or asked["max_model_len"]
     served = serve(process, asked, target.device, "the live check's vLLM")
     by_mode = {(mode.name, mode.batch): mode for mode in served}
-    rows, known = [], Known()
+    rows, known, counted = [], Known(), dict[str, Counts]()
     for batch in batches:
         plain = by_mode[PLAIN, batch]
         if plain.error:
@@ -209,7 +209,8 @@ def live_check(
                 continue
             row.corrected = found.corrected
             row.theirs = of_engine(found, requests, export.depth)
-            row.ours = decode(target, export.drafter, requests, export.depth, batch)
+            row.ours = decode(target, export.drafter, requests, export.depth, batch, counted.get(export.name))
+            counted[export.name] = row.ours.counts  # they do not depend on the batch
             theirs_plain = of_engine(plain, requests, 0)
             row.plain_tokens_per_second = {
                 "ours": ours_plain.tokens_per_second,
@@ -292,8 +293,10 @@ def of_engine(mode: ServedMode, requests: Sequence[Request], depth: int) -> Deco
     return Decoded(tokens, [mode.steps[key] for key in keys], counts, divide(sum(map(len, tokens)), mode.wall))
 
 
-def decode(target: TargetModel, drafter: Any, requests: Sequence[Request], depth: int, batch: int) -> Decoded:
-    """The same prompts with our decoder: greedy, a chain of `depth`."""
+def decode(
+    target: TargetModel, drafter: Any, requests: Sequence[Request], depth: int, batch: int, counts: Counts | None = None
+) -> Decoded:
+    """The same prompts with our decoder: greedy, a chain of `depth`. counts: those of these answers, where they are known."""
     settings = DecodeConfig(shape="chain" if depth else "none", depth=max(depth, 1), batch_size=batch)
     engine = Engine(target, drafter, settings)
     list(engine.run(requests[:1]))  # allocations and thread pools settle
@@ -303,7 +306,9 @@ def decode(target: TargetModel, drafter: Any, requests: Sequence[Request], depth
     answers = [done[request.index] for request in requests]
     tokens = [list(answer.tokens) for answer in answers]
     steps = [[item.committed for item in answer.passes] for answer in answers]
-    counts = our_counts(target, drafter, answers, depth, settings) if depth else Counts(0, 0, 0, [])
+    if counts is None:
+        wide = replace(settings, batch_size=max(batch, min(8, len(requests))))
+        counts = our_counts(target, drafter, answers, depth, wide) if depth else Counts(0, 0, 0, [])
     return Decoded(tokens, steps, counts, divide(sum(map(len, tokens)), seconds))
 
 
