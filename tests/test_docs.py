@@ -96,3 +96,14 @@ def test_the_sites_hooks() -> None:
     assert f'```bash title="{TITLES["gpu"]}"' in shown
     assert "`a.py` and the loader (`train/loader.py`) and [here](data.md)" in shown
     assert not OUTSIDE.search(shown)
+
+
+def test_the_comparison_with_speculators_holds_the_reports_numbers() -> None:
+    timing = json.loads((ROOT / "docs" / "reports" / "speculators.json").read_text(encoding="utf-8"))["timing"]
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for label, kind in (("EAGLE-3, 4 unrolled steps", "eagle3"), ("DSpark", "dspark")):
+        sides, fastest = timing[kind]["sides"], timing[kind]["their_fastest"]
+        for side in ("ours", "ours, one row at a time", fastest):
+            speed, best = sides[side]["tokens_per_second"], sides[fastest]["tokens_per_second"]
+            memory = sides[side]["peak_bytes"] / 1e9
+            assert f"| {label} | {side} | {speed:,.0f} | {speed / best:.2f} | {memory:.2f} |" in page
