@@ -91,7 +91,7 @@ def _served(mode: ServedMode) -> Loop:
     for (prompt, repeat), tokens in mode.tokens.items():
         steps = (
             [(0, len(tokens) - 1, False)] if len(tokens) > 1 else []
-        )  # the engine does not tell its steps apart
+        )  # as one: tau comes from the engine's own counters
         records.append(Record(mode.name, prompt, repeat, tokens, steps, mode.seconds[prompt, repeat]))
     outcomes = [
         Outcome(record.prompt, "", [PassRecord(*step) for step in record.passes], record.seconds)
