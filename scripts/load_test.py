@@ -248,8 +248,16 @@ def ended(process: Process, cases: list[Case]) -> dict[str, Any]:
     """Ask, send SIGTERM meanwhile, and see everything end."""
 
     async def asked() -> Seen:
-        asking = asyncio.create_task(each_once(process.base, process.model, cases[:16], 16))
-        await asyncio.sleep(0.15)
+        longest = sorted(cases, key=lambda case: -case.limit)[:16]
+        asking = asyncio.create_task(each_once(process.base, process.model, longest, 16))
+        most = 0.0
+        while most < 16 and not asking.done():  # until all are in, or the first are out again
+            await asyncio.sleep(0.02)
+            numbers = await asyncio.to_thread(process.metrics)
+            inside = numbers["headstart_requests_running"] + numbers["headstart_requests_waiting"]
+            if inside < most:
+                break
+            most = inside
         process.popen.send_signal(signal.SIGTERM)
         return await asking
 
