@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"headstart{process_name()}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         complaint = disk_complaint(error)
         if complaint is None or os.environ.get(DEBUG_VARIABLE):
@@ -57,10 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nheadstart: interrupted; the same command continues where this one stopped.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def dispatch(given: list[str]) -> int:
