@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from inference.engine import DecodeConfig
     from inference.export.engine_folder import ExportConfig
     from inference.export.hub import PushConfig
-    from inference.export.verify_config import VerifyConfig
     from inference.export.pull import PullConfig
+    from inference.export.verify_config import VerifyConfig
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
     from inference.server.config import ServeConfig

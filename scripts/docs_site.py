@@ -1,8 +1,8 @@
 """Hooks of the documentation site (mkdocs.yml): what code blocks are marked with, in words, and links that leave docs/.
 
 A bash block says in its info string who has run it: `bash test` (tests/test_docs.py executes it), `bash long` (minutes on a CPU) or
-`bash gpu` (a GPU, a download or another program); of the last two the tests compose every `headstart` command. `bash example` belongs
-to a file that the page tells how to write.
+`bash gpu` (a GPU, a download or another program); of the last two the tests compose every `headstart` command. `bash example`
+belongs to a file that the page tells how to write.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class EngineConfig:
             )
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             raise UserError(
-                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 weights come and go inside of them. Use "
-                "zero_stage 0, 1 or 2, or compile=false."
+                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 weights come and go inside of them. "
+                "Use zero_stage 0, 1 or 2, or compile=false."
             )
         if self.offload_path and (self.offload == "none" or self.zero_stage != 3):
             raise UserError(

@@ -93,7 +93,7 @@ def expected(folder: Folder, layout: str, info: TargetInfo) -> tuple[list[Row], 
     """The tensors that the engine looks for, and those that may be there besides, by its own config.json."""
     config, theirs, where = flat(folder), folder.tensors, str(folder.path)
     hidden, size = info.hidden_size, info.vocab_size
-    shared: dict[str, tuple[int, ...]] = {name: (size, hidden) for name in ("embed_tokens.weight", "lm_head.weight")}
+    shared: dict[str, tuple[int, ...]] = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (size, hidden))
     if layout == "medusa":
         own = not config.get("original_lm_head", False)
         table = medusa.rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
