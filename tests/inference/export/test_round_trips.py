@@ -32,7 +32,7 @@ from tests.inference.export.ground import (
 )
 
 
-@pytest.mark.parametrize(("name", "engine"), EXPORTS, ids="-".join)
+@pytest.mark.parametrize(("name", "engine"), EXPORTS, ids=[" to ".join(pair) for pair in EXPORTS])
 def test_an_export_is_right_and_comes_back_to_the_bit(
     target: TargetModel, tmp_path: Path, name: str, engine: str
 ) -> None:
@@ -124,7 +124,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("name", "engine"), REFUSED, ids="-".join)
+@pytest.mark.parametrize(("name", "engine"), REFUSED, ids=[" to ".join(pair) for pair in REFUSED])
 def test_what_an_engine_cannot_run_is_refused_with_the_reason(
     target: TargetModel, tmp_path: Path, name: str, engine: str
 ) -> None:
