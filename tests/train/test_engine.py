@@ -143,6 +143,7 @@ def test_a_weight_that_no_row_uses_is_updated_as_beside_a_process_that_uses_it()
         ({"name": "torch", "offload": "optimizer"}, "engine.offload needs engine.name=deepspeed"),
         ({"zero_stage": 2, "offload": "all"}, "needs engine.zero_stage=3; given: 2"),
         ({"zero_stage": 3, "offload_path": "disk"}, "engine.offload_path needs engine.offload=optimizer or all"),
+        ({"zero_stage": 3, "compile": True}, "Use zero_stage 0, 1 or 2, or compile=false"),
         ({"target_sharding": "zero2"}, "engine.target_sharding 'zero2' is unknown"),
     ],
 )
