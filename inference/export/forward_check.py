@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ ALONE = 4
 """So many times as many places where there is no checkpoint to compare with."""
 EXACT, ROUNDED = 2e-3, 0.1
 """Largest difference of two logits, as a share of the largest in their row (at least 1): float32 weights, shorter ones."""
+_WRITTEN: WeakKeyDictionary[TargetModel, dict[str, Tensor]] = WeakKeyDictionary()
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 
 
@@ -75,10 +77,7 @@ def places(target: TargetModel, count: int, depth: int) -> list[Place]:
     needs = FeatureSpec(tuple(range(layers + 1)), last_hidden=True)
     texts = TEXTS[: max(1, min(count, len(TEXTS)))]
     for text in texts:
-        tokens = torch.tensor([prompt(target.tokenizer, text)], device=target.device)
-        for _ in range(NEW):
-            _, last = see(target, tokens, FeatureSpec(last_hidden=True))
-            tokens = torch.cat([tokens, target.weights.logits(last[:, -1]).argmax(-1)[:, None]], 1)
+        tokens = written(target, text)
         states, last = see(target, tokens, needs)
         assert states is not None
         share = -(-count // len(texts))
@@ -90,6 +89,18 @@ def places(target: TargetModel, count: int, depth: int) -> list[Place]:
             )  # fmt: skip
             found.append(Place(context, tokens[0, start + 1 : start + 1 + depth].cpu()))
     return found[:count]
+
+
+def written(target: TargetModel, text: str) -> Tensor:
+    """Token ids [1, T] of a question and of the answer that the target gives to it, greedily; kept for the next check."""
+    known = _WRITTEN.setdefault(target, {})
+    if text not in known:
+        tokens = torch.tensor([prompt(target.tokenizer, text)], device=target.device)
+        for _ in range(NEW):
+            _, last = see(target, tokens, FeatureSpec(last_hidden=True))
+            tokens = torch.cat([tokens, target.weights.logits(last[:, -1]).argmax(-1)[:, None]], 1)
+        known[text] = tokens
+    return known[text]
 
 
 def prompt(tokenizer: Any, text: str) -> list[int]:
