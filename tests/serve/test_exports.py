@@ -1,0 +1,102 @@
+"""Exports in a real vLLM: the engine's text and acceptance are ours, and a planted fault is seen. docs/reports/serving.json has the
+trained drafters; these are as they begin, chosen so that they are accepted all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.registry import get_kind
+from inference.export.live_check import LiveRow, Served, live_check
+from inference.export.live_check_folder import LiveConfig, served_folder
+from inference.serving import EngineProcess
+from inference.target import TargetModel
+from tests.inference.export.ground import load_target, write
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "distilled": {"from_target_layers": (0, 1, 2, 4, 5, 7)},
+    "medusa": {"num_heads": 3},
+    "eagle": {"from_target_layer": 7},
+    "eagle3": {"from_target_layer": 7},
+}
+CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
+
+
+def exported(kind: str, target: TargetModel, folder: Path) -> Path:
+    """A fresh drafter that is a little off from where it began, exported for vLLM."""
+    config = get_kind(kind).config_class(**DRAFTERS[kind])
+    drafter = new_drafter(kind, config, target.info, target.weights, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+    save_drafter(drafter, folder / "checkpoint", target.info)
+    write(target, folder / "checkpoint", folder / "export", "vllm")
+    return folder / "export"
+
+
+@pytest.fixture(scope="module")
+def rows(engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], LiveRow]:
+    """Everything in one process of vLLM: the exports, Medusa by our proposer, and an export with a fault."""
+    target, scratch = load_target(tiny_target), tmp_path_factory.mktemp("served")
+    served: list[Served] = []
+    for kind in DRAFTERS:
+        served.append(replace(served_folder(exported(kind, target, scratch / kind), target), name=kind))
+        if kind == "medusa":
+            told = {**served[-1].speculative, "method": "custom_class", "model": CUSTOM}
+            where = {"headstart_medusa": str(served[-1].folder)}
+            served.append(replace(served[-1], name="custom", folder=None, speculative=told, additional=where))
+    served.append(replace(with_fault(served[0], scratch / "fault"), name="fault"))
+    config = LiveConfig(prompts=str(ROOT / "assets" / "prompts"), prompts_per_domain=2, max_new_tokens=40)
+    process = EngineProcess(engine_python, environment={"PYTHONPATH": str(ROOT)})
+    found = live_check(target, served, config.requests(target, 8), process, (1, 3))
+    return {(row.name, row.batch): row for row in found}
+
+
+def with_fault(good: Served, folder: Path) -> Served:
+    """A copy of an export whose queries and keys turn at another rate, as with a rotary base that was lost."""
+    assert good.folder is not None
+    folder.mkdir()
+    for file in good.folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 50.0
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
+    return replace(good, folder=folder)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", [*DRAFTERS, "custom"])
+def test_text_and_acceptance_are_ours(rows: dict[tuple[str, int], LiveRow], name: str, batch: int) -> None:
+    found = rows[name, batch].to_dict()
+    assert found["problems"] == []
+    assert found["identical"] + found["near_ties"] == found["sequences"] == 6
+    assert found["tau_engine"] == pytest.approx(found["tau_ours"], rel=0.02)
+    assert found["tau_ours"] > (3.0 if name == "distilled" else 1.0)
+    assert found["answers_with_equal_steps"] >= 5
+
+
+def test_our_medusa_proposer_does_what_the_engines_own_does(rows: dict[tuple[str, int], LiveRow]) -> None:
+    for batch in (1, 3):
+        native, custom = rows["medusa", batch].theirs, rows["custom", batch].theirs
+        assert native is not None and custom is not None
+        assert (native.tokens, native.steps, native.counts) == (custom.tokens, custom.steps, custom.counts)
+
+
+def test_a_fault_shows_in_acceptance_alone(rows: dict[tuple[str, int], LiveRow]) -> None:
+    row = rows["fault", 1]
+    assert row.lossless["mismatches"] == 0, "speculative decoding hides it from the text"
+    (problem,) = row.problems
+    assert "part at drafted position" in problem and "rotary frequencies" in problem
