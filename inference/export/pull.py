@@ -42,7 +42,7 @@ class PullConfig:
     """Folder to write; empty: <run.root>/pulled/<user>--<name>."""
 
     def __post_init__(self) -> None:
-        if not REPO_NAME.fullmatch(self.repo):
+        if self.repo and not REPO_NAME.fullmatch(self.repo):
             raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
 
 
@@ -53,6 +53,8 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     file that is not what was published, and a folder that exists already.
     """
     console = console or Console()
+    if not config.repo:
+        raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out.")
     partial = out.with_name(out.name + ".partial")

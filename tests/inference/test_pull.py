@@ -101,6 +101,7 @@ def test_what_is_not_there_is_named(hub: HubStandIn, pushed: Path, tmp_path: Pat
     assert "`headstart import`" in refused(PullConfig(repo="someone/foreign"), tmp_path / "out")
     with pytest.raises(UserError, match="must look like 'user/name'; given: 'eagle3'"):
         PullConfig(repo="eagle3")
+    assert "pull.repo is not set" in refused(PullConfig(), tmp_path / "out")
 
 
 def test_a_folder_that_exists_is_left_alone(pushed: Path, tmp_path: Path) -> None:
