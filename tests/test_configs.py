@@ -86,7 +86,7 @@ def test_a_real_recipe_builds_its_drafter(recipe: str) -> None:
 
 
 def test_every_file_is_a_root_or_an_option() -> None:
-    roots = {f"{name}.yaml" for name in (*STAGES, "base")}
+    roots = {f"{name}.yaml" for name in (*(stage.root for stage in STAGES.values()), "base")}
     for path in CONF.rglob("*.yaml"):
         relative = path.relative_to(CONF)
         assert relative.name in roots if len(relative.parts) == 1 else relative.parts[0] in OPTION_GROUPS, (

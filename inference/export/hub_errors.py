@@ -47,8 +47,9 @@ def explained(what: Exchange) -> Iterator[None]:
         raise UserError(f"huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to {what.verb}.") from error
     except HFValidationError as error:
         raise UserError(f"{what.key} '{what.repo}' is not a name that the Hub accepts: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{what.endpoint} does not answer like a Hub (no JSON). Check HF_ENDPOINT. {what.kept}") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:  # the library reads fields that are not there
+        lacks = "no JSON" if isinstance(error, json.JSONDecodeError) else f"{type(error).__name__}: {what.hide(error)}"
+        raise UserError(f"{what.endpoint} does not answer like a Hub ({lacks}). Check HF_ENDPOINT. {what.kept}") from error
     except LocalEntryNotFoundError as error:  # its own text guesses; its cause knows
         raise _told(what, error.__cause__ or error) from None
     except (HTTPError, RuntimeError, OSError, ValueError) as error:
