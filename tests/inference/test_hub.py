@@ -370,8 +370,11 @@ def test_a_collection_that_fails_leaves_the_push(
     assert hub.repos[REPO] == contents(tmp_path / "hub")
 
 
-@pytest.mark.parametrize("status", [401, 403, 409, 429, 500, 502])
-@pytest.mark.parametrize("place", ["repos/create", "/preupload/", "info/lfs", "/commit/"])
+@pytest.mark.parametrize(
+    ("place", "status"),
+    [*(("/commit/", status) for status in (401, 403, 409, 429, 500, 502)),
+     *((place, status) for place in ("repos/create", "/preupload/", "info/lfs") for status in (409, 429))],
+)  # fmt: skip
 def test_whatever_breaks_the_repository_is_untouched_and_one_line_says_why(
     hub: HubStandIn, built: Path, place: str, status: int
 ) -> None:
