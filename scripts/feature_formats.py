@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=Path, default=Path("outputs/families/generate"))
     parser.add_argument("--work", type=Path, default=Path("outputs/feature_formats"))
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
+    ways = [*STORED, ONLINE]
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways, help="bf16 is what others are compared with")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=64)
@@ -59,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(given.threads)
     try:
-        stores = {fmt: write_store(given, fmt) for fmt in STORED}
+        stores = {fmt: write_store(given, fmt) for fmt in STORED if fmt in given.ways}
         for seed in given.seeds:
             for head in given.heads:
-                for way in (*STORED, ONLINE):
+                for way in given.ways:
                     train_one(given, head, way, seed)
                     write_json(given.out, report(given, stores, sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
