@@ -182,7 +182,7 @@ def report(place: Place, recipes: Mapping[str, Mapping[str, float]], command: st
     told = making.read_json(place.target / "training.json")
     trained = {key: told[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {
-        "format": 1, "command": command, "target": measured["target"],
+        "format": 1, "command": command, "target": {**measured["target"], "id": "held_out/target"},
         "target_training": {**trained, "heldout": told["evaluations"][-1]},
         "answers": read_manifest(place.run / "generate", "generate")["counts"],
         "settings": measured["settings"], "device": measured["device"], "git": measured.get("git", {}),
