@@ -171,7 +171,9 @@ def report_of(
         "phases": phases,
         "planted": planted,
         "found": manifest["input"]["left_out"],
-        "sources": manifest["input"]["sources"],
+        "sources": [
+            {**source, "path": Path(source["path"]).relative_to(folder).as_posix()} for source in manifest["input"]["sources"]
+        ],
         "counts": manifest["counts"],
         "packed": vars(packed.report) | {"sequence_length": SEQUENCE},
         "disk_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
