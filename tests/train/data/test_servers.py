@@ -84,11 +84,18 @@ class Handler(BaseHTTPRequestHandler):
             standin.bodies.append((body, dict(self.headers)))
             standin.active += 1
             standin.busiest = max(standin.busiest, standin.active)
+        self.counted = True
         try:
             self.answer(standin, body, None if probe else standin.faults.get(number, standin.always))
         finally:
-            with standin.lock:
-                standin.active -= 1
+            self.leave()
+
+    def leave(self):
+        """This request is answered. Said before the answer leaves: its reader may ask again before this thread runs on."""
+        if getattr(self, "counted", False):
+            with self.server.standin.lock:
+                self.server.standin.active -= 1
+        self.counted = False
 
     def answer(self, standin, body, fault):
         time.sleep(0.005)
@@ -113,6 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
+        self.leave()
         self.end_headers()
         self.wfile.write(data)
 
