@@ -248,6 +248,7 @@ def ended(process: Process, cases: list[Case]) -> dict[str, Any]:
     """Ask, send SIGTERM meanwhile, and see everything end."""
 
     async def asked() -> Seen:
+        """Ask sixteen long answers, signal when all are in, and wait for them."""
         longest = sorted(cases, key=lambda case: -case.limit)[:16]
         asking = asyncio.create_task(each_once(process.base, process.model, longest, 16))
         most = 0.0

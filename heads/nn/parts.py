@@ -12,7 +12,7 @@ says otherwise. A part must not change anything outside of itself, nor draw rand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,13 +40,13 @@ def _set(way: str, on: bool) -> Iterator[None]:
         setattr(_Ways, way, before)
 
 
-def recomputing(on: bool = True) -> Any:
-    """A context manager; inside, parts keep their inputs only."""
+def recomputing(on: bool = True) -> AbstractContextManager[None]:
+    """Inside the block, parts keep their inputs only."""
     return _set("recompute", on)
 
 
-def compiling(on: bool = True) -> Any:
-    """A context manager; inside, parts are compiled where gradients are recorded. The first call of each takes its time."""
+def compiling(on: bool = True) -> AbstractContextManager[None]:
+    """Inside the block, parts are compiled where gradients are recorded. The first call of each takes its time."""
     return _set("compile", on)
 
 

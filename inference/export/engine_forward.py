@@ -301,6 +301,7 @@ def eagle3(folder: Folder, context: Context, chain: Tensor, depth: int, knobs: K
         return torch.cat(parts, -1) @ weights["fc.weight"].T
 
     def layers(tokens: Tensor, states: Tensor) -> Tensor:
+        """All layers over tokens [T] and states [T, H], before the last norm: [T, H]. The first one reads both."""
         positions = torch.arange(tokens.shape[0])
         for index in range(int(config["num_hidden_layers"])):
             layer = Layer(weights, f"layers.{index}.", config, knobs)
