@@ -24,26 +24,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from heads.api.checkpoint import load_drafter
-from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
 from inference import metrics
-from inference.accept import walk
-from inference.engine import Completion, DecodeConfig, Engine, PassRecord
+from inference.engine import Completion, DecodeConfig, Engine
 from inference.loading import TargetConfig
 from inference.metrics import Outcome, Totals
-from inference.noise import SharedNoise, Stream
 from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
 from inference.target import TargetModel
 from inference.tree_search import measure_ranks, search_tree
+from inference.tune.replay import Replay
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPTH = 4
@@ -130,7 +124,7 @@ def rankings(replay: Replay) -> dict[str, Any]:
     """Every ranking at every size."""
     return {
         f"{nodes} nodes, width {width}": {
-            ranking.value: replay.tau(DynamicShape(nodes, DEPTH, width, ranking)) for ranking in Ranking
+            ranking.value: tau(replay, DynamicShape(nodes, DEPTH, width, ranking)) for ranking in Ranking
         }
         for nodes, width in SIZES
     }
@@ -138,16 +132,16 @@ def rankings(replay: Replay) -> dict[str, Any]:
 
 def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
     """A chain, a static tree searched on other prompts, and dynamic trees, all of one depth."""
-    found = {"chain": replay.tau(TokenTree.chain(DEPTH))}
+    found = {"chain": tau(replay, TokenTree.chain(DEPTH))}
     decode = DecodeConfig(temperature=replay.temperature, depth=DEPTH, max_new_tokens=64)
     requests = to_requests(validation, replay.target.tokenizer, decode)
     accuracy = measure_ranks(replay.target, replay.drafter, requests, decode).accuracy()
     for nodes, width in SIZES:
         searched = search_tree(accuracy, nodes)
-        found[f"searched, {nodes} nodes"] = replay.tau(TokenTree.from_choices(searched.choices)) | {
+        found[f"searched, {nodes} nodes"] = tau(replay, TokenTree.from_choices(searched.choices)) | {
             "expected_tau": round(searched.tau, 4)
         }
-        found[f"dynamic, {nodes} nodes"] = replay.tau(DynamicShape(nodes, DEPTH, width))
+        found[f"dynamic, {nodes} nodes"] = tau(replay, DynamicShape(nodes, DEPTH, width))
     return found
 
 
@@ -166,6 +160,11 @@ def rules(
     return found
 
 
+def tau(replay: Replay, shape: DraftShape) -> dict[str, Any]:
+    """tau of decoding the replayed texts with drafts of a shape."""
+    return estimate(replay.outcomes(shape), shape.max_depth)
+
+
 def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
     """tau with its interval, as reports hold them."""
     outcomes.sort(key=lambda outcome: int(outcome.prompt))
@@ -175,75 +174,6 @@ def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
         "ci95": [round(bound, 4) for bound in found.ci95],
         "passes": found.verify_passes,
     }
-
-
-@dataclass
-class Replay:
-    """Walks a drafter along texts that the target has written (one completion per prompt), with the target's
-    true states.
-    """
-
-    target: TargetModel
-    drafter: Any
-    texts: list[Completion]
-    temperature: float
-
-    def __post_init__(self) -> None:
-        rows = [list(item.request.tokens) + item.tokens for item in self.texts]
-        self.prompt = torch.tensor([len(item.request.tokens) for item in self.texts])
-        self.length = torch.tensor([len(row) for row in rows])
-        self.tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
-        segments = (positions < self.length[:, None]).int()
-        self.taps, self.last_hidden = self.target.features(
-            self.tokens, positions, segments, self.drafter.needs
-        )
-        settings = DecodeConfig(temperature=self.temperature).sampling()
-        seeds = torch.tensor([item.request.seed for item in self.texts])
-        self.noise = SharedNoise(settings, seeds, self.target.info.vocab_size, Stream.TARGET)
-
-    def tau(self, shape: DraftShape) -> dict[str, Any]:
-        """tau of decoding these texts with drafts of a shape."""
-        return estimate(self.outcomes(shape), shape.max_depth)
-
-    @torch.no_grad()
-    def outcomes(self, shape: DraftShape) -> list[Outcome]:
-        """The passes that decoding would have needed."""
-        passes: list[list[PassRecord]] = [[] for _ in self.texts]
-        root = self.prompt.clone()  # [B]: where the last committed token stands
-        capacity = self.tokens.shape[1] + shape.num_nodes
-        state = self.drafter.start(self._states(torch.zeros_like(root), root), shape, capacity)
-        while bool((root < self.length - 1).any()):
-            proposal = self.drafter.propose(state, self.noise)
-            picks = self._at(root[:, None] + 1 + proposal.tree.depth)
-            accepted = walk(proposal.tokens, picks, proposal.tree).accepted
-            left = self.length - 1 - root
-            committed = torch.minimum(accepted + 1, left)
-            for row, (kept, count) in enumerate(zip(accepted.tolist(), committed.tolist(), strict=True)):
-                if count:
-                    passes[row].append(PassRecord(min(kept, count), count, kept < count))
-            end = torch.where(left > 0, root + committed, root + 1).clamp(max=self.length.max())
-            first = torch.where(left > 0, root, (end - 1).clamp(min=0))
-            state = self.drafter.commit(state, self._states(first, end))
-            root = torch.where(left > 0, root + committed, root)
-        return [Outcome(str(row), "", records) for row, records in enumerate(passes)]
-
-    def _at(self, positions: Tensor) -> Tensor:
-        """The text's tokens at positions [B, N]; -1 behind its end."""
-        inside = positions < self.length[:, None]
-        return torch.where(inside, self.tokens.gather(1, positions.clamp(max=self.tokens.shape[1] - 1)), -1)
-
-    def _states(self, first: Tensor, end: Tensor) -> TargetStates:
-        """The target's states at first..end-1 of every row."""
-        width = int((end - first).max())
-        positions = first[:, None] + torch.arange(width)
-        valid = positions < end[:, None]
-        at = torch.where(valid, positions, first[:, None]).clamp(max=self.tokens.shape[1] - 1)
-        rows = torch.arange(at.shape[0])[:, None]
-        following = self.tokens[rows, (at + 1).clamp(max=self.tokens.shape[1] - 1)]
-        taps = None if self.taps is None else self.taps[rows, at]
-        hidden = None if self.last_hidden is None else self.last_hidden[rows, at]
-        return TargetStates(self.tokens[rows, at], following, positions, valid, taps, hidden)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.engine import DecodeConfig, Engine
-from scripts.rank_trees import Replay
+from inference.tune.replay import Replay
 from tests.inference.test_lossless import requests
 from tests.inference.test_lossless_kinds import drafter_of
 from tests.models import random_target
