@@ -83,6 +83,7 @@ def dispatch(given: list[str]) -> int:
         helper = importlib.import_module("scripts.help")
         print(helper.stage_help(STAGES[name], overrides))
         return 0
+    overrides = STAGES[name].spelled_out(overrides)
     runner = importlib.import_module("scripts.runner")
     return int(
         runner.run_stage(STAGES[name], overrides, multirun="--multirun" in flags, show="--show" in flags)

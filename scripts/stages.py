@@ -17,11 +17,26 @@ class Stage:
     groups: tuple[str, ...]
     code: str = ""
     """The module's name below scripts/, where it cannot be the stage's."""
+    short: tuple[tuple[str, str], ...] = ()
+    """Short spellings of settings on the command line, (short, long), for keys that are groups this stage does not read."""
 
     @property
     def module(self) -> str:
         """The module that runs it. It offers `run(settings: Settings) -> int | None`: the exit status, None for 0."""
         return f"scripts.{self.code or self.root}"
+
+    def spelled_out(self, overrides: list[str]) -> list[str]:
+        """The overrides with short spellings replaced; the long one wins where both are given."""
+        names = dict(self.short)
+        keys = {item.split("=", 1)[0] for item in overrides}
+        found = []
+        for item in overrides:
+            key, equals, value = item.partition("=")
+            if key not in names:
+                found.append(item)
+            elif names[key] not in keys:
+                found.append(f"{names[key]}{equals}{value}")
+        return found
 
     @property
     def root(self) -> str:
@@ -73,6 +88,7 @@ STAGES: dict[str, Stage] = {
             "export",
             "write a trained drafter as a folder that vLLM, SGLang, speculators or transformers loads",
             ("run", "target", "export"),
+            short=(("head", "run.drafter"), ("engine", "export.engine")),
         ),
         Stage(
             "verify-export",

@@ -57,7 +57,7 @@ def test_every_command_composes(page: str, line: str, monkeypatch: pytest.Monkey
     overrides = [word for word in rest if not word.startswith("-")]
     if "--help" in rest or "-m" in rest:
         return
-    settings = load_settings(STAGES[stage], overrides)
+    settings = load_settings(STAGES[stage], STAGES[stage].spelled_out(overrides))
     assert settings.stage.name == stage
 
 

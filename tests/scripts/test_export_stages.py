@@ -48,6 +48,14 @@ def test_a_drafter_goes_out_is_checked_and_comes_in_again(run: Path, capsys: pyt
     assert main(command(run, "import", f"import.source={out}", "run.drafter=back", "import.overwrite=true")) == 0
 
 
+def test_head_and_engine_name_the_drafter_and_the_engine_for_short(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(run, "export", "head=eagle3_plain", "engine=sglang")) == 0
+    out = run / "outputs" / "demo" / "export" / "eagle3_plain" / "sglang"
+    assert f"eagle3 for sglang (eagle3): {out}" in capsys.readouterr().out
+    assert main(command(run, "export", "head=nothing", "run.drafter=eagle3_plain", "engine=vlm")) == 2
+    assert "did you mean 'vllm'" in capsys.readouterr().err.lower()
+
+
 def test_a_broken_folder_ends_with_status_one_and_names_the_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run / "broken"
     assert main(command(run, "export", "run.drafter=eagle3_plain", f"export.out={out}", "export.tokens=2")) == 0
