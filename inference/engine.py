@@ -65,7 +65,7 @@ class Engine:
     """Decodes requests with one target and at most one drafter; reusable, one `run` at a time.
 
     `clock` accumulates the time split over runs; `clock.reset()` before a measurement. capacity: slots of every row, the draft's
-    nodes included; None sizes them by the requests.
+    nodes included; None sizes them by the requests. details: passes say what was drafted (`PassRecord.details`).
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Engine:
         decode: DecodeConfig | None = None,
         *,
         capacity: int | None = None,
+        details: bool = False,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.details = target, drafter, details
         self.decode = decode or DecodeConfig()
         plain = drafter is None
         self.tree: DraftShape = (
@@ -157,7 +158,7 @@ class Engine:
             other.__dict__.update(self.__dict__)
             other.decode = decode
             return other
-        return Engine(self.target, self.drafter, decode, capacity=self.capacity)
+        return Engine(self.target, self.drafter, decode, capacity=self.capacity, details=self.details)
 
     def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
         if seeds is not None and len(seeds) != len(prompts):
@@ -248,7 +249,7 @@ class Engine:
             widest = min(self.decode.prefill_chunk, max(len(request.tokens) for request in requests))
             self.require_memory(rows, capacity, widest)
             self._lanes = lanes = Lanes(
-                self.target, self.drafter, self.decode, self.tree, rows, capacity, self.clock
+                self.target, self.drafter, self.decode, self.tree, rows, capacity, self.clock, details=self.details
             )
         return lanes
 

@@ -42,11 +42,14 @@ from inference.bench_data import Loaded, prompt_facts
 from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Request
 from inference.extras import Loop, baseline_block, device_blocks, mean_length, served_loops
 from inference.kernels.packed_linear import packed_linears
+from inference.lost.block import Sample, lost_block
+from inference.measure_records import write_records
 from inference.metrics import Outcome, TauEstimate, Totals
 from inference.prompts import Prompt, to_requests
 from inference.records import Record, Records
 from inference.report_schema import FORMAT, write_report
 from inference.target import TargetModel
+from inference.verifications import RecordsConfig
 
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
@@ -78,12 +81,14 @@ def measure(
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
     revision: str = "",
+    recording: RecordsConfig | None = None,
 ) -> dict[str, Any]:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its content.
 
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of
-    the dataset that the prompts are from. Raises `UserError` for arms that do not compare or prompts that do
-    not suffice, `WeakBaselineError` when a speedup exceeds tau.
+    the dataset that the prompts are from. recording: of the arms' verifications, in `out`/records/<arm>/.
+    Raises `UserError` for arms that do not compare or prompts that do not suffice, `WeakBaselineError` when a
+    speedup exceeds tau.
     """
     session = _Session.prepare(config, target, arms, prompts)
     records = Records.open(out, session.fingerprint(), session.names)
@@ -105,6 +110,9 @@ def measure(
         **(provenance if provenance is not None else process_facts()),
         "run": conditions,
     }
+    if recording is not None and recording.on:
+        measured = {arm.name: records.of(arm.name) for arm in session.arms}
+        write_records(recording, target, session.arms, session.requests, session.prompts, measured, out)
     write_report(report, out / REPORT_FILE)
     records.finish()
     return report
@@ -307,6 +315,13 @@ class _Session:
         if self.peers or served:
             ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}
             blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, self.config.seed)
+        if self.config.lost.on:
+            sample = Sample.choose(self.config.lost, self.prompts, self.requests)
+            totals = {arm.name: self.totals(records, arm.name) for arm in self.arms}
+            plain, costs = self.totals(records, BASELINE), blocks.get("costs")
+            blocks["lost"] = lost_block(
+                self.config, self.target, self.arms, sample, totals, plain, lengths, costs, records.directory
+            )
         return blocks
 
     def describe(self, arm: Arm) -> dict[str, Any]:

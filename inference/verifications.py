@@ -19,15 +19,19 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes, write_json
-from inference.requests import PassRecord
+from inference.requests import Completion, PassRecord
+
+if TYPE_CHECKING:
+    from inference.engine import Engine
 
 FORMAT = 1
 FACTS_FILE = "records.json"
@@ -70,16 +74,39 @@ SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "see
 ROWS_PER_SHARD = 8192
 
 
+@dataclass(frozen=True)
+class RecordsConfig:
+    """What `generate` and `measure` write down of their verifications."""
+
+    on: bool = False
+    """Record every verification: what was drafted, how likely both models held it, where it failed."""
+    max_megabytes: float = 1024.0
+    """Recording ends when its files reach this size; what is decoded afterwards is not on record."""
+    redact: bool = False
+    """Leave out every token: positions, depths, lengths and log-probabilities stay."""
+
+    def __post_init__(self) -> None:
+        if self.max_megabytes <= 0:
+            raise UserError(f"records.max_megabytes must be above 0; given: {self.max_megabytes}.")
+
+    @property
+    def max_bytes(self) -> int:
+        """The size limit in bytes."""
+        return int(self.max_megabytes * 1e6)
+
+
 class VerificationLog:
     """Writes records. Rows gather in memory until `flush`, or until a shard is full; a shard appears whole or not at all.
 
     facts: what the records are of (`target`, `drafter`, ...), stored in `records.json`. max_bytes: where writing stops; rows beyond
-    are counted in `dropped`. Safe to use from two threads, one that adds and one that flushes. Continues a folder of the same
-    facts; raises `UserError` for one of others.
+    are counted in `dropped`, as are those beyond `held` that wait for a flush (None: any number may wait). Safe to use from two
+    threads, one that adds and one that flushes. Continues a folder of the same facts; raises `UserError` for one of others.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], max_bytes: int, redact: bool = False) -> None:
-        self.folder, self.max_bytes, self.redact = folder, max_bytes, redact
+    def __init__(
+        self, folder: Path, facts: dict[str, Any], max_bytes: int, redact: bool = False, *, held: int | None = 8 * ROWS_PER_SHARD
+    ) -> None:
+        self.folder, self.max_bytes, self.redact, self.held = folder, max_bytes, redact, held
         self.written = self.dropped = 0
         self.full = False
         self._key = secrets.token_bytes(32)
@@ -136,13 +163,21 @@ class VerificationLog:
 
     def _add(self, table: str, row: tuple[Any, ...]) -> None:
         with self._lock:
-            if self.full or len(self._rows[table]) >= 8 * ROWS_PER_SHARD:  # nobody flushes, or too slowly
+            late = self.held is not None and len(self._rows[table]) >= self.held  # nobody flushes, or too slowly
+            if self.full or late:
                 self.dropped += 1
                 return
             if self.redact:
                 names, hidden = SCHEMAS[table].names, SECRET_COLUMNS[table]
                 row = tuple(None if name in hidden else value for name, value in zip(names, row, strict=True))
             self._rows[table].append(row)
+
+    def completion(self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0) -> None:
+        """Add the verifications of an answer that was decoded with details. offset: tokens of the sequence before its prompt."""
+        root = offset + len(found.request.tokens)  # the first token of the answer comes from reading the prompt
+        for record in found.passes:
+            self.verification(sequence, root, domain, record, temperature)
+            root += record.committed
 
     @property
     def due(self) -> bool:
@@ -151,27 +186,41 @@ class VerificationLog:
 
     # ---- writing -------------------------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends recording."""
+    def flush(self, name: str = "") -> None:
+        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends recording.
+
+        name: of the shard, in place of the next number: all that has gathered then is one shard of each table.
+        """
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
-        for name, gathered in rows.items():
-            for start in range(0, len(gathered), ROWS_PER_SHARD):
-                self._write(name, gathered[start : start + ROWS_PER_SHARD])
+        for table, gathered in rows.items():
+            step = max(1, len(gathered)) if name else ROWS_PER_SHARD
+            for start in range(0, len(gathered), step):
+                self._write(table, gathered[start : start + step], name)
 
-    def _write(self, name: str, rows: list[tuple[Any, ...]]) -> None:
+    def _write(self, table: str, rows: list[tuple[Any, ...]], name: str) -> None:
         columns = zip(*rows, strict=True)
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMAS[name], strict=True)]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMAS[table], strict=True)]
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(arrays, SCHEMAS[name]), sink, compression="zstd")
+        pq.write_table(pa.table(arrays, SCHEMAS[table]), sink, compression="zstd")
         content = sink.getvalue().to_pybytes()
         if self.full or self.bytes + len(content) > self.max_bytes:
             self.full, self.dropped = True, self.dropped + len(rows)
             return
-        write_bytes(self.folder / f"{name}-{self._next:05d}.parquet", content)
+        write_bytes(self.folder / f"{table}-{name or f'{self._next:05d}'}.parquet", content)
         self._next += 1
         self.bytes += len(content)
         self.written += len(rows)
+
+
+def record_facts(engine: Engine, drafter: str) -> dict[str, Any]:
+    """What the records of an engine are of. drafter: its name."""
+    info, own = engine.target.info, engine.drafter
+    return {
+        "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
+        "drafter": {"name": drafter, "kind": None if own is None else own.kind},
+        "draft": {"shape": engine.decode.shape, "depth": engine.tree.max_depth, "nodes": engine.tree.num_nodes},
+    }
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

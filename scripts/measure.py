@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
+from inference.verifications import RecordsConfig
 from scripts import drafters
 from scripts.drafters import Found
 from scripts.run import RunConfig, is_main_process, open_folder, prepare_process, shown
@@ -38,6 +39,8 @@ class MeasureConfig:
     """One draft for all in place of their own: shape, depth, choices, nodes, width; such as {shape: dynamic, nodes: 26}."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. Such as {ngram: {depth: 8}}."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a decoding beside the clock."""
 
 
 def run(settings: Settings) -> None:
@@ -73,7 +76,7 @@ def measured(settings: Settings) -> Path:
     target = TargetModel.load(settings.target)
     arms = [arm(item, target, settings.decode, settings.measure) for item in found]
     loaded = load(settings.bench)
-    measure(settings.bench, target, arms, loaded.prompts, out, revision=loaded.revision)
+    measure(settings.bench, target, arms, loaded.prompts, out, revision=loaded.revision, recording=settings.measure.records)
     folder.finish()
     return out / REPORT_FILE
 

@@ -30,6 +30,7 @@ from train.data.tables import BadRowError
 from train.data.target_facts import TargetFacts
 from train.data.vllm_backend import VllmBackend
 from train.processes import own_device, terminable
+from train.recording import PartRecords
 
 if TYPE_CHECKING:
     from train.generate import Job
@@ -66,32 +67,41 @@ def open_backend(job: Job, target: AnyTarget) -> Backend:
     if job.backend is not None:
         return job.backend
     if isinstance(target, TargetModel):
-        drafter = None
+        drafter, records = None, job.config.records.on
         if job.config.drafter is not None:
             drafter = load_drafter(Path(job.config.drafter), target.info, target.weights)
-        return OwnDecoder(Engine(target, drafter, job.decode))
+        return OwnDecoder(Engine(target, drafter, job.decode, details=records))
     assert isinstance(job.decode, SamplingConfig)
     if backend_of(job.decode) == "vllm":
         return VllmBackend(job.decode, target, job.target)
     return ServerPool(job.decode, target)
 
 
+def open_records(job: Job, backend: Backend) -> PartRecords | None:
+    """Where this process records its verifications, if it does."""
+    if not job.config.records.on:
+        return None
+    assert isinstance(backend, OwnDecoder) and job.config.drafter is not None
+    return PartRecords(job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes)
+
+
 def answer_rows(job: Job, target: AnyTarget, done: NDArray[np.bool_]) -> None:
     """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
     what is finished."""
-    writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds)
     console = console_of(quiet=not job.state.is_main_process)
     already = int(done.sum())
     if already:
         console.print(f"continuing: {already} rows were finished before")
     rank, world = job.state.process_index, job.state.num_processes
     rows = read_rows(job.out / INPUT, rank, world, done)
+    answering = Answering(job, target)
+    writer = answering.writer
     try:
         with terminable(), writer, _progress(console) as progress:
             share = "" if world == 1 else f" (process 1 of {world})"
             left = int((~done[rank::world]).sum())
-            task = progress.add_task(f"answers{share}", total=left, speed="")
-            Answering(job, target, writer, progress, task).run(rows)
+            answering.shows(progress, progress.add_task(f"answers{share}", total=left, speed=""))
+            answering.run(rows)
     except (KeyboardInterrupt, SystemExit):
         console.print(
             f"interrupted: {writer.written} rows of this run are kept in '{job.out}'; the same command "
@@ -103,17 +113,28 @@ def answer_rows(job: Job, target: AnyTarget, done: NDArray[np.bool_]) -> None:
 class Answering:
     """One process's work on its rows."""
 
-    def __init__(self, job: Job, target: AnyTarget, writer: PartWriter, progress: Progress, task: TaskID) -> None:
-        self.job, self.target, self.writer, self.progress, self.task = job, target, writer, progress, task
+    def __init__(self, job: Job, target: AnyTarget) -> None:
+        self.job, self.target = job, target
         self.tokens = self.seen = 0
         self._backend: Backend | None = None
+        self._records: PartRecords | None = None
+        self.writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds, self._before)
+
+    def shows(self, progress: Progress, task: TaskID) -> None:
+        """Where the work is seen."""
+        self.progress, self.task = progress, task
 
     @property
     def backend(self) -> Backend:
         """Opened when the first request is there: rows that need none need no engine."""
         if self._backend is None:
             self._backend = open_backend(self.job, self.target)
+            self._records = open_records(self.job, self._backend)
         return self._backend
+
+    def _before(self, name: str, answers: list[Answer]) -> None:
+        if self._records is not None:
+            self._records.write(name, answers)
 
     def run(self, rows: Iterator[Row | SkippedRow]) -> None:
         """Answer all rows, a window at a time."""
@@ -158,13 +179,19 @@ class Answering:
             try:
                 talk.take(outcome)
             except BadRowError:  # its words leave no context for the next turn; those it has are good
+                self._record(talk, outcome)
                 self._write(talk.answer())
                 continue
+            self._record(talk, outcome)
             if talk.done:
                 self._write(talk.answer())
             else:
                 going_on[outcome.request.index] = talk
         return going_on
+
+    def _record(self, talk: Talk, outcome: Completion) -> None:
+        if self._records is not None:
+            self._records.take(talk, outcome)
 
     def _write(self, answer: Answer) -> None:
         self.writer.add(answer)

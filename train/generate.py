@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from heads.api.errors import UserError, suggest
 from inference.engine import DecodeConfig
 from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
+from inference.verifications import RecordsConfig
 from train.answer_loop import AnyTarget, Backend, answer_rows, console_of, load_target
 from train.data.answers import (
     DONE,
@@ -49,6 +51,7 @@ from train.data.ingest import Input, ingest, remove_rows
 from train.data.sampling import sampling_of
 from train.data.sources import DataConfig
 from train.processes import join_processes, on_main
+from train.recording import RECORDS, drop_unanswered, recorded, require_drafts
 
 ANSWERS = ("sample", "dataset")
 SHOWN_REASONS = 5
@@ -78,6 +81,10 @@ class GenerateConfig:
     overwrite: bool = False
     """Replace what a different configuration left in the output folder, instead of refusing. The same one is
     still continued."""
+    round: int = 0
+    """How often rejected drafts have been fed back before these answers: a note in the manifest."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when its files reach the limit."""
 
     def __post_init__(self) -> None:
         if self.answers not in ANSWERS:
@@ -121,6 +128,8 @@ def generate(
     Call it in every process of a distributed launch. Raises `UserError` for an unusable source or target, for
     a folder that holds another configuration's answers, or when nothing at all could be answered.
     """
+    if config.records.on:
+        require_drafts(decode, config.drafter)
     job = Job(config, data, decode, target, out, join_processes(target), backend, watch)
     state = job.state
     with ExitStack() as stack:
@@ -226,7 +235,10 @@ def prepare_output(
             )
         if differences:
             clear_output(out)
+            shutil.rmtree(out / RECORDS, ignore_errors=True)
     write_json(path, settings)
+    if not (out / MANIFEST_FILE).is_file():
+        drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
     found = read_done(out)
     done[found[(found >= 0) & (found < total)]] = True  # others are refused when all is put together
@@ -286,7 +298,7 @@ def finish(
     if not merged.counts[DONE]:
         raise UserError(f"none of the {total} rows could be answered: {_reasons(merged.reasons)}.")
     content = {
-        "round": 0,
+        "round": job.config.round,
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
         "data": {**asdict(job.data), "answers": job.config.answers, "fingerprint": settings["data"]["rows"]},
@@ -297,6 +309,8 @@ def finish(
         "shards": merged.shards,
         "failures": merged.failures,
     }
+    if (job.out / RECORDS).is_dir():
+        content["records"] = recorded(job.out, merged.counts[DONE])
     write_manifest(job.out, "generate", content, provenance)
     remove_parts(job.out)
     remove_rows(job.out / INPUT)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import Any
 
 from inference.engine import Engine
 from inference.server.config import ServeConfig
 from inference.server.metrics import ServerMetrics
-from inference.verifications import VerificationLog
+from inference.verifications import VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
@@ -23,7 +22,7 @@ class Recorder:
         self, folder: Path, config: ServeConfig, engine: Engine, drafter: str, metrics: ServerMetrics
     ) -> None:
         size = int(config.records_megabytes * 1e6)
-        self.log = VerificationLog(folder, facts(engine, drafter), size, config.records_redact)
+        self.log = VerificationLog(folder, record_facts(engine, drafter), size, config.records_redact)
         self.metrics = metrics
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)
@@ -58,14 +57,3 @@ class Recorder:
             logger.warning("recording has ended: serve.records_megabytes is reached")
         self.metrics.written.set(self.log.written)
         self.metrics.dropped.set(self.log.dropped)
-
-
-def facts(engine: Engine, drafter: str) -> dict[str, Any]:
-    """What the records are of."""
-    info = engine.target.info
-    own = engine.drafter
-    return {
-        "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
-        "drafter": {"name": drafter, "kind": None if own is None else own.kind},
-        "draft": {"shape": engine.decode.shape, "depth": engine.tree.max_depth, "nodes": engine.tree.num_nodes},
-    }

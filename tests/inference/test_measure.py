@@ -25,6 +25,7 @@ from inference.metrics import WeakBaselineError
 from inference.prompts import Prompt, to_requests
 from inference.report_schema import read_report
 from inference.target import TargetModel
+from inference.verifications import SEQUENCES, RecordsConfig, read_table
 from tests.fakes import AlwaysRight, AlwaysWrong, SometimesRight
 from tests.models import VOCAB, random_target
 
@@ -113,6 +114,30 @@ def test_tau_of_drafters_that_are_always_right_and_always_wrong(report: dict[str
     answers = 2 * 4  # repeats x measured prompts
     assert (right["tokens"], right["verify_passes"]) == (12 * answers, 3 * answers)
     assert wrong["verify_passes"] == report["baseline"]["tokens"] == 12 * answers
+
+
+def test_records_of_a_measurement_are_what_was_timed(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
+    """Passes, kept drafts and answers of every arm, from the records against records.jsonl; asked for or not there."""
+    measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET, recording=RecordsConfig(on=True))
+    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()][1:]
+    assert {path.name for path in (tmp_path / "records").iterdir()} == {"right", "wrong", "ngram"}
+    for arm in ("right", "wrong", "ngram"):
+        folder = tmp_path / "records" / arm
+        passes, texts = read_table(folder).to_pylist(), read_table(folder, SEQUENCES).to_pylist()
+        timed = {line["prompt"]: line for line in lines if line["arm"] == arm and line["repeat"] == 0}
+        assert len(timed) == len(texts) == 4
+        for text in texts:
+            answer = text["tokens"][text["prompt_length"] :]
+            assert answer == timed[text["sequence"]]["tokens"]
+            own = sorted((row for row in passes if row["sequence"] == text["sequence"]), key=lambda row: row["position"])
+            assert [[row["accepted"], row["error_depth"] > 0] for row in own] == [
+                [accepted, rejected] for accepted, _, rejected in timed[text["sequence"]]["passes"]
+            ]
+            for row in own:
+                kept = row["drafted"][: row["accepted"]]
+                assert text["tokens"][row["position"] + 1 :][: len(kept)] == kept
+    measure(CONFIG, target, arms, prompts(), tmp_path / "plain", console=QUIET)
+    assert not (tmp_path / "plain" / "records").exists()
 
 
 def test_every_arm_was_lossless(report: dict[str, Any]) -> None:

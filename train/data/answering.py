@@ -62,6 +62,11 @@ class Talk:
     def done(self) -> bool:
         return self.turn >= len(self.places)
 
+    @property
+    def offset(self) -> int:
+        """Where the document of the last answered turn begins in the row's tokens."""
+        return sum(map(len, self.documents[:-1]))
+
     def request(self) -> Request:
         """The request for the present turn; raises `BadRowError` or `UserError` when there can be none."""
         tokens, cut = self._prompt()

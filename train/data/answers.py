@@ -81,6 +81,9 @@ class Answer:
     cut: int = 0
 
 
+Before = Callable[[str, list[Answer]], None]
+
+
 @dataclass(frozen=True)
 class Merged:
     """The result of a merge: manifest entries of the shards and of the failures, counts, skip or failure
@@ -97,9 +100,10 @@ class PartWriter:
     """Collects answers and writes a part file every `rows` answers or `seconds`, and once more on leaving the
     `with` block."""
 
-    def __init__(self, out: Path, rows: int, seconds: float) -> None:
+    def __init__(self, out: Path, rows: int, seconds: float, before: Before | None = None) -> None:
+        """before: called with a part's name and answers just before that part is written."""
         self.folder = out / PARTS
-        self.rows, self.seconds = rows, seconds
+        self.rows, self.seconds, self.before = rows, seconds, before
         self.written = 0
         self._waiting: list[Answer] = []
         self._last = time.monotonic()
@@ -126,8 +130,10 @@ class PartWriter:
             return
         with _signals_held():
             table = pa.Table.from_pylist([vars(answer) for answer in self._waiting], schema=PART_SCHEMA)
-            name = f"{self._waiting[0].index:010d}-{len(self._waiting)}.parquet"
-            write_bytes(self.folder / name, _parquet(table))
+            name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
+            if self.before is not None:
+                self.before(name, self._waiting)
+            write_bytes(self.folder / f"{name}.parquet", _parquet(table))
             self.written += len(self._waiting)
             self._waiting = []
 

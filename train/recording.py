@@ -1,0 +1,90 @@
+"""Records of a generation's verifications: written part by part beside the answers, so that both stay whole together.
+
+Every part file of answers (train/data/answers.py) has its records in files of the same name below <out>/records/, written just
+before it. A kill leaves at most records without a part; they are removed before the generation continues, because their rows are
+answered again. So no verification is lost or doubled, whatever happened in between. A sequence's name is its row's id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from heads.api.errors import UserError
+from inference.decode_config import DecodeConfig
+from inference.engine import Completion, Engine
+from inference.verifications import (
+    SCHEMAS,
+    SEQUENCES,
+    VERIFICATIONS,
+    RecordsConfig,
+    VerificationLog,
+    record_facts,
+)
+from train.data.answering import Talk
+from train.data.answers import DONE, PARTS, Answer
+from train.data.sampling import backend_of
+
+RECORDS = "records"
+
+
+def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
+    """Raise `UserError` when there is nothing to record: nobody drafts, or not our own decoder."""
+    if drafter is None or decode.shape == "none" or backend_of(decode) != "own":
+        raise UserError(
+            "generate.records.on records what a drafter drafts while our own decoder generates. Set generate.drafter to a "
+            f"checkpoint folder, sampling.shape=chain and sampling.backend=own; given: generate.drafter={drafter}, "
+            f"sampling.shape={decode.shape}, sampling.backend={backend_of(decode)}."
+        )
+
+
+class PartRecords:
+    """What one process records. world: processes of the generation, which share the size limit evenly."""
+
+    def __init__(self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int) -> None:
+        self.temperature = engine.decode.temperature
+        self.log = VerificationLog(
+            out / RECORDS, record_facts(engine, drafter), config.max_bytes // world, config.redact, held=None
+        )
+        self.log.bytes //= world
+        self._turns: dict[int, list[tuple[Completion, int]]] = {}
+
+    def take(self, talk: Talk, completion: Completion) -> None:
+        """Keep a turn that `talk` has taken until its row is written."""
+        self._turns.setdefault(talk.row.index, []).append((completion, talk.offset))
+
+    def write(self, name: str, answers: Sequence[Answer]) -> None:
+        """Write the records of the rows of the part file `name`."""
+        for answer in answers:
+            turns = self._turns.pop(answer.index, [])
+            if answer.status != DONE or not turns:
+                continue
+            for completion, offset in turns:
+                self.log.completion(answer.id, answer.domain, completion, self.temperature, offset)
+            begin = answer.spans[0][0]
+            self.log.sequence(
+                answer.id, answer.domain, answer.tokens[:begin], answer.tokens[begin:], answer.seed, self.temperature,
+                answer.finish,
+            )  # fmt: skip
+        self.log.flush(name)
+
+
+def drop_unanswered(out: Path) -> None:
+    """Remove records whose part file of answers was not written."""
+    parts = {path.stem for path in (out / PARTS).glob("*.parquet")}
+    for path in (out / RECORDS).glob("*.parquet*"):
+        name = path.name.split(".")[0]
+        if path.suffix != ".parquet" or name.removeprefix(f"{VERIFICATIONS}-").removeprefix(f"{SEQUENCES}-") not in parts:
+            path.unlink()
+
+
+def recorded(out: Path, answered: int) -> dict[str, Any]:
+    """The manifest's entry: rows of both tables, and answers that are not on record (the size limit, or recording was off)."""
+    rows = {
+        table: sum(pq.read_metadata(path).num_rows for path in sorted((out / RECORDS).glob(f"{table}-*.parquet")))
+        for table in SCHEMAS
+    }
+    return {"folder": RECORDS, **rows, "missing": answered - rows[SEQUENCES]}
