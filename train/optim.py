@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class ScheduleConfig:
     """Rate at the last step, as a share of the peak (0 to 1); `constant` ignores it."""
     decay: float = 0.2
     """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most 1)."""
+    begin: float = 0.0
+    """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from another. Its rate climbs from 0 to the
+    schedule's over the warm-up's share of its own steps, since AdamW has to find its moments again."""
+    end: float = 1.0
+    """Where in the schedule this training ends (above begin, at most 1)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -65,6 +70,11 @@ class ScheduleConfig:
             raise UserError(f"schedule.min_ratio must lie between 0 and 1; given: {self.min_ratio}.")
         if not 0.0 < self.decay <= 1.0:
             raise UserError(f"schedule.decay must be above 0 and at most 1; given: {self.decay}.")
+        if not 0.0 <= self.begin < self.end <= 1.0:
+            raise UserError(
+                f"schedule.begin and schedule.end are shares of one schedule, 0 <= begin < end <= 1; given: {self.begin} and "
+                f"{self.end}."
+            )
 
     def warmup_steps(self, total: int) -> int:
         """Steps of warm-up in a run of `total` steps."""
@@ -75,8 +85,10 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
     """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak * min_ratio`.
 
     cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then a
-    straight line.
+    straight line. A part of a schedule (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have.
     """
+    if (schedule.begin, schedule.end) != (0.0, 1.0):
+        return _part(step, total, peak, schedule)
     warmup = schedule.warmup_steps(total)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -86,6 +98,14 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
     progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
+
+
+def _part(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
+    """The rate of a training that is part of a schedule."""
+    whole = round(total / (schedule.end - schedule.begin))
+    rate = learning_rate(round(schedule.begin * whole) + step, whole, peak, replace(schedule, begin=0.0, end=1.0))
+    climb = schedule.warmup_steps(total) if schedule.begin else 0
+    return rate * min(1.0, (step + 1) / climb) if climb else rate
 
 
 def set_rate_scale(parameter: Tensor, scale: float) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from train.data.sources import DataConfig, Row, SkippedRow, Source
+from train.data.sources import DataConfig, Mixture, Row, SkippedRow, Source
 
 ASK = [{"role": "user", "content": "Hello!"}]
 TALK = [*ASK, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Bye?"}]
@@ -188,6 +188,27 @@ def test_unknown_columns_name_the_available_ones(tmp_path, options, problem):
 def test_wrong_settings_are_refused(options, problem):
     with pytest.raises(UserError, match=problem):
         DataConfig("x.jsonl", **options)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_shares_are_apart_and_together_the_whole(tmp_path, streaming):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"prompt {n}"} for n in range(20)])
+    options = {"limit": 17, "shuffle": True, "streaming": streaming}
+    whole = contents(path, **options)
+    assert [contents(path, share=(part, 3), **options) for part in range(3)] == [whole[part::3] for part in range(3)]
+
+    def rows(data, place=None):
+        mixture = Mixture(data)
+        return [(row.index, row.messages, mixture.place(), mixture.report()[0]["rows"]) for _, row in mixture.read(place)]
+
+    data = DataConfig(path, share=(1, 3), **options)
+    full = rows(data)
+    assert [index for index, *_ in full] == list(range(6)) and full[-1][3] == 6
+    for at in range(6):  # continued from anywhere
+        assert rows(data, full[at][2]) == full[at + 1 :]
+    for share in ((3, 3), (-1, 2), (0, 0)):
+        with pytest.raises(UserError, match=r"data\.share is \[part, number of parts\]"):
+            DataConfig(path, share=share)
 
 
 def test_missing_empty_and_odd_sources_are_refused(tmp_path):

@@ -48,6 +48,17 @@ def test_warm_up_counts_steps_from_one_on_and_shares_below() -> None:
     assert ScheduleConfig(warmup=0).warmup_steps(1000) == 0
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
+def test_parts_of_a_schedule_are_the_whole_but_for_their_climb(kind: str) -> None:
+    whole = rates(120, kind=kind, warmup=0.05)
+    parts = [rates(40, kind=kind, warmup=0.05, begin=part / 3, end=(part + 1) / 3) for part in range(3)]
+    assert parts[0] == pytest.approx(whole[:40])
+    for part in (1, 2):
+        assert parts[part][2:] == pytest.approx(whole[40 * part + 2 : 40 * (part + 1)])
+        assert parts[part][0] == pytest.approx(whole[40 * part] / 2)  # two steps of climbing
+    assert rates(40, kind=kind, warmup=0.0, begin=1 / 3, end=2 / 3) == pytest.approx(rates(120, kind=kind, warmup=0.0)[40:80])
+
+
 def test_short_runs_have_a_rate_at_every_step() -> None:
     for kind in ("cosine", "linear", "constant", "wsd"):
         assert all(rate > 0 for total in (1, 2, 3) for rate in rates(total, kind=kind))
@@ -76,6 +87,7 @@ def test_nothing_to_train_is_said() -> None:
         (lambda: ScheduleConfig(warmup=-1), "schedule.warmup must not be negative"),
         (lambda: ScheduleConfig(min_ratio=1.5), "schedule.min_ratio must lie between 0 and 1"),
         (lambda: ScheduleConfig(decay=0.0), "schedule.decay must be above 0"),
+        (lambda: ScheduleConfig(begin=0.5, end=0.5), "0 <= begin < end <= 1; given: 0.5 and 0.5"),
     ],
 )
 def test_wrong_values_are_refused(made: object, message: str) -> None:

@@ -51,6 +51,9 @@ class SourceConfig:
     """Share of this source among those of a mixture, relative to the other weights."""
     limit: int | None = None
     """Most rows to use, counted after shuffling; None uses all."""
+    share: tuple[int, int] = (0, 1)
+    """Part and number of parts: [1, 3] uses every third row (after shuffle and limit), beginning with the second. The parts of one
+    dataset have no row in common; rounds of a loop take one each."""
     shuffle: bool = False
     """Whether rows are taken in a random order (fixed by `seed`)."""
     seed: int = 0
@@ -67,6 +70,10 @@ class SourceConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"data.{name} must be at least 1, or null for no limit; given: {value}.")
+        if not 0 <= self.share[0] < self.share[1]:
+            raise UserError(
+                f"data.share is [part, number of parts] with parts counted from 0, such as [0, 3]; given: {list(self.share)}."
+            )
         if not self.weight > 0:
             raise UserError(
                 f"data.weight must be above 0; given: {self.weight}. Leave a source out of the mixture instead."

@@ -258,6 +258,8 @@ def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
     content: list[Any] = [data.deduplicate, data.near_share, data.decontaminate, data.seed, data.limit]
     for source in data.sources:
         own = {name: getattr(source, name) for name in source.__dataclass_fields__ if name in _SOURCE_FIELDS}
+        if source.share != (0, 1):  # folders of before there were shares stay what they are
+            own["share"] = source.share
         files = local_files(source.path)
         paths = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
         content += [own, [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]]

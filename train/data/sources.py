@@ -97,11 +97,19 @@ class Source:
         self.taken = place["taken"] if place else 0
         if self.taken == self.config.limit:
             return
+        part, parts = self.config.share
         for number, raw in self.rows.read(place["rows"] if place else None):
             self.taken += 1
-            yield self._read(self.taken - 1, number, raw)
+            if (self.taken - 1) % parts == part:
+                yield self._read(self.used - 1, number, raw)
             if self.taken == self.config.limit:
                 return
+
+    @property
+    def used(self) -> int:
+        """Rows that were given: those of `taken` that belong to this share."""
+        part, parts = self.config.share
+        return max(0, -(-(self.taken - part) // parts))
 
     def place(self) -> Place:
         """Where the last row that `read` gave ends, for `read` to continue from."""
@@ -258,9 +266,9 @@ class Mixture:
             {
                 "name": label,
                 "path": source.config.path,
-                "rows": source.taken,
+                "rows": source.used,
                 "share_asked": source.config.weight / weights,
-                "share": source.taken / max(1, self.index),
+                "share": source.used / max(1, self.index),
                 "ran_out_at": self.ended.get(number),
             }
             for number, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
