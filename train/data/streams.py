@@ -11,11 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
+from pyarrow.parquet import ParquetFile
+
 from heads.api.errors import UserError
 from train.data.permute import stable_permutation
 from train.data.tables import LINES, BadRowError, Table, local_files, open_stream
 
 Place = dict[str, Any]
+PARQUET_ROWS = 1024
+"""Rows that are decoded together."""
+BUFFER_BYTES = 1 << 20
+"""What is read of a column at a time, so that a file of one large row group is not held whole."""
 
 
 class Rows(Protocol):
@@ -72,6 +79,42 @@ class LineStream:
                         self.at = {"file": number, "byte": file.tell(), "number": row + 1}
                         yield row, _parse(line)
             self.at = {"file": number + 1, "byte": 0, "number": self.at["number"]}
+
+
+class ParquetStream:
+    """The rows of .parquet files, read in order; a place is a file, a row group, a row in it and a row number.
+
+    Not through `datasets`: Arrow's scanner, which it uses, decodes a file as far ahead of its reader as it gets, up to the whole.
+    """
+
+    def __init__(self, files: list[Path], shown: str) -> None:
+        self.files, self.shown = files, shown
+        self.at: Place = {"file": 0, "group": 0, "row": 0, "number": 0}
+
+    def seek(self, place: Place) -> None:
+        self.at = dict(place)
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any] | BadRowError]]:
+        try:
+            while self.at["file"] < len(self.files):
+                with ParquetFile(self.files[self.at["file"]], pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+                    yield from self._rows(file)
+                self.at = {"file": self.at["file"] + 1, "group": 0, "row": 0, "number": self.at["number"]}
+        except pa.ArrowInvalid as error:
+            raise UserError(f"dataset '{self.shown}' cannot be read: {error}. Check the file.") from error
+
+    def _rows(self, file: ParquetFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """What is left of one file."""
+        while self.at["group"] < file.num_row_groups:
+            first, place = self.at["row"], 0
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[self.at["group"]]):
+                skipped = min(max(0, first - place), batch.num_rows)
+                place += skipped
+                for row in batch.slice(skipped).to_pylist():
+                    place, number = place + 1, self.at["number"]
+                    self.at = {**self.at, "row": place, "number": number + 1}
+                    yield number, row
+            self.at = {**self.at, "group": self.at["group"] + 1, "row": 0}
 
 
 class DatasetStream:
@@ -159,11 +202,13 @@ def open_rows_streaming(
 ) -> StreamedRows:
     """A dataset as a stream; raises `UserError` when it cannot be opened."""
     files = local_files(path)
-    if isinstance(files, list) and {file.suffix for file in files} == {LINES}:
-        found = files
-        return StreamedRows(lambda: LineStream(found), path, shuffle=shuffle, seed=seed, buffer=buffer)
+    kinds = {file.suffix for file in files} if isinstance(files, list) else set()
 
-    def opened() -> DatasetStream:
+    def opened() -> LineStream | ParquetStream | DatasetStream:
+        if isinstance(files, list) and kinds == {LINES}:
+            return LineStream(files)
+        if isinstance(files, list) and kinds == {".parquet"}:
+            return ParquetStream(files, path)
         return DatasetStream(open_stream(path, files, name, split, revision))
 
     return StreamedRows(opened, path, shuffle=shuffle, seed=seed, buffer=buffer)

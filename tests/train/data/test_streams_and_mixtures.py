@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import islice, pairwise
 
 import datasets
@@ -62,6 +63,32 @@ def test_a_stream_continues_from_any_place(tmp_path, form, shuffle):
         taken = texts(islice(source.read(None), stop))
         place = json.loads(json.dumps(source.place()))
         assert taken + texts(Source(config).read(place)) == whole
+
+
+def test_a_parquet_stream_goes_through_files_and_is_not_read_ahead(tmp_path):
+    rows = [{"prompt": f"{number} " + "long " * 20_000} for number in range(200)]
+    for name, part in (("a", rows[:120]), ("b", rows[120:])):
+        table = pa.Table.from_pylist(part)
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=10, compression="none", use_dictionary=False)
+    config = SourceConfig(str(tmp_path), streaming=True)
+    before = pa.total_allocated_bytes()
+    reading = Source(config).read(None)
+    first = next(reading)
+    time.sleep(0.5)  # whoever reads ahead does it now
+    assert pa.total_allocated_bytes() - before < 6_000_000, "a row group is a megabyte, all of it twenty"
+    whole = texts([first, *reading])
+    assert [int(text.split()[0]) for text in whole] == list(range(200))
+    source = Source(config)
+    taken = texts(islice(source.read(None), 125))
+    assert taken + texts(Source(config).read(source.place())) == whole
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    path = parquet(tmp_path / "a.parquet", prompts("a", 50))
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"a\.parquet' cannot be read"):
+        list(Source(SourceConfig(path, streaming=True)))
 
 
 def test_broken_lines_of_a_stream_are_rows_with_a_reason(tmp_path):
