@@ -85,7 +85,7 @@ class Drafter(BlockModel):
         eligible = batch.supervised(1) & batch.supervised(
             2
         )  # the root is part of the answer, and so is what follows
-        anchors = Anchors.sample(eligible, config.num_anchors, batch.generators())
+        anchors = Anchors.sample(eligible, config.num_anchors, batch.generators(), batch.anchors)
         contexts = self._features(batch)
         chunk = self._chunk(batch, self.depths)
 
@@ -158,7 +158,7 @@ class Drafter(BlockModel):
             batch.tokens[row, states_at].flatten(0, 1),
             (row * length + states_at).flatten(0, 1),
             mask.flatten(0, 1),
-            anchors.scale[:, None].expand(-1, anchors.last.shape[1]).flatten(),
+            anchors.scale.flatten(),
         )
 
     def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught) -> losses.Sums:
@@ -185,6 +185,8 @@ class Drafter(BlockModel):
         right = right.index_put((block, depth), log_probability(logits, labels))
         weights = config.weighting()(right, taught.mask) * taught.scale[:, None].to(values.dtype)
         weights = weights[block, depth]
+        if batch.weights is not None:
+            weights = weights * batch.weights.flatten()[taught.states_at[block, depth] + 1].to(weights.dtype)
         doubt = torch.zeros_like(values)
         if self.confidence_head is not None:
             assert target_logits is not None

@@ -269,6 +269,7 @@ class Drafter(SelfDrafter):
             values = losses.soft_cross_entropy(logits, probabilities)
             if weight > 0:
                 values = torch.lerp(values, losses.cross_entropy(logits, tokens[rows + ahead]), weight)
+            values = batch.weighed(values, rows + ahead - 1)
             hits = losses.best_column(logits) == losses.best_column(target_logits)
             return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
 

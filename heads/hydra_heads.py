@@ -253,6 +253,7 @@ class Drafter(FeatureDrafter):
             logits = torch.stack([self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)])
             labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
             values, best = self._label_loss(logits, labels, places.T, batch)
+            values = batch.weighed(values, places.T, ahead[:, None])
             hits = (losses.best_column(logits) == best) & mask
             return losses.masked_sum(values.T, mask.T), hits.sum(1), mask.sum(1)
 

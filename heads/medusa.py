@@ -125,6 +125,7 @@ class Drafter(TrainableDrafter):
             labels = tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]  # [M, K]
             logits = self._head_logits(hidden[rows], config.num_heads).transpose(0, 1)  # [M, K, V]
             values = self._per_head_loss(logits, labels, states_at, batch).view(mask.shape)
+            values = batch.weighed(values, states_at, ahead)
             correct = (losses.best_column(logits) == labels) & mask
             return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
 

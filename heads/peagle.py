@@ -204,7 +204,7 @@ class Drafter(TapDrafter):
         places, wanted = anchors.places(batch, config.depths)
         columns = max(config.depths * self.lm_head.out_features, self.info.vocab_size)  # of all depths, of the target
         per_depth, correct, counts = sum_by_state(
-            outputs, places, wanted, columns, partial(self.judge, batch)
+            batch, outputs, places, wanted, columns, partial(self.judge, batch)
         )
         weights = config.decay ** torch.arange(config.depths, device=per_depth.device, dtype=per_depth.dtype)
         return LossOutput((weights * per_depth).sum(), losses.depth_metrics(per_depth, correct, counts))

@@ -14,7 +14,7 @@ Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n tap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from train.data.loader import PackedBatch
 from train.joint_backbone import Backbone
 from train.joint_config import JointConfig
 from train.optim import set_rate_scale
+from train.store.batches import moved
 
 DRAFTER, UPDATES = "drafter.", "updates."
 """How the names of the two parts begin in saved states."""
@@ -43,9 +44,7 @@ class PlainTokens:
 
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
         """`packed` on the device; the same in every step."""
-        moved = {item.name: getattr(packed, item.name) for item in fields(packed) if item.name != "seeds"}
-        on_device = {name: value.to(self.device, non_blocking=True) for name, value in moved.items()}
-        return TrainBatch(**on_device, seeds=packed.seeds)
+        return TrainBatch(**moved(packed, self.device), seeds=packed.seeds)
 
 
 class JointDrafter(TrainableDrafter):

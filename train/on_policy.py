@@ -115,17 +115,21 @@ class OnPolicyFeatures:
             return batch
         written = self._continue(batch, cuts).cpu()
         tokens, mask = packed.tokens.clone(), packed.loss_mask.clone()
+        weights = None if packed.weights is None else packed.weights.clone()
         for cut, words in zip(cuts, written, strict=True):
             words = words[: cut.room]
             ends = torch.isin(words, self.eos).nonzero()
             length = int(ends[0]) + 1 if ends.numel() else words.shape[0]
             tokens[cut.row, cut.last + 1 : cut.last + 1 + length] = words[:length]
+            if weights is not None:  # what was learnt of the answer's own token says nothing of these
+                weights[cut.row, cut.last + 1 : cut.last + 1 + length] = 1.0
             if ends.numel() or not config.rest:
                 mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
         chosen = PackedBatch(
-            tokens[rows], packed.positions[rows], packed.segments[rows], mask[rows], packed.seeds[rows]
-        )
+            tokens[rows], packed.positions[rows], packed.segments[rows], mask[rows], packed.seeds[rows],
+            None if weights is None else weights[rows],
+        )  # fmt: skip
         return _replace_rows(batch, rows, self.plain.batch(chosen, step))
 
     @torch.no_grad()
@@ -212,7 +216,7 @@ def _replace_rows(batch: TrainBatch, rows: Sequence[int], fresh: TrainBatch) -> 
     """`batch` with the given rows' tokens, mask and features taken from `fresh`."""
     at = torch.tensor(rows, device=batch.tokens.device)
     changed: dict[str, Tensor] = {}
-    for name in ("tokens", "loss_mask", "taps", "last_hidden"):
+    for name in ("tokens", "loss_mask", "taps", "last_hidden", "weights"):
         value = getattr(batch, name)
         if value is not None:  # a copy: on the CPU the batch still holds the loader's own tensors
             changed[name] = value.index_copy(0, at, getattr(fresh, name))

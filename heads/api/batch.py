@@ -23,6 +23,8 @@ class TrainBatch:
     seeds [B] int64 on the host: one per row, from the step and the row's place in it, so that what a loss draws at random is the
     same for any number of processes and after a restart; None: the row's number. progress: share of the training that is done
     (0 to 1), for objectives that change on the way.
+    weights [B, T] float32: how much the loss of the token AT this position counts; anchors [B, T] float32: how much all losses of a
+    draft count whose root, the last token before it, stands AT this position. Both have mean 1 over supervised tokens; None: all 1.
     """
 
     tokens: Tensor
@@ -34,6 +36,8 @@ class TrainBatch:
     target_logits: Callable[[Tensor], Tensor] | None = None
     seeds: Tensor | None = None
     progress: float = 0.0
+    weights: Tensor | None = None
+    anchors: Tensor | None = None
 
     def generators(self) -> list[torch.Generator]:
         """One CPU generator per row. Called twice it gives the same streams again: a recomputed loss draws the same."""
@@ -50,6 +54,23 @@ class TrainBatch:
         )
         mask[:, : mask.shape[1] - ahead] = self.loss_mask[:, ahead:] & same
         return mask
+
+    def weighed(self, values: Tensor, states: Tensor, depth: Tensor | int = 1) -> Tensor:
+        """Losses `values` times the weights of what is predicted: the token behind each flat state (row x T + t) in `states`, at
+        `depth` (1 for the token behind the root) of a draft. All three broadcast; `values` itself where nothing is weighed.
+
+        What lies outside is clamped and means nothing: nobody supervises it.
+        """
+        last = self.tokens.numel() - 1
+        if self.weights is not None:
+            values = values * self.weights.flatten()[(states + 1).clamp(max=last)].to(values.dtype)
+        return self.from_anchors(values, states, depth)
+
+    def from_anchors(self, values: Tensor, states: Tensor, depth: Tensor | int) -> Tensor:
+        """`weighed` by the weights of the drafts' roots alone."""
+        if self.anchors is None:
+            return values
+        return values * self.anchors.flatten()[(states - depth + 1).clamp(min=0)].to(values.dtype)
 
 
 @dataclass

@@ -102,14 +102,14 @@ Head = Callable[[Tensor], Tensor]
 def distillation_loss(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> LossOutput:
-    """The weighted objectives summed over all predictions, with metrics per depth; columns: V."""
+    """The weighted objectives summed over all predictions, each with its weight of `batch`, with metrics per depth; columns: V."""
     acceptance = _mean_acceptance(config, batch, predictions, head, columns)
 
     def part(rows: Tensor) -> losses.Sums:
         chosen = predictions.only(rows)
         logits, wanted, labels = _look(config, batch, chosen, head)
         alpha = None if acceptance is None else acceptance[rows]
-        values = objective(config, logits, wanted, labels, alpha)
+        values = batch.weighed(objective(config, logits, wanted, labels, alpha), chosen.states, chosen.depth + 1)
         best = labels if wanted is None else losses.best_column(wanted)
         hits = losses.best_column(logits) == best
         if predictions.depths == 1:

@@ -110,10 +110,10 @@ def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
 
 
 def sum_by_state(
-    outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
+    batch: TrainBatch, outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, correct and supervised predictions per step [K], each target state being looked at once for all its
-    steps.
+    steps. Losses are weighed as `batch` says.
 
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat state at each step; wanted
     [B*T, K] bool: which of these are supervised; columns: elements of the widest row that `judge` works
@@ -124,8 +124,10 @@ def sum_by_state(
         mask = wanted[states_at].T  # [K, M]
         chosen = outputs.index_select(0, places[:, states_at].flatten()).unflatten(0, mask.shape)
         values, counts, hits = judge(chosen, states_at)
+        values = batch.weighed(values, states_at, depths)
         return losses.masked_sum(values.T, (mask & counts).T), (hits & mask).sum(1), mask.sum(1)
 
+    depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
     rows = wanted.any(1).nonzero().squeeze(1)
     per_step, correct, counts = losses.sum_over_rows(part, rows, columns)
     return per_step, correct, counts
@@ -142,7 +144,7 @@ def unrolled_loss(
     wanted = losses.supervised_states(batch, steps)
     places = step_places(steps, wanted.shape[0], wanted.device)
     flat = torch.cat([output.flatten(0, 1) for output in unrolled])
-    per_step, correct, counts = sum_by_state(flat, places, wanted, max(steps * columns, taught), judge)
+    per_step, correct, counts = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
     return LossOutput(
         (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
     )

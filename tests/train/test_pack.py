@@ -101,7 +101,7 @@ def test_packing_in_windows_holds_every_document_once(monkeypatch):
     documents = [document(100 * i, int(n), 2) for i, n in enumerate(rng.integers(3, 30, 60))]
     one = PackedData(documents, 32)
     packer = packed_file.Packer
-    monkeypatch.setattr(packed_file, "Packer", lambda length, files: packer(length, files, 7, 100))
+    monkeypatch.setattr(packed_file, "Packer", lambda length, files, extras: packer(length, files, 7, 100, extras))
     windows = PackedData(documents, 32)
     assert len(windows) >= len(one)
     found = [
@@ -121,7 +121,7 @@ def test_packed_rows_are_kept_beside_the_answers_and_rebuilt_when_damaged(tmp_pa
     first = PackedData.from_manifest(tmp_path, INFO, 32)
     (kept,) = (tmp_path / "packed").iterdir()
     reads = []
-    monkeypatch.setattr("train.data.pack.documents_of", lambda *arguments: reads.append(arguments))
+    monkeypatch.setattr("train.data.pack.weighted_documents", lambda *arguments: reads.append(arguments))
     again = PackedData.from_manifest(tmp_path, INFO, 32)
     assert not reads, "the second training reads what the first one packed"
     assert rows_of(first) == rows_of(again) == rows_of(PackedData(rows, 32))

@@ -29,7 +29,8 @@ class PackedBatch:
     target's features.
 
     tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b, T] bool;
-    seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`).
+    seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`); weights and anchors [b, T] float32 or None
+    (`TrainBatch.weights`).
     """
 
     tokens: Tensor
@@ -37,10 +38,17 @@ class PackedBatch:
     segments: Tensor
     loss_mask: Tensor
     seeds: Tensor
+    weights: Tensor | None = None
+    anchors: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same rows on another device."""
-        return PackedBatch(*(getattr(self, item.name).to(device) for item in fields(self)))
+        return PackedBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
 
 class StepLoader:
@@ -134,4 +142,11 @@ class StepLoader:
             segments=torch.from_numpy(np.stack([row.segments for row in arrays])),
             loss_mask=torch.from_numpy(np.stack([row.loss_mask for row in arrays])),
             seeds=torch.from_numpy(seeds),
+            weights=_beside([row.weights for row in arrays]),
+            anchors=_beside([row.anchors for row in arrays]),
         )
+
+
+def _beside(columns: list[NDArray[np.float32] | None]) -> Tensor | None:
+    found = [column for column in columns if column is not None]
+    return torch.from_numpy(np.stack(found)) if found else None

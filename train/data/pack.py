@@ -29,13 +29,15 @@ from heads.api.target_info import TargetInfo
 from inference.chat import Span
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, verify_file
 from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
-from train.data.masks import Tokens, require_supervised
+from train.data.masks import require_supervised
 from train.data.packed_file import (
+    EXTRAS,
     WINDOW_DOCUMENTS,
     WINDOW_TOKENS,
     Counts,
+    Document,
+    Flat,
     Indexes,
-    TokenFile,
     is_whole,
     pack_in_memory,
     read_packed,
@@ -74,12 +76,15 @@ class PackReport:
 @dataclass(frozen=True)
 class RowArrays:
     """One row: tokens [T] int32 (0 on padding), positions [T] int32 (restarting with each document), segments
-    [T] int32 (1, 2, ... per document, 0 on padding), loss_mask [T] bool."""
+    [T] int32 (1, 2, ... per document, 0 on padding), loss_mask [T] bool; weights and anchors [T] float32 (1 on padding), None where
+    the answers have none."""
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     segments: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
+    weights: NDArray[np.float32] | None = None
+    anchors: NDArray[np.float32] | None = None
 
 
 class PackedData:
@@ -88,9 +93,9 @@ class PackedData:
 
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
-    def __init__(self, documents: Iterable[tuple[Tokens, Sequence[Span]]], sequence_length: int) -> None:
+    def __init__(self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()) -> None:
         _check_length(sequence_length)
-        self._open(sequence_length, *pack_in_memory(documents, sequence_length))
+        self._open(sequence_length, *pack_in_memory(documents, sequence_length, extras))
 
     @classmethod
     def from_manifest(
@@ -110,6 +115,9 @@ class PackedData:
             "vocab_size": info.vocab_size,
             "windows": [WINDOW_DOCUMENTS, WINDOW_TOKENS],
         }
+        extras = extras_of(shards)
+        if extras:
+            key["extras"] = extras
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         folder = directory / PACKED / name
         if is_whole(folder, key) and not is_whole(folder, key, thorough=True):
@@ -118,19 +126,19 @@ class PackedData:
         data = cls.__new__(cls)
         if not is_whole(folder, key):
             try:
-                write_packed(folder, documents_of(shards, info, watch), sequence_length, key)
+                write_packed(folder, weighted_documents(shards, info, watch, extras), sequence_length, key, extras)
             except OSError as error:
                 logger.warning("packed rows cannot be kept in '%s' (%s); a temporary folder is used", folder, error)
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
                 folder = Path(data._temporary.name) / name
-                write_packed(folder, documents_of(shards, info), sequence_length, key)
+                write_packed(folder, weighted_documents(shards, info, extras=extras), sequence_length, key, extras)
         data._open(sequence_length, *read_packed(folder))
         return data
 
-    def _open(self, sequence_length: int, counts: Counts, indexes: Indexes, tokens: TokenFile) -> None:
+    def _open(self, sequence_length: int, counts: Counts, indexes: Indexes, flat: Flat) -> None:
         require_supervised(counts.supervised, counts.tokens)
         self.sequence_length = sequence_length
-        self._indexes, self._tokens = indexes, tokens
+        self._indexes, self._flat = indexes, flat
         self.supervised: NDArray[np.int64] = indexes.supervised
         self.report = PackReport(
             documents=counts.documents,
@@ -148,7 +156,8 @@ class PackedData:
     def row(self, index: int) -> RowArrays:
         """Row `index` as arrays of T entries."""
         at = self._indexes
-        stored = self._tokens.read(int(at.starts[index]), int(at.starts[index + 1]))
+        begin, end = int(at.starts[index]), int(at.starts[index + 1])
+        stored = self._flat["tokens"].read(begin, end)
         lengths = at.lengths[at.documents[index] : at.documents[index + 1]]
         tokens, positions, segments = (np.zeros(self.sequence_length, dtype=np.int32) for _ in range(3))
         loss_mask = np.zeros(self.sequence_length, dtype=bool)
@@ -158,7 +167,12 @@ class PackedData:
         begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions[:used] = np.arange(used) - begins
         segments[:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-        return RowArrays(tokens, positions, segments, loss_mask)
+        beside = {}
+        for name in EXTRAS:
+            if name in self._flat:
+                beside[name] = np.ones(self.sequence_length, dtype=np.float32)
+                beside[name][:used] = self._flat[name].read(begin, end)
+        return RowArrays(tokens, positions, segments, loss_mask, **beside)
 
 
 def _check_length(sequence_length: int) -> None:
@@ -188,9 +202,25 @@ def documents_of(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
     """Documents of shards, in order. A row may hold several, one after the other: see `Answer.parts`."""
+    for tokens, spans, _ in weighted_documents(shards, info, watch):
+        yield tokens, spans
+
+
+def extras_of(shards: Sequence[Path]) -> list[str]:
+    """Which of `EXTRAS` the shards have; raises `UserError` unless all have the same."""
+    found = [[name for name in EXTRAS if name in pq.read_schema(path).names] for path in shards]
+    if any(names != found[0] for names in found):
+        raise UserError(f"the shards beside '{shards[0]}' differ in their columns {list(EXTRAS)}. Run `headstart feedback` again.")
+    return found[0]
+
+
+def weighted_documents(
+    shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore, extras: Sequence[str] = ()
+) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
+    """`documents_of` with the columns `extras` of every document's tokens; raises `UserError` for weights that are none."""
     rows = 0
     for path in shards:
-        for batch in _batches(path):
+        for batch in _batches(path, extras):
             rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
             parts = batch.column("parts").to_pylist() if "parts" in batch.schema.names else [None] * len(spans)
@@ -200,21 +230,35 @@ def documents_of(
                     f"'{path}' holds token ids outside 0..{info.vocab_size - 1}, the vocabulary of target "
                     f"'{info.id}'."
                 )
+            beside = {name: _weights(path, name, batch.column(name), tokens) for name in extras}
             for number, answer in enumerate(spans):
                 whole = values[bounds[number] : bounds[number + 1]]
-                yield from _split(whole, [(start, end) for start, end in answer], parts[number] or ())
+                own = {name: column[bounds[number] : bounds[number + 1]] for name, column in beside.items()}
+                for part, (low, high) in _split(whole, [(start, end) for start, end in answer], parts[number] or ()):
+                    yield *part, {name: column[low:high] for name, column in own.items()}
             watch("pack", rows)
 
 
 def _split(
     tokens: NDArray[np.int32], spans: list[Span], parts: Sequence[int]
-) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """The documents of one row: `parts` says where the second and later ones begin."""
+) -> Iterator[tuple[tuple[NDArray[np.int32], list[Span]], Span]]:
+    """The documents of one row, and where they lie in it: `parts` says where the second and later ones begin."""
     for begin, end in pairwise([0, *parts, len(tokens)]):
-        yield tokens[begin:end], [(low - begin, high - begin) for low, high in spans if begin <= low < end]
+        inside = [(low - begin, high - begin) for low, high in spans if begin <= low < end]
+        yield (tokens[begin:end], inside), (begin, end)
 
 
-def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+def _weights(path: Path, name: str, column: pa.ListArray, tokens: pa.ListArray) -> NDArray[np.float32]:
+    """A column of weights, flat like the tokens' values."""
+    values: NDArray[np.float32] = column.values.to_numpy()
+    if not np.array_equal(column.offsets.to_numpy(), tokens.offsets.to_numpy()):
+        raise UserError(f"'{path}' has not one entry of '{name}' per token. Run `headstart feedback` again.")
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise UserError(f"'{path}' holds {name} that are below 0 or no numbers. Run `headstart feedback` again.")
+    return values
+
+
+def _batches(path: Path, extras: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
@@ -229,7 +273,7 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
                 "numbers."
             )
     # Shards of older versions have no column `parts`: one document per row.
-    columns = [name for name in ("tokens", "spans", "parts") if name in file.schema_arrow.names]
+    columns = [name for name in ("tokens", "spans", "parts", *extras) if name in file.schema_arrow.names]
     yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
 
 

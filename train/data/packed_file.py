@@ -5,6 +5,7 @@
     starts.bin      int64 [R + 1]: where each row's tokens begin
     documents.bin   int64 [R + 1]: where each row's documents begin in lengths.bin
     supervised.bin  int64 [R]
+    weights.bin, anchors.bin   float32 per token, beside tokens.bin; only where the answers have them (train/feedback)
     packed.json     what was packed, the report, and size and SHA-256 of each file; written last
 
 Rows are read with positional reads, not through a map: what the kernel caches is then not counted as this process's memory. Held in
@@ -37,8 +38,16 @@ WINDOW_DOCUMENTS = 1 << 16
 WINDOW_TOKENS = 1 << 23
 """Most tokens of a window, which are held in memory (int32) until it is packed."""
 PARTS = {"tokens": np.int32, "lengths": np.int32, "starts": np.int64, "documents": np.int64, "supervised": np.int64}
+EXTRAS = {"weights": np.float32, "anchors": np.float32}
+"""What a token may carry besides: see `heads.api.batch.TrainBatch`."""
 HEADER = "packed.json"
 FORMAT = 1
+
+Weights = Mapping[str, NDArray[np.float32]]
+"""Some of `EXTRAS` for the tokens of one document."""
+Document = tuple[Tokens, Sequence[Span]] | tuple[Tokens, Sequence[Span], Weights]
+Flat = Mapping[str, "FlatFile"]
+"""The files that have an entry per token, by name."""
 
 
 @dataclass
@@ -71,8 +80,10 @@ class Packer:
     files: Mapping[str, BinaryIO]
     window_documents: int = WINDOW_DOCUMENTS
     window_tokens: int = WINDOW_TOKENS
+    extras: Sequence[str] = ()
     counts: Counts = field(default_factory=Counts)
     _waiting: list[NDArray[np.int32]] = field(default_factory=list)
+    _beside: list[Weights] = field(default_factory=list)
     _held: int = 0
     _written: int = 0
     _numbered: int = 0
@@ -81,21 +92,23 @@ class Packer:
         self._put("starts", [0])
         self._put("documents", [0])
 
-    def add_all(self, documents: Iterable[tuple[Tokens, Sequence[Span]]]) -> None:
-        """Take every document and write what is left at the end."""
-        for tokens, spans in documents:
-            self._add(tokens, spans)
+    def add_all(self, documents: Iterable[Document]) -> None:
+        """Take every document and write what is left at the end. With `extras` each brings its weights."""
+        for tokens, spans, *beside in documents:
+            self._add(tokens, spans, beside[0] if beside else {})
         self._pack()
 
-    def _add(self, tokens: Tokens, spans: Sequence[Span]) -> None:
-        signed = signed_window(tokens, spans, self.length)
-        if signed is None:
+    def _add(self, tokens: Tokens, spans: Sequence[Span], beside: Weights) -> None:
+        window = signed_window(tokens, spans, self.length)
+        if window is None:
             self.counts.dropped += 1
             return
+        signed, begin = window
         self.counts.truncated += len(tokens) > self.length
         if len(self._waiting) == self.window_documents or self._held + len(signed) > self.window_tokens:
             self._pack()
         self._waiting.append(signed)
+        self._beside.append({name: beside[name][begin : begin + len(signed)] for name in self.extras})
         self._held += len(signed)
 
     def _pack(self) -> None:
@@ -105,6 +118,8 @@ class Packer:
             tokens = np.concatenate(parts)
             supervised = int((tokens < 0).sum())
             self._put("tokens", tokens)
+            for name in self.extras:
+                self._put(name, np.concatenate([self._beside[number][name] for number in row]))
             self._put("lengths", [len(part) for part in parts])
             self._put("supervised", [supervised])
             self._written += len(tokens)
@@ -115,31 +130,32 @@ class Packer:
             self.counts.supervised += supervised
         self.counts.documents += len(self._waiting)
         self.counts.tokens += self._held
-        self._waiting, self._held = [], 0
+        self._waiting, self._beside, self._held = [], [], 0
 
     def _put(self, name: str, values: Any) -> None:
-        self.files[name].write(np.asarray(values, dtype=PARTS[name]).tobytes())
+        self.files[name].write(np.asarray(values, dtype=(PARTS | EXTRAS)[name]).tobytes())
 
 
-class TokenFile:
-    """Ranges of the flat tokens, from a file or from memory."""
+class FlatFile:
+    """Ranges of a flat file with four bytes per token, from the disk or from memory."""
 
-    def __init__(self, source: Path | bytes) -> None:
+    def __init__(self, source: Path | bytes, dtype: Any = np.int32) -> None:
+        self._dtype = dtype
         self._bytes = source if isinstance(source, bytes) else b""
         self._descriptor = -1 if isinstance(source, bytes) else os.open(source, os.O_RDONLY)
 
-    def read(self, begin: int, end: int) -> NDArray[np.int32]:
-        """Stored values [end - begin] int32 from `begin`."""
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Stored values [end - begin] from `begin`."""
         first, count = 4 * begin, 4 * (end - begin)
         if self._descriptor < 0:
-            return np.frombuffer(self._bytes, np.int32, end - begin, first)
+            return np.frombuffer(self._bytes, self._dtype, end - begin, first)
         found = b""
         while len(found) < count:  # one read gives at most 2 GiB, and fewer bytes on some file systems
             more = os.pread(self._descriptor, count - len(found), first + len(found))
             if not more:
                 raise OSError(f"the packed tokens end before byte {first + count}")
             found += more
-        return np.frombuffer(found, np.int32)
+        return np.frombuffer(found, self._dtype)
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -147,32 +163,34 @@ class TokenFile:
 
 
 def pack_in_memory(
-    documents: Iterable[tuple[Tokens, Sequence[Span]]], length: int
-) -> tuple[Counts, Indexes, TokenFile]:
+    documents: Iterable[Document], length: int, extras: Sequence[str] = ()
+) -> tuple[Counts, Indexes, Flat]:
     """Pack documents without touching the disk."""
-    files = {name: BytesIO() for name in PARTS}
-    packer = Packer(length, files)
+    files = {name: BytesIO() for name in (*PARTS, *extras)}
+    packer = Packer(length, files, extras=extras)
     packer.add_all(documents)
     contents = {name: file.getvalue() for name, file in files.items()}
     arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"}
-    return packer.counts, Indexes(**arrays), TokenFile(contents["tokens"])
+    flat = {name: FlatFile(contents[name], (PARTS | EXTRAS)[name]) for name in ("tokens", *extras)}
+    return packer.counts, Indexes(**arrays), flat
 
 
 def write_packed(
-    folder: Path, documents: Iterable[tuple[Tokens, Sequence[Span]]], length: int, key: Mapping[str, Any]
+    folder: Path, documents: Iterable[Document], length: int, key: Mapping[str, Any], extras: Sequence[str] = ()
 ) -> None:
     """Pack documents into `folder`, which appears whole or not at all. Several processes may do it at once: the first one wins."""
+    names = (*PARTS, *extras)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
     try:
-        files = {name: (building / f"{name}.bin").open("wb") for name in PARTS}
+        files = {name: (building / f"{name}.bin").open("wb") for name in names}
         try:
-            packer = Packer(length, files)
+            packer = Packer(length, files, extras=extras)
             packer.add_all(documents)
         finally:
             for file in files.values():
                 file.close()
-        entries = [file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size) for name in PARTS]
+        entries = [file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size) for name in names]
         header = {"format": FORMAT, "key": dict(key), "counts": asdict(packer.counts), "files": entries}
         write_json(building / HEADER, header)
         if is_whole(folder, key):
@@ -192,7 +210,7 @@ def is_whole(folder: Path, key: Mapping[str, Any], *, thorough: bool = False) ->
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         if header["format"] != FORMAT or header["key"] != dict(key):
             return False
-        names = {f"{name}.bin" for name in PARTS}
+        names = {f"{name}.bin" for name in (*PARTS, *key.get("extras", ()))}
         return {entry["file"] for entry in header["files"]} == names and all(
             (folder / entry["file"]).stat().st_size == entry["bytes"]
             and not (thorough and file_sha256(folder / entry["file"]) != entry["sha256"])
@@ -202,11 +220,13 @@ def is_whole(folder: Path, key: Mapping[str, Any], *, thorough: bool = False) ->
         return False
 
 
-def read_packed(folder: Path) -> tuple[Counts, Indexes, TokenFile]:
+def read_packed(folder: Path) -> tuple[Counts, Indexes, Flat]:
     """Open what `write_packed` wrote."""
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"}
-    return Counts(**header["counts"]), Indexes(**arrays), TokenFile(folder / "tokens.bin")
+    names = ("tokens", *header["key"].get("extras", ()))
+    flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}
+    return Counts(**header["counts"]), Indexes(**arrays), flat
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -236,8 +256,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> NDArray[np.int32] | None:
-    """The tokens of a document, cut to `length`, supervised ones as ~token; None when nothing is supervised."""
+def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> tuple[NDArray[np.int32], int] | None:
+    """The tokens of a document, cut to `length`, supervised ones as ~token, and where the cut begins; None when nothing is
+    supervised.
+    """
     mask = mask_of(spans, len(tokens))
     if not mask.any():
         return None
@@ -245,7 +267,7 @@ def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> NDArray
     window = np.array(tokens[begin : begin + length], dtype=np.int32)
     kept = mask[begin : begin + length].copy()
     kept[:1] = False  # nothing before the window's first token could predict it
-    return np.where(kept, ~window, window)
+    return np.where(kept, ~window, window), begin
 
 
 def _window_start(mask: NDArray[np.bool_], length: int) -> int:

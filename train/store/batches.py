@@ -14,7 +14,7 @@ Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ class Form:
 def moved(packed: PackedBatch, device: torch.device) -> dict[str, Any]:
     """The tensors of `packed` on a device; the seeds stay on the host, where they are read."""
     return {
-        item.name: getattr(packed, item.name).to(device, non_blocking=True)
-        for item in fields(packed)
-        if item.name != "seeds"
+        name: value.to(device, non_blocking=True) for name, value in packed.tensors().items() if name != "seeds"
     }
 
 
