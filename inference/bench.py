@@ -22,6 +22,7 @@ from inference.batch_profile import ProfileConfig
 from inference.bench_data import DatasetConfig
 from inference.cost import CostConfig
 from inference.engine import DecodeConfig
+from inference.lost.config import LostConfig
 from inference.manifest import file_sha256
 from inference.prompts import Prompt, select_prompts
 
@@ -62,6 +63,8 @@ class BenchConfig:
     """Compare with the memory bandwidth of this device, which is probed."""
     baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
     """Other people's decoding loops on the same prompts; nothing unless asked for."""
+    lost: LostConfig = field(default_factory=LostConfig)
+    """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_domain", "warmup_prompts", "repeats"):

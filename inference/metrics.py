@@ -186,6 +186,18 @@ def interval95(numerators: Floats, denominators: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def ratios(numerators: Floats, denominators: Floats) -> Floats:
+    """numerators / denominators, entry by entry; 0 where a denominator is 0."""
+    top, bottom = np.broadcast_arrays(numerators, denominators)
+    return np.divide(top, bottom, out=np.zeros(top.shape), where=bottom != 0)
+
+
+def middle95(values: Floats) -> tuple[float, float]:
+    """2.5% and 97.5% percentiles of resampled values [R]."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
 def tau_estimate(totals: Totals, seed: int = 0) -> TauEstimate:
     """tau, its interval, TAR and acceptance by depth. Raises `UserError` when no verify pass took place."""
     passes = totals.passes.sum()
@@ -233,6 +245,36 @@ def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[
     if not slow.any():
         return 0.0, (0.0, 0.0)
     return divide(tokens_per_second(arm), tokens_per_second(baseline)), interval95(fast, slow)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one drafter gains over another one on the same prompts, with paired 95% intervals."""
+
+    tau: float
+    """Difference of tau."""
+    tau_ci95: tuple[float, float]
+    accepted: float
+    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1: 0.1 is ten percent more."""
+    accepted_ci95: tuple[float, float]
+
+
+def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
+    """What `new` gains over `old`, one draw of prompts for both. Raises `UserError` when one of them verified nothing."""
+    new = new.like(old)
+    here, before = tau_estimate(new, seed), tau_estimate(old, seed)
+    weights = resample_weights(len(old.prompts), seed)
+    passes = (weights @ new.passes, weights @ old.passes)
+    drawn = (passes[0] > 0) & (passes[1] > 0)
+    tau = [(weights @ arm.committed)[drawn] / count[drawn] for arm, count in zip((new, old), passes, strict=True)]
+    low, high = np.percentile(tau[0] - tau[1], [2.5, 97.5])
+    ratio = interval95(tau[0] - 1.0, tau[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0)
+    return Gain(
+        here.tau - before.tau,
+        (float(low), float(high)),
+        divide(here.tau - 1.0, before.tau - 1.0) - 1.0 if before.tau > 1.0 else 0.0,
+        (ratio[0] - 1.0, ratio[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0),
+    )
 
 
 def ideal_speedup(arm: Totals, baseline: Totals) -> float:

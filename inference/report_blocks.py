@@ -103,7 +103,40 @@ def _step_cells(step: Report) -> list[str]:
     return [f"{step['bytes_per_step'] / 1e6:.1f}", f"{step['step_ms']:.2f}", f"{100 * step['share']:.0f}%"]
 
 
+LOST_ROUNDED = {"sample": "sample (rest)", "clock": "clock (rest)"}
+
+
+def lost_table(block: Report) -> list[str]:
+    """Every term of every arm: what is left of the ceiling behind it. Then 1 - TV by depth and domain."""
+    arms = block["arms"]
+    names = [term["name"] for arm in arms.values() for term in arm["terms"]]
+    rows = [["ceiling", *(f"{arm['ceiling']:.2f}" for arm in arms.values())]]
+    for place, name in enumerate(dict.fromkeys(names)):
+        terms = [arm["terms"][place] for arm in arms.values()]
+        cells = [_interval(term["factor"], term["ci95"]) for term in terms]
+        rows.append([LOST_ROUNDED.get(name, name), *cells])
+    rows.append(["speedup", *(f"**{arm['speedup']:.2f}**" for arm in arms.values())])
+    lines = markdown_table(["factor", *arms], rows)
+    lines += ["", "1 - TV of both models' distributions as decoding uses them (of their own), by depth", ""]
+    groups = [(name, group, levels) for name, arm in arms.items() for group, levels in arm["depths"].items()]
+    deepest = max(len(levels) for _, _, levels in groups)
+    cells_of = [
+        [f"{level['overlap']:.2f} ({level['own_overlap']:.2f})" if level["tested"] else "-" for level in levels]
+        for _, _, levels in groups
+    ]
+    table = [
+        [name, group, *cells, *["-"] * (deepest - len(cells))]
+        for (name, group, _), cells in zip(groups, cells_of, strict=True)
+    ]
+    return lines + markdown_table(["drafter", "domain", *(f"depth {i + 1}" for i in range(deepest))], table)
+
+
 TABLES = {
+    "lost": (
+        "Where the speed goes: from the ceiling (every draft kept, at the cost of a plain step) to the measured speedup, factor by "
+        "factor. Their product is exact; what no term explains stands in the rows marked rest",
+        lost_table,
+    ),
     "baselines": (
         "Loops beside ours: tokens/s of decoding and its ratio to ours without a drafter; the same with prefill",
         baselines_table,

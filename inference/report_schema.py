@@ -132,7 +132,33 @@ LOOP = {
     "interleaved": bool,
     "version": str,
 }
-BLOCKS = {"profile": PROFILE, "costs": COSTS, "roofline": ROOFLINE, "baselines": {"*": LOOP}}
+TERM = {"name": str, "factor": float, "ci95": "interval"}
+SPLIT = {"ceiling": float, "speedup": float, "tau": float, "terms": [TERM]}
+STATES: dict[str, Any] = {
+    "tested": int,
+    **{
+        key: form
+        for name in ("accepted", "overlap", "own_overlap", "missed")
+        for key, form in ((name, float), (f"{name}_ci95", "interval"))
+    },
+}
+LOST_ARM: dict[str, Any] = {
+    **SPLIT,
+    "widening": float,
+    "domains": {"*": SPLIT},
+    "depths": {"*": [STATES]},
+    "positions": [{"first": int, "end": int, **STATES}],
+    "temperatures": [{"temperature": float, "tau": float, "tau_ci95": "interval", "ece": float, **STATES}],
+    "tree": {"nodes": int, "own": float, "best": float, "choices": "anything"},
+    "calibration": {
+        "estimate": str,
+        "ece": float,
+        "ece_ci95": "interval",
+        "bins": [{"count": int, "confidence": float, "accepted": float}],
+    },
+}
+LOST = {"prompts": int, "arms": {"*": LOST_ARM}}
+BLOCKS = {"lost": LOST, "profile": PROFILE, "costs": COSTS, "roofline": ROOFLINE, "baselines": {"*": LOOP}}
 """Blocks that a report has only when they were asked for."""
 PROVENANCE = ("command", "versions", "git", "run")
 """Top-level keys that say how a report came about; free in form."""
@@ -163,7 +189,7 @@ def validate_report(report: Any, source: str = "report") -> dict[str, Any]:
     return dict(report)
 
 
-OPTIONAL = {"name", "noise", "choices", "weights_sha256", "gap", "version", *BLOCKS, *PROVENANCE}
+OPTIONAL = {"name", "noise", "choices", "weights_sha256", "gap", "version", "calibration", *BLOCKS, *PROVENANCE}
 
 
 def _check(value: Any, form: Any, key: str, source: str) -> None:

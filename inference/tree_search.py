@@ -57,12 +57,12 @@ class RankStatistics:
                 "longer than one token."
             )
         return [
-            _pooled([count / tested if tested else 0.0 for count in hits])
+            pooled([count / tested if tested else 0.0 for count in hits])
             for tested, hits in zip(self.tested, self.hits, strict=True)
         ]
 
 
-def _pooled(values: Sequence[float]) -> list[float]:
+def pooled(values: Sequence[float]) -> list[float]:
     """The closest sequence that never rises: neighbours that rise are replaced by their mean."""
     blocks: list[tuple[float, int]] = []  # mean and length
     for value in values:
