@@ -86,6 +86,9 @@ class Limits:
     patience: int
     save_every: int
     max_seconds: float
+    begin: float = 0.0
+    """Where in the whole training (0 to 1) this one begins and ends, for losses that change along the way."""
+    end: float = 1.0
 
 
 @dataclass
@@ -213,7 +216,8 @@ class Trainer:
         for place, packed in enumerate(batches):
             with self.clock.part(self.feature_part):
                 batch = self.features.batch(packed, index)
-            batch.progress = index / max(1, self.limits.steps)
+            share = index / max(1, self.limits.steps)
+            batch.progress = self.limits.begin + (self.limits.end - self.limits.begin) * share
             if batch.target_logits is not None:
                 batch.target_logits = self.clock.within("target", batch.target_logits)
             with self.clock.part("drafter"):

@@ -176,3 +176,27 @@ def test_nothing_to_measure_is_said_plainly() -> None:
         Totals.collect([], DEPTH)
     with pytest.raises(UserError, match="every answer ended with its first token"):
         metrics.tau_estimate(Totals.collect([outcome("a", "x", [], DEPTH)], DEPTH))
+
+
+def passes_of(prompt: str, accepted: int, count: int) -> Outcome:
+    return outcome(prompt, "code", [accepted] * count, 8)
+
+
+def test_a_gain_is_a_difference_of_ratios_over_the_same_prompts() -> None:
+    """Prompts differ a lot, the drafters differ alike on all of them: the paired interval knows."""
+    old = Totals.collect([passes_of(f"p{n}", n % 4, 10) for n in range(40)], 8)
+    new = Totals.collect([passes_of(f"p{n}", n % 4 + 1, 10) for n in reversed(range(40))], 8)
+    found = metrics.gain(new, old)
+    assert found.tau == pytest.approx(1.0) and found.tau_ci95 == pytest.approx((1.0, 1.0))
+    assert found.accepted == pytest.approx(2.5 / 1.5 - 1)
+    low, high = found.accepted_ci95
+    assert 0.4 < low < found.accepted < high < 1.2
+    same = metrics.gain(old, old)
+    assert (same.tau, same.tau_ci95, same.accepted, same.accepted_ci95) == (0.0, (0.0, 0.0), 0.0, (0.0, 0.0))
+
+
+def test_a_gain_over_a_drafter_that_is_never_right_has_no_ratio() -> None:
+    never = Totals.collect([passes_of(f"p{n}", 0, 5) for n in range(4)], 8)
+    once = Totals.collect([passes_of(f"p{n}", 1, 5) for n in range(4)], 8)
+    found = metrics.gain(once, never)
+    assert (found.tau, found.accepted, found.accepted_ci95) == (1.0, 0.0, (0.0, 0.0))
