@@ -87,7 +87,8 @@ def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
     """Where prompts came from and what they were: the `prompts` block of a report's `run`."""
     hashes = {prompt.id: prompt_hash(prompt) for prompt in measured}
     everything = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-    return {"source": loaded.source, "revision": loaded.revision, "sha256": everything, "hashes": hashes}
+    domains = {prompt.id: prompt.domain for prompt in measured}
+    return {"source": loaded.source, "revision": loaded.revision, "sha256": everything, "hashes": hashes, "domains": domains}
 
 
 def prompt_hash(prompt: Prompt) -> str:

@@ -79,6 +79,11 @@ class Records:
         os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
 
 
+def read_records(path: Path) -> list[Record]:
+    """The records of a measurement that is done."""
+    return [Record(**line) for line in _read(path)[1:]]
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a records file; a last line cut off by a kill is dropped."""
     if not path.is_file():

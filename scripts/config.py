@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
     from inference.server.config import ServeConfig
+    from inference.watch.config import WatchConfig
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
     from scripts.measure import MeasureConfig
@@ -78,6 +79,7 @@ CONSUMERS = {
     "audit": "inference.audit_config:AuditConfig",
     "plan": "train.plan:PlanConfig",
     "report": "scripts.report:ReportConfig",
+    "watch": "inference.watch.config:WatchConfig",
     "chat": "scripts.chat:ChatConfig",
     "serve": "inference.server.config:ServeConfig",
     "loop": "scripts.loop:LoopConfig",
@@ -121,6 +123,7 @@ class Settings:
     audit: AuditConfig
     plan: PlanConfig
     report: ReportConfig
+    watch: WatchConfig
     chat: ChatConfig
     serve: ServeConfig
     loop: LoopConfig

@@ -77,6 +77,11 @@ STAGES: dict[str, Stage] = {
             "prove that drafters do not change the target's text; ends with status 1 if one does",
             AUDIT,
         ),
+        Stage(
+            "watch",
+            "test whether a drafter still suits its target and traffic; ends with status 1 if it has gone stale",
+            ("run", "target", "decode", "bench", "watch"),
+        ),
         Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
         Stage(
             "push",

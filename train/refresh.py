@@ -80,7 +80,7 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
         )
     theirs = TargetInfo.from_dict(content["target"])
     if other_target:
-        require_same_sizes(theirs, info)
+        theirs.require_same_sizes(info)
     else:
         try:
             theirs.require_same(info)
@@ -98,16 +98,6 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
             ", head.".join(changed),
         )
     load_weights(drafter, folder / WEIGHTS_FILE)
-
-
-def require_same_sizes(theirs: TargetInfo, info: TargetInfo) -> None:
-    """Raise `UserError` unless a drafter made for `theirs` fits a target `info` of other weights."""
-    for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
-        if getattr(theirs, name) != getattr(info, name):
-            raise UserError(
-                f"train.refresh.init_from: the drafter was trained for target '{theirs.id}' with {name} {getattr(theirs, name)}; "
-                f"'{info.id}' has {getattr(info, name)}, so its weights mean nothing there. Train a fresh drafter."
-            )
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:

@@ -106,13 +106,20 @@ def new_drafter(
     return drafter
 
 
-def load_drafter(directory: Path, info: TargetInfo, weights: TargetWeights) -> Any:
+def load_drafter(
+    directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
+) -> Any:
     """Load a checkpoint for the target described by `info`, in the dtype and on the device of the target's weights.
 
+    changed_target: take a target of other weights with the same tokenizer and sizes: to see what a drafter is still worth there.
     Raises `UserError` for another target, for missing, unknown or misshapen tensors, and for weights that are not finite.
     """
     content = read_config(directory)
-    TargetInfo.from_dict(content["target"]).require_same(info)
+    trained_for = TargetInfo.from_dict(content["target"])
+    if changed_target:
+        trained_for.require_same_sizes(info)
+    else:
+        trained_for.require_same(info)
     kind = get_kind(content["kind"])
     drafter = kind.drafter_class(build_config(kind.name, content["config"]), info)
     if not isinstance(drafter, TrainableDrafter):

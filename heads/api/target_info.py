@@ -67,6 +67,15 @@ class TargetInfo:
                     f"{name} {theirs}. Load it with the target it was trained for, or train a drafter for '{other.id}'."
                 )
 
+    def require_same_sizes(self, other: TargetInfo) -> None:
+        """Raise `UserError` unless a drafter made for `self` fits `other`, which may be fine-tuned or quantised since."""
+        for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
+            if getattr(self, name) != getattr(other, name):
+                raise UserError(
+                    f"the drafter was trained for target '{self.id}' with {name} {getattr(self, name)}; '{other.id}' has "
+                    f"{getattr(other, name)}, so its weights mean nothing there. Train a fresh drafter."
+                )
+
 
 @dataclass(frozen=True)
 class Rotary:
