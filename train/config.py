@@ -55,6 +55,8 @@ class TrainConfig:
     """Prompts decoded together in a measurement (tau does not depend on it)."""
     patience: int = 0
     """Stop after so many measurements in a row without a higher tau; 0: never."""
+    goal: float = 0.0
+    """Stop once a measurement's tau reaches this; 0: never."""
     save_every: int = 100
     """Steps between saved states; one more comes at the end. 0: at the end only."""
     keep: int = 2
@@ -81,7 +83,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, least in (("global_batch", 1), ("micro_batch", 1), ("sequence_length", 2), ("eval_prompts", 1),
                             ("eval_tokens", 1), ("eval_batch", 1), ("keep", 1), ("max_steps", 0), ("eval_every", 0),
-                            ("patience", 0), ("save_every", 0), ("max_seconds", 0), ("peak_tflops", 0)):  # fmt: skip
+                            ("patience", 0), ("goal", 0), ("save_every", 0), ("max_seconds", 0), ("peak_tflops", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise UserError(f"train.{name} must be at least {least}; given: {getattr(self, name)}.")
         if not self.max_steps and self.epochs <= 0:

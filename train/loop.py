@@ -278,7 +278,7 @@ class Run:
                 display=display,
                 world=self.world,
                 limits=Limits(
-                    self.steps, config.eval_every, config.patience, config.save_every, config.max_seconds,
+                    self.steps, config.eval_every, config.patience, config.save_every, config.max_seconds, config.goal,
                     job.schedule.begin, job.schedule.end,
                 ),  # fmt: skip
                 run_facts=self.facts,

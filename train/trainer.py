@@ -79,13 +79,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to do what. Counts of steps; 0 (or a patience of 0, seconds of 0) switches that off."""
+    """When to do what. Counts of steps, seconds and a tau; 0 switches that off."""
 
     steps: int
     eval_every: int
     patience: int
     save_every: int
     max_seconds: float
+    goal: float = 0.0
     begin: float = 0.0
     """Where in the whole training (0 to 1) this one begins and ends, for losses that change along the way."""
     end: float = 1.0
@@ -103,7 +104,7 @@ class StepFigures:
 
 @dataclass
 class Trainer:
-    """One run in one process. `run()` returns why it ended: "steps", "patience" or "seconds".
+    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
 
     rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
     what the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
@@ -184,6 +185,8 @@ class Trainer:
             return "steps"
         if limits.patience and progress.stale >= limits.patience:
             return "patience"
+        if limits.goal and progress.tau is not None and progress.tau >= limits.goal:
+            return "goal"
         if limits.max_seconds and progress.seconds >= limits.max_seconds:
             return "seconds"
         return ""

@@ -159,4 +159,4 @@ def test_totals_are_looked_at_in_turn() -> None:
 @pytest.mark.parametrize("name", ["tolerance", "alarm_rate"])
 def test_rates_outside_their_range_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"watch.{name} must lie between 0 and 1"):
-        DriftTest(GRID, TOKENS, {}, **{"tolerance": 0.1, "alarm_rate": 0.1, name: 1.5})
+        DriftTest(GRID, TOKENS, {}, 1.5 if name == "tolerance" else 0.1, 0.0 if name == "alarm_rate" else 0.1)
