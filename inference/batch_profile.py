@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from heads.api.errors import UserError
 from inference import metrics
 from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
+from inference.engine import Completion, Engine, Request
 from inference.metrics import Outcome, Totals
 from inference.prompts import prompt_seed
 from inference.target import TargetModel
@@ -25,6 +25,7 @@ from inference.target import TargetModel
 if TYPE_CHECKING:
     from inference.bench import Arm
 
+Key = TypeVar("Key")
 PLAIN = 0
 """The draft length that stands for no drafter."""
 OWN = -1
@@ -76,6 +77,38 @@ class Setting:
     batch: int
     context: int
     temperature: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One block decoded by one engine: completions in the order of the requests, seconds per phase, steps of the batch."""
+
+    completions: list[Completion]
+    seconds: dict[str, float]
+    steps: int
+
+    def outcome(self, block: int) -> Outcome:
+        """For `Totals`, which then resample blocks."""
+        passes = [record for done in self.completions for record in done.passes]
+        return Outcome(f"block-{block}", "", passes, self.seconds)
+
+
+def take_turns(
+    engines: Mapping[Key, Engine], blocks: Sequence[Sequence[Request]], batch: int
+) -> dict[Key, list[Turn]]:
+    """Every block decoded by every engine, one after another, each time another one first; after a warm-up that does not count."""
+    names = list(engines)
+    for name in names:  # buffers, thread pools and graphs settle; not counted
+        list(engines[name].run(blocks[0][:batch]))
+    found: dict[Key, list[Turn]] = {name: [] for name in names}
+    for number, block in enumerate(blocks):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            engine = engines[name]
+            engine.clock.reset()
+            done = sorted(engine.run(block), key=lambda completion: completion.request.index)
+            found[name].append(Turn(done, dict(engine.clock.seconds), engine.clock.passes))
+    return found
 
 
 def profile(
@@ -181,18 +214,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """One setting: plain decoding and every draft length over the same blocks, taking turns."""
     engines = _engines(config, target, arm, setting, blocks)
-    names = list(engines)
-    for name in names:  # buffers, thread pools and graphs settle; not counted
-        list(engines[name].run(blocks[0][: setting.batch]))
-    found: dict[int, list[Outcome]] = {name: [] for name in names}
+    turns = take_turns(engines, blocks, setting.batch)
     answers = sum(len(block) for block in blocks)
-    for number, block in enumerate(blocks):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            engine = engines[name]
-            engine.clock.reset()
-            passes = [record for done in engine.run(block) for record in done.passes]
-            found[name].append(Outcome(f"block-{number}", "", passes, dict(engine.clock.seconds)))
+    found = {name: [turn.outcome(number) for number, turn in enumerate(taken)] for name, taken in turns.items()}
     plain = Totals.collect(found.pop(PLAIN), 0)
     points = []
     for name, outcomes in found.items():

@@ -1,0 +1,144 @@
+"""What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from them.
+
+A curve's point is one call on its own (`inference.cost`). Decoding puts the calls together, and does more beside them: picks,
+acceptance, what the host does between steps. So every family of drafts is run for a short while at every batch size: the ratio of
+each phase's seconds to the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
+
+Legend: b rows, n nodes, L cached tokens of the longest row, B rows decoded together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from inference.bench import Arm
+from inference.clock import StepClock
+from inference.cost import Bench, Call, CostCurves, CostPoint, captured, interleaved
+from inference.decode_config import DecodeConfig
+from inference.kernels.packed_linear import packed_linears
+from inference.metrics import divide
+from inference.target import TargetModel
+from inference.tune.drafts import NONE, Draft
+
+MEASURED = ("draft", "verify", "commit")
+"""The phases of a step that have a curve."""
+
+
+def measure_curves(
+    target: TargetModel,
+    drafter: Any,
+    drafts: Sequence[Draft],
+    decode: DecodeConfig,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    text: Sequence[int],
+    repeats: int,
+    seed: int = 0,
+) -> CostCurves:
+    """Curves of all `drafts`: verify by nodes; draft and commit under each draft's label, at every batch size and length.
+
+    text: token ids of real prompts. Drafts that stop early cost what the whole chain costs to draft.
+    """
+    shapes = {draft.unstopped.label: draft.unstopped for draft in drafts if draft.shape != "none"}
+    stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
+    sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
+    widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
+    launch = "graph" if target.device.type == "cuda" else "eager"
+    found: dict[tuple[str, str], list[CostPoint]] = {}
+    for rows in sorted(set(batches)):
+        for length in sorted(set(lengths)):
+            bench = Bench(target, rows, length, widest, text)
+            calls: dict[tuple[str, str, int], Call] = {("", "verify", n): bench.verification(n) for n in sizes}
+            with ExitStack() as stack:
+                stack.enter_context(packed_linears(drafter))
+                for label, draft in shapes.items():
+                    arm, nodes = Arm(label, drafter, draft.on(decode)), draft.size
+                    step = bench.step(arm, draft.tree(decode, target.device))
+                    calls[label, "draft", nodes], calls[label, "commit", nodes] = step
+                calls = {key: captured(call) if launch == "graph" else call for key, call in calls.items()}
+                timed = interleaved(calls, target.device, repeats, 2, seed)
+            for (label, what, nodes), seconds in timed.items():
+                low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
+                found.setdefault((label, what), []).append(CostPoint(nodes, rows, length, middle, low, high))
+    return CostCurves(
+        target=target.info.id,
+        device=target.device.type,
+        dtype=str(target.dtype).removeprefix("torch."),
+        launch=launch,
+        repeats=repeats,
+        verify_points=tuple(found["", "verify"]),
+        draft_points={label: tuple(found[label, "draft"]) for label in shapes},
+        commit_points={label: tuple(found[label, "commit"]) for label in shapes},
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How decoding differed from the curves, for one family of drafts at one batch size.
+
+    ratios: phase -> seconds in decoding / seconds on the curve; other: seconds per step beside those phases.
+    """
+
+    ratios: Mapping[str, float]
+    other: float
+
+
+@dataclass
+class StepCosts:
+    """Seconds of a step of decoding: curves, corrected. calibrations: (family, b) -> how; without one curves hold as they are."""
+
+    curves: CostCurves
+    calibrations: dict[tuple[str, int], Calibration] = field(default_factory=dict)
+
+    def phases(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
+        """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes: those verified, where
+        drafts stop early; 0: all.
+        """
+        raw = self.on_curves(draft, b, length, nodes)
+        ratios, other = self.correction(draft.family, b)
+        return {**{phase: raw[phase] * ratios.get(phase, 1.0) for phase in MEASURED}, "other": other}
+
+    def step(self, draft: Draft, b: float, length: float, nodes: float = 0) -> float:
+        """Seconds of a step: see `phases`."""
+        return sum(self.phases(draft, b, length, nodes).values())
+
+    def on_curves(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
+        """The phases that have a curve, uncorrected."""
+        verify = self.curves.verify(nodes or draft.size, b, length)
+        if draft.shape == "none":
+            return {"draft": 0.0, "verify": verify, "commit": 0.0}
+        label, size = draft.unstopped.label, draft.size
+        return {
+            "draft": self.curves.draft(label, size, b, length),
+            "verify": verify,
+            "commit": self.curves.commit(label, size, b, length),
+        }
+
+    def correction(self, family: str, b: float) -> tuple[Mapping[str, float], float]:
+        """Ratios and fixed seconds at b rows, between the batch sizes that were run; the nearest one's outside them."""
+        known = sorted(rows for name, rows in self.calibrations if name == family)
+        if not known:
+            return {}, 0.0
+        below = max((rows for rows in known if rows <= b), default=known[0])
+        above = min((rows for rows in known if rows >= b), default=known[-1])
+        low, high = self.calibrations[family, below], self.calibrations[family, above]
+        share = divide(b - below, above - below)
+        share = min(max(share, 0.0), 1.0)
+        ratios = {phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase]) for phase in low.ratios}
+        return ratios, low.other + share * (high.other - low.other)
+
+    def calibrate(self, draft: Draft, rows: int, length: float, nodes: float, clock: StepClock) -> None:
+        """Take over what `clock` booked while `draft` was decoded in `rows` rows (mean length and nodes of its steps given)."""
+        raw, steps = self.on_curves(draft, rows, length, nodes), clock.passes
+        ratios = {
+            phase: divide(divide(clock.seconds[phase], steps), raw[phase]) if raw[phase] else 1.0 for phase in MEASURED
+        }
+        other = divide(sum(seconds for phase, seconds in clock.seconds.items() if phase not in (*MEASURED, "prefill")), steps)
+        if draft == NONE:  # acceptance and the host's work are booked to both by a loop that drafts nothing
+            other += divide(clock.seconds["draft"] + clock.seconds["commit"], steps)
+        self.calibrations[draft.family, rows] = Calibration(ratios, other)

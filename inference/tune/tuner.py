@@ -1,0 +1,253 @@
+"""Chooses how to draft with one drafter on this machine, for every batch size and temperature asked for.
+
+1. Survey: how much of every draft is accepted, from the target's own answers to tuning prompts (`survey`).
+2. Costs: what drafting, verifying and committing take, as curves, corrected by short decodings (`costs`).
+3. Prediction: tokens per second of every draft = tokens of the blocks / sum of their steps' seconds.
+4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding; the fastest is chosen, or none
+   when plain decoding is as fast.
+
+Legend: B rows decoded together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from inference import metrics
+from inference.batch_profile import Turn, take_turns
+from inference.clock import StepClock
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine
+from inference.kernels.packed_linear import packed_linears
+from inference.metrics import Totals, divide
+from inference.prompts import Prompt
+from inference.target import TargetModel
+from inference.tune.config import TuneConfig
+from inference.tune.costs import StepCosts, measure_curves
+from inference.tune.drafts import NONE, Draft, described
+from inference.tune.survey import Survey, Task, survey
+from inference.tune.workload import Answered, Steps, batch_steps
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a draft is expected to do at one batch size: tokens per second, tau, seconds per step by phase."""
+
+    draft: Draft
+    tokens_per_second: float
+    tau: float
+    phases: Mapping[str, float]
+
+
+@dataclass
+class Tuner:
+    """One drafter's tuning: what is known so far. say: is told what is being done."""
+
+    config: TuneConfig
+    target: TargetModel
+    drafter: Any
+    task: Task
+    decode: DecodeConfig
+    say: Say
+    surveys: dict[float, Survey] = field(default_factory=dict)
+    costs: StepCosts | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        config: TuneConfig,
+        target: TargetModel,
+        drafter: Any,
+        prompts: Sequence[Prompt],
+        decode: DecodeConfig,
+        say: Say = lambda _: None,
+    ) -> Tuner:
+        """Choose the prompts. decode: sampling settings and seed; its draft, batch and lengths are the tuner's business."""
+        decode = replace(
+            decode, max_new_tokens=config.max_new_tokens, rule="match", shape="none", choices=(), adaptive="none",
+            adaptive_lengths=(), adaptive_costs=(),
+        )  # fmt: skip
+        return cls(config, target, drafter, Task.of(config, target, prompts, decode), decode, say)
+
+    def at(self, temperature: float) -> DecodeConfig:
+        """The decode settings at a temperature."""
+        return replace(self.decode, temperature=temperature)
+
+    # ---- what is known -------------------------------------------------------------------------------------------------------
+
+    def survey(self, temperature: float) -> Survey:
+        """Acceptance at a temperature, measured once."""
+        if temperature not in self.surveys:
+            self.say(f"acceptance at temperature {temperature:g} on {len(self.task.requests)} prompts")
+            found = survey(self.config, self.target, self.drafter, self.task, self.at(temperature))
+            self.surveys[temperature] = found
+        return self.surveys[temperature]
+
+    def step_costs(self) -> StepCosts:
+        """Costs of all drafts of all temperatures at all batch sizes, measured once."""
+        if self.costs is None:
+            drafts = list(dict.fromkeys(draft for t in self.config.temperatures for draft in self.survey(t).drafts))
+            batches = self.config.batches
+            self.say(f"cost curves of {len(drafts)} drafts at batch sizes {', '.join(map(str, batches))}")
+            lengths = sorted({self.task.mean_prompt, self.task.longest})
+            text = [token for request in self.task.requests for token in request.tokens]
+            curves = measure_curves(
+                self.target, self.drafter, drafts, self.decode, batches, lengths, text, self.config.repeats, self.config.seed
+            )  # fmt: skip
+            self.costs = StepCosts(curves)
+            for batch in batches:
+                self.calibrate(self.costs, batch)
+        return self.costs
+
+    def calibrate(self, costs: StepCosts, batch: int) -> None:
+        """Correct the curves at a batch size by decoding with the seemingly best draft of every family."""
+        temperature = self.config.temperatures[0]
+        self.say(f"fixed time of a step at batch size {batch}")
+        best: dict[str, Prediction] = {}
+        for item in self.predictions(temperature, batch, costs):
+            best.setdefault(item.draft.family, item)
+        drafts = [item.draft for item in best.values()]
+        blocks = self.task.blocks(batch, 1)[:2]
+        for draft, turns in self.run(drafts, temperature, batch, blocks).items():
+            done = [batch_steps(answered(turn), batch) for turn in turns]
+            steps = sum(done[1:], done[0])
+            costs.calibrate(draft, batch, steps.mean_length, self.nodes(draft, steps), _booked(turns))
+
+    # ---- predicting and running ----------------------------------------------------------------------------------------------
+
+    def predictions(self, temperature: float, batch: int, costs: StepCosts) -> list[Prediction]:
+        """Every draft's, the fastest first."""
+        found = self.survey(temperature)
+        blocks = self.task.blocks(batch, self.config.rounds)
+        rows = [self.predict(draft, found.steps(draft, blocks, batch), found, batch, costs) for draft in found.drafts]
+        return sorted(rows, key=lambda item: -item.tokens_per_second)
+
+    def predict(self, draft: Draft, steps: Steps, found: Survey, batch: int, costs: StepCosts) -> Prediction:
+        """One draft's, for steps that are known."""
+        phases = costs.phases(draft, batch, steps.mean_length, self.nodes(draft, steps))
+        speed = divide(steps.tokens, steps.steps * sum(phases.values()))
+        return Prediction(draft, speed, found.estimate(draft, self.config.seed).tau, phases)
+
+    def nodes(self, draft: Draft, steps: Steps) -> float:
+        """Nodes verified per row and step on average; 0 where the draft's size says so."""
+        return steps.mean_nodes if draft.family == "adaptive" else 0.0
+
+    def run(
+        self, drafts: Sequence[Draft], temperature: float, batch: int, blocks: Sequence[Sequence[int]]
+    ) -> dict[Draft, list[Turn]]:
+        """Decode blocks with each of these drafts, taking turns."""
+        requests = self.task.block_requests(blocks)
+        decode = replace(self.at(temperature), batch_size=batch)
+        room = self.task.longest + max(draft.size for draft in drafts) + 1
+        engines = {
+            draft: Engine(
+                self.target, None if draft == NONE else self.drafter, draft.on(decode), capacity=room
+            )
+            for draft in drafts
+        }
+        with ExitStack() as stack:  # once for all runs, as the target's weights are
+            stack.enter_context(packed_linears(self.drafter))
+            return take_turns(engines, requests, batch)
+
+    def measured(self, turns: Mapping[Draft, Sequence[Turn]]) -> list[dict[str, Any]]:
+        """Speeds of drafts that took turns, with intervals over blocks; the fastest first. Plain decoding is among them."""
+        totals = {
+            draft: Totals.collect([turn.outcome(number) for number, turn in enumerate(taken)], draft.depth)
+            for draft, taken in turns.items()
+        }
+        rows = []
+        for draft, total in totals.items():
+            ratio, interval = metrics.speedup(total, totals[NONE], self.config.seed)
+            rows.append(
+                {
+                    "draft": draft,
+                    "tokens_per_second": metrics.tokens_per_second(total),
+                    "tokens_per_second_ci95": list(metrics.tokens_per_second_ci95(total, self.config.seed)),
+                    "speedup": ratio,
+                    "speedup_ci95": list(interval),
+                    "tau": metrics.tau_estimate(total, self.config.seed).tau,
+                }
+            )
+        return sorted(rows, key=lambda row: -float(row["tokens_per_second"]))
+
+    # ---- the whole -----------------------------------------------------------------------------------------------------------
+
+    def tune(self) -> list[dict[str, Any]]:
+        """One row per batch size and temperature: the draft chosen, all predictions, and what was measured of the finalists."""
+        costs = self.step_costs()
+        return [self.row(temperature, batch, costs) for temperature in self.config.temperatures for batch in self.config.batches]
+
+    def row(self, temperature: float, batch: int, costs: StepCosts) -> dict[str, Any]:
+        """Predict, run the best few, and choose among them, at one batch size and temperature."""
+        predicted = self.predictions(temperature, batch, costs)
+        finalists = [item.draft for item in predicted if item.draft != NONE][: self.config.finalists]
+        self.say(f"batch size {batch}, temperature {temperature:g}: running {', '.join(d.label for d in finalists)}")
+        blocks = self.task.blocks(batch, self.config.rounds)
+        measured = self.measured(self.run([NONE, *finalists], temperature, batch, blocks))
+        chosen = next(row for row in measured if row["draft"] == NONE or row["speedup"] > 1.0)
+        expected = {item.draft: item for item in predicted}
+        plain = expected[NONE].tokens_per_second
+        return {
+            "batch_size": batch,
+            "temperature": temperature,
+            "draft": chosen["draft"].plain(),
+            "label": chosen["draft"].label,
+            "predicted_tokens_per_second": expected[chosen["draft"]].tokens_per_second,
+            **{key: value for key, value in chosen.items() if key != "draft"},
+            "baseline_tokens_per_second": next(row["tokens_per_second"] for row in measured if row["draft"] == NONE),
+            "predictions": [
+                {
+                    **described(item.draft),
+                    "tokens_per_second": item.tokens_per_second,
+                    "speedup": divide(item.tokens_per_second, plain),
+                    "tau": item.tau,
+                    "step_ms": {phase: 1000.0 * seconds for phase, seconds in item.phases.items()},
+                }
+                for item in predicted
+            ],
+            "measured": [{**row, "draft": row["draft"].label} for row in measured],
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What the rows rest on: acceptance by depth and rank, drafts left out, cost curves and their corrections."""
+        costs = self.step_costs()
+        return {
+            "prompts": len(self.task.requests),
+            "config": asdict(self.config),
+            "survival": [
+                {
+                    "temperature": temperature,
+                    "tested": found.ranks.tested,
+                    "hits": found.ranks.hits,
+                    "refused": dict(found.refused),
+                }
+                for temperature, found in self.surveys.items()
+            ],
+            "costs": costs.curves.to_dict(),
+            "calibrations": [
+                {"family": family, "rows": rows, "ratios": dict(item.ratios), "other_ms": 1000.0 * item.other}
+                for (family, rows), item in sorted(costs.calibrations.items())
+            ],
+        }
+
+
+def answered(turn: Turn) -> list[Answered]:
+    """What was answered in a turn, in the order of its requests."""
+    return [Answered(len(done.request.tokens), done.passes) for done in turn.completions]
+
+
+def _booked(turns: Sequence[Turn]) -> StepClock:
+    """One clock with what all turns booked."""
+    import torch
+
+    clock = StepClock(torch.device("cpu"))
+    for turn in turns:
+        clock.passes += turn.steps
+        for phase, seconds in turn.seconds.items():
+            clock.seconds[phase] += seconds
+    return clock
