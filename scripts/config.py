@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
     from scripts.measure import MeasureConfig
+    from scripts.refresh import RefreshStageConfig
     from scripts.report import ReportConfig
     from scripts.run import RunConfig
     from train.data.sampling import SamplingConfig
@@ -79,6 +80,7 @@ CONSUMERS = {
     "audit": "inference.audit_config:AuditConfig",
     "plan": "train.plan:PlanConfig",
     "report": "scripts.report:ReportConfig",
+    "refresh": "scripts.refresh:RefreshStageConfig",
     "watch": "inference.watch.config:WatchConfig",
     "chat": "scripts.chat:ChatConfig",
     "serve": "inference.server.config:ServeConfig",
@@ -123,6 +125,7 @@ class Settings:
     audit: AuditConfig
     plan: PlanConfig
     report: ReportConfig
+    refresh: RefreshStageConfig
     watch: WatchConfig
     chat: ChatConfig
     serve: ServeConfig

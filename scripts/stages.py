@@ -82,6 +82,11 @@ STAGES: dict[str, Stage] = {
             "test whether a drafter still suits its target and traffic; ends with status 1 if it has gone stale",
             ("run", "target", "decode", "bench", "watch"),
         ),
+        Stage(
+            "refresh",
+            "make a drafter fit a changed target again: the shortest training on its answers",
+            tuple(name for name in dict.fromkeys((*GENERATE, *TRAIN, "bench", "refresh")) if name not in ("head", "joint")),
+        ),
         Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
         Stage(
             "push",

@@ -62,6 +62,9 @@ class DriftTest:
     alarm_rate: float
     fresh: dict[str, Evidence] = field(default_factory=dict)
     unknown: dict[str, Evidence] = field(default_factory=dict)
+    answers: int = 0
+    alarm_after: int | None = None
+    """Fresh answers seen at the first alarm."""
     _peaks: dict[str, float] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=dict)
 
@@ -82,6 +85,7 @@ class DriftTest:
 
     def add(self, domain: str, accepted: int, passes: int) -> None:
         """Count one fresh answer and look. One of a domain that the reference does not know is only counted."""
+        self.answers += 1
         if domain in self.reference:
             self._bets(self.fresh, domain).add(accepted, passes)
             self.look(domain)
@@ -108,6 +112,8 @@ class DriftTest:
         together = sum(self._now.values())
         for name, value in ((domain, self._now[domain]), (OVERALL, together)):
             self._peaks[name] = max(self._peaks.get(name, -inf), value)
+        if self.alarm_after is None and self.alarms:
+            self.alarm_after = self.answers
 
     # ---- what came out ---------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ def content(
         "format": FORMAT,
         "verdict": changes[OVERALL].verdict if not test.alarms and changes else ALARM if test.alarms else "open",
         "alarms": test.alarms,
+        "alarm_after": test.alarm_after,
         "target": dict(target),
         "reference": {"source": reference.source, "target": reference.target, "drafter": reference.drafter},
         "fresh": source,
