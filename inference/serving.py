@@ -36,18 +36,19 @@ Key = tuple[str, int]
 class ServingMode:
     """One engine. speculative: vLLM's `speculative_config`, None for plain decoding; additional: its `additional_config`;
     corrections: faults of vLLM to be corrected in its process, where it has them (`CORRECTIONS` in the script). They stay for the
-    modes behind it.
+    modes behind it. overrides: its `hf_overrides`, of the target's configuration.
     """
 
     name: str
     speculative: Mapping[str, Any] | None = None
     additional: Mapping[str, Any] = field(default_factory=dict)
     corrections: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As the script reads it."""
         shared = {"name": self.name, "speculative": self.speculative, "additional": dict(self.additional)}
-        return {**shared, "corrections": list(self.corrections)}
+        return {**shared, "corrections": list(self.corrections), "overrides": dict(self.overrides)}
 
 
 @dataclass(frozen=True)

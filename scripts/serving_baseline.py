@@ -3,10 +3,10 @@
 Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it. The request holds
 `model`, `dtype`, `max_model_len`, `warmup` [[ids]], `prompts` [{id, repeat, tokens, max_new_tokens}], `batches` (how many requests
 are under way at once, one number per pass over the prompts) and `modes` [{name, speculative}], `speculative` being vLLM's
-`speculative_config` or null (and `additional` its `additional_config`, where there is one). A mode is an engine; they follow one
-another in this process. The answers hold `version` and per mode its `error` or its `batches`: tokens, tokens per step and seconds
-(prefill and decode apart) of every prompt, the seconds of the whole pass, and vLLM's own counters over it. The file is written
-after every mode, so that an engine that takes the process down costs only the modes behind it.
+`speculative_config` or null (and `additional` its `additional_config`, `overrides` its `hf_overrides`, where there are any). A mode
+is an engine; they follow one another in this process. The answers hold `version` and per mode its `error` or its `batches`:
+tokens, tokens per step and seconds (prefill and decode apart) of every prompt, the seconds of the whole pass, and vLLM's own
+counters over it. The file is written after every mode, so that an engine that takes the process down costs only the modes behind.
 
 A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers names those that were needed and
 made, in this process only. With TRITON_INTERPRET=1 and VLLM_USE_V2_MODEL_RUNNER=1 vLLM's second runner works here, for methods that
@@ -99,6 +99,7 @@ def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
         seed=0,
         speculative_config=mode["speculative"],
         **({"additional_config": mode["additional"]} if mode.get("additional") else {}),
+        **({"hf_overrides": mode["overrides"]} if mode.get("overrides") else {}),
     )
     list(answer(engine, [{"tokens": tokens, "max_new_tokens": WARMUP_TOKENS} for tokens in request["warmup"]], 1))
     passes = [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]
@@ -223,6 +224,19 @@ def stand_in_driver() -> None:
     """Let Triton, and vLLM's check for it, see a driver; before vLLM is imported."""
     importlib.import_module("triton.backends").backends["cpu"] = SimpleNamespace(driver=HostDriver, compiler=None)
     importlib.import_module("triton.runtime.driver").driver.set_active(HostDriver())
+    masks_of_numbers()
+
+
+def masks_of_numbers() -> None:
+    """Let Triton's interpreter load and store by masks that its own operators have made whole numbers of, which it refuses."""
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_truth(mask: Any) -> Any:
+        return mask if mask.data.dtype == bool else type(mask)(mask.data.astype(bool), mask.dtype)
+
+    builder.create_masked_load = lambda self, place, mask, *rest: load(self, place, as_truth(mask), *rest)
+    builder.create_masked_store = lambda self, place, value, mask, *rest: store(self, place, value, as_truth(mask), *rest)
 
 
 CORRECTIONS: dict[str, Callable[[], bool]] = {"grouped_rms_norm": grouped_rms_norm}

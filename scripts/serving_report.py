@@ -45,7 +45,7 @@ from scripts.families import trainings
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "docs" / "reports"
-NAMES = ("eagle", "eagle3", "eagle3_copied", "peagle", "dflash", "medusa", "distilled", "pard")
+NAMES = ("eagle", "eagle3", "eagle3_copied", "peagle", "fastmtp", "dflash", "medusa", "distilled", "pard")
 FEW, SHORT, POSITIONS = 2, 24, 512
 """Prompts of each domain, new tokens and positions where every step takes a second."""
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from inference.export.layouts import registry
 from inference.export.layouts.base import Checkpoint, Options, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG, EXPORT_FILE
 from inference.manifest import file_sha256
+from inference.tune.decode_file import DECODE_FILE, draft_length
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -43,7 +45,8 @@ class ExportConfig:
     out: str = ""
     """The folder to write; empty: <run>/export/<drafter>/<engine>."""
     tokens: int = 0
-    """Drafted tokens per step that the serve commands name; 0: as many as the drafter was trained for."""
+    """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's decode.yaml says, without one as many
+    as the drafter was trained for."""
     dtype: str = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be imported back bit for bit."""
     mask_token_id: int = -1
@@ -66,8 +69,7 @@ class ExportConfig:
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> dict[str, Any]:
     """Write `out` and return what `headstart_export.json` says; raises `UserError` before anything is written."""
-    options = Options(config.tokens, config.mask_token_id)
-    layout, written = registry.write(checkpoint, target, options, config.engine)
+    layout, written = write_layout(config, checkpoint, target)
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UserError(
             f"'{out}' is there already. Choose another export.out, or replace it with export.overwrite=true."
@@ -98,6 +100,20 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         shutil.rmtree(out)
     partial.rename(out)
     return facts
+
+
+def write_layout(config: ExportConfig, checkpoint: Checkpoint, target: Target) -> tuple[str, Written]:
+    """The layout and its files, with the draft length asked for, or the tuned one where the layout takes it."""
+    tuned = 0 if config.tokens else draft_length(checkpoint.folder)
+    if tuned:
+        try:
+            layout, written = registry.write(checkpoint, target, Options(tuned, config.mask_token_id), config.engine)
+        except UserError:
+            pass  # a block whose slots see each other is drafted whole; any other objection comes again below
+        else:
+            written.notes.append(f"drafts {tuned} tokens per step, as {DECODE_FILE} says; change it with export.tokens")
+            return layout, written
+    return registry.write(checkpoint, target, Options(config.tokens, config.mask_token_id), config.engine)
 
 
 def prepare(folder: Path, engine: str) -> Checkpoint:
@@ -142,6 +158,7 @@ def describe(
         "taps": list(checkpoint.drafter.needs.taps),
         "target": checkpoint.info.to_dict(),
         "speculative_config": written.speculative,
+        "hf_overrides": target_overrides(config.engine, written.speculative),
         "serve": serve(config.engine, target.config.path, out, written.speculative),
         "serve_as_custom_class": custom_class(target.config.path, out, written.speculative),
         "kept": written.kept,
@@ -160,12 +177,19 @@ def custom_class(target: str, out: Path, speculative: dict[str, Any]) -> str:
     )
 
 
+def target_overrides(engine: str, speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM must be told about the target (--hf-overrides): it looks there for the number of MTP blocks."""
+    return {"num_nextn_predict_layers": 1} if engine == "vllm" and speculative.get("method") == "mtp" else {}
+
+
 def serve(engine: str, target: str, out: Path, speculative: dict[str, Any]) -> str:
     """The command, in one line, that serves the target with the exported drafter."""
     count = speculative.get("num_speculative_tokens", 1)
     if engine in ("vllm", "speculators"):
         told = json.dumps({**speculative, "model": str(out)})
-        return f"vllm serve {target} --speculative-config '{told}'"
+        overrides = target_overrides(engine, speculative)
+        tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
+        return f"vllm serve {target} --speculative-config '{told}'{tail}"
     if engine == "sglang":
         name = {
             "mtp": "EAGLE",

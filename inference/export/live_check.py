@@ -43,6 +43,7 @@ FIRST_DRAFT = {
     "or the vocabulary map (d2t)",
     "dflash": "the layers that are tapped (one off?), the order of fc's chunks, the mask token's embedding, or causal against "
     "bidirectional attention in the block",
+    "mtp": "the order of token and state in input_proj, the shift of the tokens, or a norm on either",
     "medusa": "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that was left out",
     "distilled": "rotary frequencies, norms, a missing embedding or LM head, or another vocabulary",
     "pard": "rotary frequencies, norms, a missing embedding or LM head, or another vocabulary",
@@ -53,6 +54,7 @@ LATER_DRAFTS = {
     "eagle3": "what a drafted step hands to the next: before or behind the final norm (norm_output), and its position (rope)",
     "peagle": "the embedding of the mask token, mask_hidden, or the positions of the mask tokens (rope)",
     "dflash": "the embedding of the mask token, the attention within the block, or the positions of its slots (rope)",
+    "mtp": "what a drafted step hands to the next: behind its final norm, at the next position (rope)",
     "medusa": "the order of the heads, or heads whose tensors have names that the engine does not know",
     "distilled": "its cache: positions of drafted tokens (rope)",
     "pard": "the mask token (pard_token) or the positions of the mask tokens (rope)",
@@ -63,8 +65,8 @@ LATER_DRAFTS = {
 @dataclass(frozen=True)
 class Served:
     """An export and our drafter that it was made of. folder: what the engine loads, empty for a method without a model (ngram);
-    speculative: the engine's `speculative_config` but for `model`; compared: whether acceptance must agree; corrections: see
-    `ServingMode`.
+    speculative: the engine's `speculative_config` but for `model`; compared: whether acceptance must agree; corrections, overrides:
+    see `ServingMode`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Served:
     additional: Mapping[str, Any] = field(default_factory=dict)
     compared: bool = True
     corrections: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -84,7 +87,7 @@ class Served:
     def mode(self) -> ServingMode:
         """The engine that serves it."""
         where = {} if self.folder is None else {"model": str(self.folder.resolve())}
-        return ServingMode(self.name, {**where, **self.speculative}, self.additional, self.corrections)
+        return ServingMode(self.name, {**where, **self.speculative}, self.additional, self.corrections, self.overrides)
 
 
 @dataclass

@@ -83,7 +83,8 @@ def served_folder(path: Path, target: TargetModel, source: str = "") -> Served:
         raise UserError(f"a live check compares with our own decoder, but {why}. Give verify.source=<checkpoint folder>.")
     drafter = load_drafter(checkpoint, target.info, target.weights)
     corrections = ("grouped_rms_norm",) if drafter.kind == "dflash" else ()
-    return Served(path.name, str(said["method"]), drafter, path, said["speculative_config"], corrections=corrections)
+    told, overrides = said["speculative_config"], said.get("hf_overrides", {})
+    return Served(path.name, str(said["method"]), drafter, path, told, corrections=corrections, overrides=overrides)
 
 
 def lines(rows: Sequence[LiveRow]) -> list[str]:

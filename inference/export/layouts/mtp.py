@@ -4,7 +4,8 @@ Engines load MTP blocks of the target's own family only, out of the target's che
 (two norms, a projection, one decoder layer, a final norm, the target's embedding and LM head), and its folder may hold nothing
 else: so the block is exported as a folder of its own that is given beside the target. Its projection reads the state first, ours
 the token first; its layer is Qwen2's, whose biases are zeros here. It blanks the token of the very first position, which ours
-reads; with a text's usual first token that changes one row of the block's cache.
+reads; with a text's usual first token that changes one row of the block's cache. vLLM takes the block's sizes, and the number of
+blocks, from the target's configuration: the layer must have the target's sizes, and the number is given with --hf-overrides.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.feature_base import layer_shape
 from inference.export.layouts.base import (
@@ -45,6 +47,7 @@ NAMES = {
     "norm.weight": "final_layernorm.weight",
 }
 PROJECTION = PREFIX + "input_proj.weight"
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def rows(shape: LayerShape) -> list[Row]:
@@ -83,6 +86,8 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
             "an engine",
             f"Train with head.head_dim={shape.hidden_size // shape.num_attention_heads}.",
         )
+    if engine == "vllm":
+        require_sizes_of_target(shape, info)
     tensors = give(rows(shape), checkpoint.tensors)
     tensors[PROJECTION] = swapped(tensors[PROJECTION])
     for name, size in biases(shape).items():
@@ -102,6 +107,14 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
             "the engine blanks the token at position 0, which the drafter was trained with: one row of its cache differs"
         ],
     )
+
+
+def require_sizes_of_target(shape: LayerShape, info: TargetInfo) -> None:
+    """Raise `UserError` for a layer that vLLM would build with other sizes, namely the target's."""
+    wrong = [name for name in SIZES if getattr(shape, name) != getattr(info, name)]
+    if wrong:
+        sizes = ", ".join(f"{name} {getattr(shape, name)} instead of {getattr(info, name)}" for name in wrong)
+        raise refuse(f"its layer is not built like the target's ({sizes})", "vLLM", "Train with the target's own sizes (0).")
 
 
 def matches(folder: Folder) -> bool:

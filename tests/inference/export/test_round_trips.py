@@ -119,6 +119,7 @@ REFUSED = {
     ("medusa", "sglang"): "no Medusa",
     ("eagle", "transformers"): "inner states",
     ("fastmtp", "speculators"): "norms on query",
+    ("fastmtp_wide", "vllm"): r"intermediate_size 96 instead of \d+",
     ("eagle_bias", "vllm"): "head.fc_bias=false",
     ("eagle3_other", "sglang"): "head.norm_before_residual=false",
 }
@@ -133,6 +134,14 @@ def test_what_an_engine_cannot_run_is_refused_with_the_reason(
     with pytest.raises(UserError, match=REFUSED[name, engine]):
         write(target, mine, tmp_path / "out", engine)
     assert not (tmp_path / "out").exists()
+
+
+def test_vllm_is_told_the_number_of_mtp_blocks(target: TargetModel, tmp_path: Path) -> None:
+    mine = save(target, "fastmtp", tmp_path / "mine")
+    facts = write(target, mine, tmp_path / "vllm", "vllm")
+    assert facts["hf_overrides"] == {"num_nextn_predict_layers": 1}
+    assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in facts["serve"]
+    assert write(target, mine, tmp_path / "sglang", "sglang")["hf_overrides"] == {}
 
 
 def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
