@@ -1,0 +1,168 @@
+"""What speculation gains on traffic: every drafter and draft length played through the same arrivals, and the advice from it.
+
+Two questions are answered apart. What would users of this traffic notice: latency and tokens per second of the simulated server.
+And how much faster is decoding itself at the number of requests that is not passed in half of the time (p50), or 95% of it (p95).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from heads.api.errors import UserError
+from inference.decode_config import DecodeConfig
+from inference.metrics import divide
+from inference.prompts import Prompt
+from inference.target import TargetModel
+from inference.traffic.arrivals import Arrival
+from inference.traffic.config import TrafficConfig
+from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
+from inference.traffic.simulate import Costs, Job, Served, concurrency, draw_commits, simulate
+from inference.tune.config import TuneConfig
+from inference.tune.drafts import NONE, Draft
+from inference.tune.tuner import Tuner
+
+QUANTILES = {"p50": 0.5, "p95": 0.95}
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to serve: a drafter's name (`PLAIN` for none) and draft, its costs, tokens kept per verification by domain ("": all),
+    the memory it takes.
+    """
+
+    drafter: str
+    draft: Draft
+    costs: Costs
+    kept: Mapping[str, Sequence[int]]
+    memory: Mapping[str, int]
+
+    def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[Job]:
+        """The traffic as this way decodes it."""
+        rng = np.random.default_rng(seed)
+        return [
+            Job(item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)) for item in arrivals
+        ]
+
+    def speed(self, jobs: Sequence[Job], rows: int) -> float:
+        """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left out."""
+        passes = sum(len(job.commits) for job in jobs)
+        tokens = sum(sum(job.commits) for job in jobs)
+        length = divide(sum(job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs), len(jobs))
+        return rows * divide(divide(tokens, passes), self.costs.step(rows, length))
+
+
+def ways_to_serve(
+    config: TrafficConfig,
+    target: TargetModel,
+    drafters: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    decode: DecodeConfig,
+    context: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Way]:
+    """Plain decoding and every drafter at every length, measured on this machine. decode: sampling settings.
+
+    Raises `UserError` where there is no drafter, or a drafter can draft none of the lengths.
+    """
+    if not drafters:
+        raise UserError("there is no drafter to advise on. Name at least one in traffic.drafters.")
+    tuning = TuneConfig(
+        batches=tuple(sorted({1, config.rows, *(rows for rows in config.batches if rows <= config.rows)})),
+        temperatures=(config.temperature,),
+        depths=config.depths,
+        nodes=(),
+        tree_depth=max(config.depths),
+        thresholds=(),
+        prompts_per_domain=config.prompts_per_domain,
+        max_new_tokens=config.max_new_tokens,
+        repeats=config.repeats,
+        rounds=1,
+        seed=config.seed,
+    )
+    found: list[Way] = []
+    for name, drafter in drafters.items():
+        say(name)
+        tuner = Tuner.prepare(tuning, target, drafter, prompts, decode, say)
+        survey, costs, task = tuner.survey(config.temperature), tuner.step_costs(), tuner.task
+        plain = tuner.at(config.temperature)
+        lengths = (task.mean_prompt, task.longest)
+        for draft in survey.drafts:
+            if draft == NONE and found:
+                continue  # measured with the first drafter
+            prefill = measure_prefill(target, drafter, draft, plain, task, config.repeats)
+            found.append(
+                Way(
+                    PLAIN if draft == NONE else name,
+                    draft,
+                    server_costs(costs, draft, config.rows, prefill, lengths),
+                    kept_tokens(survey, draft, task),
+                    memory_bytes(target, drafter, draft, plain, config.rows, context),
+                )
+            )
+    return found
+
+
+def advise(ways: Sequence[Way], arrivals: Sequence[Arrival], rows: int, seed: int = 0) -> dict[str, Any]:
+    """Play the traffic through every way (the first one is plain decoding); what each gives, and the best at each concurrency."""
+    plain = ways[0]
+    plain_jobs = plain.jobs(arrivals, seed)
+    plain_served = simulate(plain_jobs, plain.costs)
+    levels = dict(zip(QUANTILES, concurrency(plain_jobs, plain_served, list(QUANTILES.values())), strict=True))
+    together = {name: min(level, rows) for name, level in levels.items()}
+    slow = {name: plain.speed(plain_jobs, count) for name, count in together.items()}
+    lines = []
+    for way in ways:
+        jobs = way.jobs(arrivals, seed)
+        served = plain_served if way is plain else simulate(jobs, way.costs)
+        extra = sum(way.memory.values()) - sum(plain.memory.values())
+        lines.append(
+            {
+                "drafter": way.drafter,
+                "draft": way.draft.label,
+                "depth": way.draft.depth,
+                "tau": divide(sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs)),
+                **seen_by_users(jobs, served),
+                "speedup_at": {name: divide(way.speed(jobs, count), slow[name]) for name, count in together.items()},
+                "memory_bytes": dict(way.memory),
+                "extra_bytes": extra,
+            }
+        )
+    best = {
+        name: max(lines, key=lambda line: float(line["speedup_at"][name])) for name in QUANTILES
+    }
+    return {
+        "traffic": described(arrivals),
+        "rows": rows,
+        "concurrency": levels,
+        "ways": lines,
+        "best": {name: {key: line[key] for key in ("drafter", "draft")} for name, line in best.items()},
+    }
+
+
+def seen_by_users(jobs: Sequence[Job], served: Sequence[Served]) -> dict[str, Any]:
+    """Tokens per second from the first arrival to the last answer, and quantiles of latency and of the wait for the first token."""
+    tokens = sum(job.arrival.answer for job in jobs)
+    whole = [item.end - job.arrival.time for job, item in zip(jobs, served, strict=True)]
+    first = [item.first - job.arrival.time for job, item in zip(jobs, served, strict=True)]
+    return {
+        "tokens_per_second": divide(tokens, max(item.end for item in served)),
+        "latency": {name: float(np.quantile(whole, share)) for name, share in QUANTILES.items()},
+        "first_token": {name: float(np.quantile(first, share)) for name, share in QUANTILES.items()},
+    }
+
+
+def described(arrivals: Sequence[Arrival]) -> dict[str, Any]:
+    """The traffic in numbers."""
+    count = len(arrivals)
+    return {
+        "requests": count,
+        "seconds": arrivals[-1].time,
+        "prompt_tokens": divide(sum(item.prompt for item in arrivals), count),
+        "answer_tokens": divide(sum(item.answer for item in arrivals), count),
+        "domains": sorted({item.domain for item in arrivals if item.domain}),
+    }

@@ -1,0 +1,160 @@
+"""Traffic as the simulator takes it: when requests arrive, how long their prompts and answers are, and of which domain.
+
+Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt (`prompt`, `messages` or `tokens`, or
+its length as `prompt_tokens`), the answer's length as `answer_tokens` where it is known, and optionally `domain`. The text of a
+server's /metrics (docs/server.md) has sums alone: then requests are drawn that arrive at its rate (a Poisson process) with its mean
+lengths (geometrically distributed), and with its domains' shares of the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heads.api.errors import UserError
+from inference.chat import check_messages, render_prompt
+from inference.metrics import divide
+from inference.traffic.config import TrafficConfig
+
+SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?')
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+ANSWERED = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: seconds since the first one, tokens of prompt and answer, domain (empty where none is known)."""
+
+    time: float
+    prompt: int
+    answer: int
+    domain: str = ""
+
+
+def read_traffic(config: TrafficConfig, tokenizer: Any) -> list[Arrival]:
+    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming file and line."""
+    if not config.file:
+        raise UserError("traffic.file is not set: give a .jsonl of requests with times, or the text of a server's /metrics.")
+    path = Path(config.file).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"traffic.file '{config.file}' cannot be read ({reason}).") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"traffic.file '{config.file}' is empty.")
+    if not lines[0][1].lstrip().startswith("{"):
+        return drawn(config, samples(text, config.file))
+    found = [_request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines]
+    found.sort(key=lambda arrival: arrival.time)
+    first = found[0].time
+    return [Arrival(item.time - first, item.prompt, item.answer, item.domain) for item in found]
+
+
+# ---- a log of requests -------------------------------------------------------------------------------------------------------
+
+
+def _request(line: str, where: str, config: TrafficConfig, tokenizer: Any) -> Arrival:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not a JSON object ({error}).") from error
+    if not isinstance(row, dict) or row.get("timestamp") is None:
+        raise UserError(f"{where}: a request needs a `timestamp` (seconds, or a time such as 2026-01-31T12:00:00+00:00).")
+    answer = row.get("answer_tokens", config.answer_tokens)
+    prompt = row.get("prompt_tokens")
+    if prompt is None:
+        prompt = _prompt_length(row, where, tokenizer)
+    for name, value in (("prompt_tokens", prompt), ("answer_tokens", answer)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{where}: {name} must be a whole number of at least 1; given: {value!r}.")
+    return Arrival(_seconds(row["timestamp"], where), prompt, answer, str(row.get("domain") or ""))
+
+
+def _seconds(value: Any, where: str) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError as error:
+        raise UserError(f"{where}: timestamp {value!r} is neither seconds nor a time such as 2026-01-31T12:00:00+00:00.") from error
+
+
+def _prompt_length(row: Mapping[str, Any], where: str, tokenizer: Any) -> int:
+    if isinstance(row.get("tokens"), list):
+        return len(row["tokens"])
+    messages = row.get("messages")
+    if messages is None and isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    if messages is None:
+        raise UserError(f"{where}: a request needs prompt_tokens, or its prompt as `prompt`, `messages` or `tokens`.")
+    try:
+        return len(render_prompt(tokenizer, check_messages(messages)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+# ---- the text of /metrics ----------------------------------------------------------------------------------------------------
+
+
+def samples(text: str, source: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Prometheus' text format: metric -> labels (name, value) -> number; raises `UserError` for a line that is none."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = SAMPLE.fullmatch(line.strip())
+        try:
+            if match is None:
+                raise ValueError("not `name{labels} number`")
+            value = float(match[3])
+        except ValueError as error:
+            raise UserError(
+                f"traffic.file '{source}', line {number}: neither a JSON object nor a line of Prometheus' text format ({error})."
+            ) from error
+        labels = tuple(LABEL.findall(match[2] or ""))
+        found.setdefault(match[1], {})[labels] = value
+    return found
+
+
+def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]) -> list[Arrival]:
+    """Requests like those that a server counted: their rate, mean lengths and domains; see the module."""
+
+    def by(label: str, name: str) -> dict[str, float]:
+        return {dict(labels).get(label, ""): value for labels, value in read.get(name, {}).items()}
+
+    answered = sum(value for outcome, value in by("outcome", "headstart_requests_total").items() if outcome in ANSWERED)
+    prompts, answers = by("domain", "headstart_prompt_tokens_total"), by("domain", "headstart_generated_tokens_total")
+    if not answered or not sum(prompts.values()) or not sum(answers.values()):
+        raise UserError(
+            f"traffic.file '{config.file}' counts no answered requests (headstart_requests_total, headstart_prompt_tokens_total, "
+            "headstart_generated_tokens_total). Take /metrics of `headstart serve` after it has answered some."
+        )
+    busy = sum(read.get("headstart_engine_seconds_total", {}).values())
+    seconds = config.seconds or busy
+    if seconds <= 0:
+        raise UserError("traffic.seconds is not set, and the file does not say how long its engine was busy. Set it.")
+    rng = np.random.default_rng(config.seed)
+    count, rate = config.requests, divide(answered, seconds)
+    times = np.cumsum(rng.exponential(1.0, count)) * divide(1.0, rate)
+    names = sorted(answers)
+    shares = np.array([answers[name] for name in names])
+    domains = rng.choice(len(names), count, p=shares * divide(1.0, float(shares.sum())))
+    mean_prompt = max(1.0, divide(sum(prompts.values()), answered))
+    mean_answer = max(1.0, divide(sum(answers.values()), answered))
+    lengths = rng.geometric(divide(1.0, mean_prompt), count), rng.geometric(divide(1.0, mean_answer), count)
+    longest = int(8 * max(mean_prompt, mean_answer))  # a tail that no context holds says nothing
+    drawn_lengths = np.minimum(np.stack(lengths, 1), longest).tolist()
+    return [
+        Arrival(float(time - times[0]), prompt, answer, names[domain])
+        for time, (prompt, answer), domain in zip(times, drawn_lengths, domains, strict=True)
+    ]

@@ -1,0 +1,94 @@
+"""The server that is simulated, in this machine's seconds: its steps, its reading of prompts, its memory, for one way to draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine, Request
+from inference.kernels.dispatch import choose
+from inference.kernels.reference_attention import TREE_ATTENTION
+from inference.memory import drafter_state_bytes, plan_memory
+from inference.metrics import divide
+from inference.target import TargetModel
+from inference.traffic.simulate import Costs
+from inference.tune.costs import StepCosts
+from inference.tune.drafts import NONE, Draft
+from inference.tune.survey import Survey, Task
+
+READ_TOGETHER = 4
+"""Prompts read at once where the cost of reading is measured; the other point is one prompt."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Seconds of reading prompts: once per reading, and per token of the padded prompts."""
+
+    once: float
+    per_token: float
+
+
+def measure_prefill(
+    target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, task: Task, repeats: int
+) -> Prefill:
+    """Time the engine's own reading of one short prompt and of several long ones, the drafter's start included; a line through
+    both. Answers end with their first token, so nothing else is decoded.
+    """
+    ordered = sorted(task.requests, key=lambda request: len(request.tokens))
+    points = []
+    for chosen in ([ordered[0]], [ordered[-1]] * READ_TOGETHER):
+        own = replace(draft.on(decode), batch_size=len(chosen))
+        engine = Engine(target, None if draft == NONE else drafter, own)
+        requests = [Request(place, item.tokens, item.seed, 1) for place, item in enumerate(chosen)]
+        seconds = []
+        for attempt in range(repeats + 1):
+            engine.clock.reset()
+            list(engine.run(requests))
+            if attempt:  # the first one allocates
+                seconds.append(engine.clock.seconds["prefill"])
+        points.append((len(chosen) * len(chosen[0].tokens), median(seconds)))
+    (few, short), (many, long) = points
+    slope = max(0.0, divide(long - short, many - few))
+    return Prefill(max(0.0, short - slope * few), slope)
+
+
+def server_costs(costs: StepCosts, draft: Draft, rows: int, prefill: Prefill, lengths: Sequence[int]) -> Costs:
+    """What the simulator needs. lengths: two different numbers of cached tokens, between which steps are taken to be linear."""
+    low, high = lengths[0], lengths[-1]
+    fixed, slopes = [], []
+    for count in range(1, rows + 1):
+        near, far = costs.step(draft, count, low), costs.step(draft, count, high)
+        slope = max(0.0, divide(far - near, high - low))
+        slopes.append(slope)
+        fixed.append(max(0.0, near - slope * low))
+    return Costs(tuple(fixed), tuple(slopes), prefill.once, prefill.per_token)
+
+
+def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]:
+    """Domain -> tokens of each verification; "" has all domains'. An answer's last verification is left out: its end cut it."""
+    by_domain: dict[str, list[int]] = {"": []}
+    for answer, domain in zip(found.answers[draft], task.domains, strict=True):
+        counts = [record.committed for record in answer.passes[:-1]]
+        by_domain.setdefault(domain, []).extend(counts)
+        by_domain[""] += counts
+    return {domain: counts or by_domain[""] or [1] for domain, counts in by_domain.items()}
+
+
+def memory_bytes(target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, rows: int, context: int) -> dict[str, int]:
+    """Bytes that `rows` rows of `context` positions take: the target's cache, the drafter's state and weights, a pass's room."""
+    engine = Engine(target, None if draft == NONE else drafter, draft.on(decode))
+    slots, info = context + engine.tree.num_nodes + 1, target.info
+    state = drafter_state_bytes(engine.drafter, engine.tree, rows, slots, info, target.weights.embedding)
+    kernel = choose(TREE_ATTENTION, target.device, target.dtype).implementation == "triton"
+    plan = plan_memory(
+        info, target.dtype, rows, slots, engine.tree.num_nodes, state, min(decode.prefill_chunk, context), kernel
+    )
+    return {
+        "cache": plan.cache,
+        "state": plan.drafter,
+        "activations": plan.activations,
+        "weights": engine.memory_bytes()["drafter"],
+    }

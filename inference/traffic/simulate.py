@@ -1,0 +1,142 @@
+"""A server with continuous batching, played through with known costs: who waits, who is decoded with whom, when answers end.
+
+It does what `inference.session` does: as soon as a row is free and somebody waits, prompts are read into all free rows at once;
+otherwise a step advances every row in use by one verification. How many tokens a verification commits is drawn beforehand, so a
+request is a number of passes, and the simulator can leap over all the steps in which nobody comes, goes or is let in.
+
+Legend: b rows in use, L cached tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from inference.metrics import divide
+from inference.traffic.arrivals import Arrival
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading R prompts, padded to the
+    longest of T tokens: prefill + prefill_token * R * T.
+    """
+
+    fixed: tuple[float, ...]
+    per_token: tuple[float, ...]
+    prefill: float
+    prefill_token: float
+
+    @property
+    def rows(self) -> int:
+        """Most rows decoded together."""
+        return len(self.fixed)
+
+    def step(self, rows: int, length: float) -> float:
+        """Seconds of a step."""
+        return self.fixed[rows - 1] + self.per_token[rows - 1] * length
+
+    def read(self, lengths: Sequence[int]) -> float:
+        """Seconds of reading prompts of these lengths together."""
+        return self.prefill + self.prefill_token * len(lengths) * max(lengths)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and how it will be decoded. commits: tokens of each of its verifications; the first token comes with the prompt."""
+
+    arrival: Arrival
+    commits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Served:
+    """When a request's first token came and when its answer ended, in seconds since the first arrival."""
+
+    first: float
+    end: float
+
+
+@dataclass
+class _Row:
+    """A request being decoded: its place among the jobs, verifications done, tokens in the cache."""
+
+    job: int
+    done: int
+    length: int
+
+
+def simulate(jobs: Sequence[Job], costs: Costs) -> list[Served]:
+    """When every request was served. jobs: in the order of their arrival."""
+    first, end = [0.0] * len(jobs), [0.0] * len(jobs)
+    cumulated = [np.concatenate([[0], np.cumsum(job.commits)]) for job in jobs]
+    waiting: deque[int] = deque()
+    running: list[_Row] = []
+    now, coming = 0.0, 0
+    while coming < len(jobs) or waiting or running:
+        while coming < len(jobs) and jobs[coming].arrival.time <= now:
+            waiting.append(coming)
+            coming += 1
+        if waiting and len(running) < costs.rows:
+            taken = [waiting.popleft() for _ in range(min(len(waiting), costs.rows - len(running)))]
+            now += costs.read([jobs[job].arrival.prompt for job in taken])
+            for job in taken:
+                first[job] = end[job] = now
+                if jobs[job].commits:
+                    running.append(_Row(job, 0, jobs[job].arrival.prompt))
+        elif running:
+            steps = min(len(jobs[row.job].commits) - row.done for row in running)
+            step = costs.step(len(running), max(row.length for row in running))
+            if coming < len(jobs) and len(running) < costs.rows:
+                steps = min(steps, max(1, ceil(divide(jobs[coming].arrival.time - now, step))))
+            before = max(row.length for row in running)
+            for row in running:
+                row.length += int(cumulated[row.job][row.done + steps] - cumulated[row.job][row.done])
+                row.done += steps
+            last = max(row.length for row in running)  # the middle of the leap's lengths: rows grow about evenly
+            now += steps * costs.step(len(running), before + (last - before) * divide(steps - 1, 2 * steps))
+            for row in running:
+                if row.done == len(jobs[row.job].commits):
+                    end[row.job] = now
+            running = [row for row in running if row.done < len(jobs[row.job].commits)]
+        else:
+            now = max(now, jobs[coming].arrival.time)
+    return [Served(*times) for times in zip(first, end, strict=True)]
+
+
+def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
+    """Tokens of each verification until `answer` tokens are there, the first of them free; drawn from the measured `commits`."""
+    left, drawn = answer - 1, list[int]()
+    while left > 0:
+        for count in rng.choice(np.asarray(commits), size=max(1, left)).tolist():
+            drawn.append(min(count, left))
+            left -= drawn[-1]
+            if left == 0:
+                break
+    return tuple(drawn)
+
+
+def concurrency(jobs: Sequence[Job], served: Sequence[Served], shares: Sequence[float]) -> list[int]:
+    """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there was any."""
+    changes = sorted(
+        [(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served]
+    )
+    spent: dict[int, float] = {}
+    count, since = 0, 0.0
+    for moment, change in changes:
+        if count:
+            spent[count] = spent.get(count, 0.0) + moment - since
+        count, since = count + change, moment
+    total, found = sum(spent.values()), []
+    for share in shares:
+        passed = 0.0
+        for level in sorted(spent):
+            passed += spent[level]
+            if passed >= share * total:
+                found.append(level)
+                break
+    return found

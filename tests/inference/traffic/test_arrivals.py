@@ -1,0 +1,98 @@
+"""Traffic is read: logs with times, a server's own /metrics; what is neither is refused by line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from inference.clock import StepClock
+from inference.server.metrics import ServerMetrics
+from inference.traffic.arrivals import Arrival, read_traffic
+from inference.traffic.config import TrafficConfig
+
+
+def read(tmp_path: Path, text: str, tokenizer: Any = None, **changes: Any) -> list[Arrival]:
+    file = tmp_path / "traffic"
+    file.write_text(text, encoding="utf-8")
+    return read_traffic(TrafficConfig(file=str(file), **changes), tokenizer)
+
+
+def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": "2026-01-31T12:00:03+00:00", "prompt_tokens": 7, "answer_tokens": 5, "domain": "code"},
+        {"timestamp": "2026-01-31T12:00:01+00:00", "tokens": [4, 5, 6]},
+    ]
+    found = read(tmp_path, "\n".join(map(json.dumps, rows)), answer_tokens=9)
+    assert found == [Arrival(0.0, 3, 9), Arrival(2.0, 7, 5, "code")]
+    assert read(tmp_path, '{"timestamp": 5.5, "prompt_tokens": 1}')[0].time == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"prompt_tokens": 3}', r"line 1: a request needs a `timestamp`"),
+        ('{"timestamp": "yesterday", "prompt_tokens": 3}', r"line 1: timestamp 'yesterday' is neither"),
+        ('{"timestamp": 1, "prompt_tokens": 0}', r"line 1: prompt_tokens must be a whole number of at least 1; given: 0"),
+        ('{"timestamp": 1, "prompt_tokens": 2, "answer_tokens": "x"}', r"answer_tokens must be .* given: 'x'"),
+        ('{"timestamp": 1}', r"line 1: a request needs prompt_tokens, or its prompt"),
+        ('{"timestamp": 1, "prompt_tokens": 2}\n{"timest', r"line 2: not a JSON object"),
+        ("timestamp,prompt", r"line 1: neither a JSON object nor a line of Prometheus' text format"),
+        ("up 1\n", r"counts no answered requests"),
+    ],
+)
+def test_what_is_no_traffic_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, text)
+    with pytest.raises(UserError, match=r"cannot be read \(No such file"):
+        read_traffic(TrafficConfig(file=str(tmp_path / "absent")), None)
+    with pytest.raises(UserError, match=r"traffic\.file is not set"):
+        read_traffic(TrafficConfig(), None)
+
+
+def exported(seconds: float) -> str:
+    """What a server shows at /metrics that has answered 200 requests of two domains."""
+    clock = StepClock(torch.device("cpu"))
+    clock.seconds["verify"] = seconds
+    metrics = ServerMetrics(4, clock, drafts=True)
+    metrics.requests.add(150, "stop")
+    metrics.requests.add(50, "length")
+    metrics.requests.add(40, "cancelled")
+    metrics.prompt_tokens.add(3000, "code")
+    metrics.prompt_tokens.add(1000, 'od"d')
+    metrics.tokens.add(9000, "code")
+    metrics.tokens.add(3000, 'od"d')
+    metrics.first.observe(0.1)
+    return metrics.registry.text()
+
+
+def test_a_servers_sums_become_requests_like_its_own(tmp_path: Path) -> None:
+    found = read(tmp_path, exported(40.0), requests=4000)
+    assert len(found) == 4000 and found[0].time == 0.0
+    assert found[-1].time == pytest.approx(4000 / (200 / 40), rel=0.1)  # five a second while it was busy
+    assert sum(item.prompt for item in found) / 4000 == pytest.approx(20, rel=0.1)
+    assert sum(item.answer for item in found) / 4000 == pytest.approx(60, rel=0.1)
+    assert sum(item.domain == "code" for item in found) / 4000 == pytest.approx(0.75, abs=0.05)
+    slower = read(tmp_path, exported(40.0), requests=4000, seconds=400.0)
+    assert slower[-1].time == pytest.approx(10 * found[-1].time)
+    with pytest.raises(UserError, match=r"traffic\.seconds is not set"):
+        read(tmp_path, exported(0.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 0}, r"traffic\.rows must be at least 1; given: 0"),
+        ({"depths": ()}, r"traffic\.depths must list whole numbers"),
+        ({"seconds": -1.0}, r"traffic\.seconds must not be negative"),
+        ({"max_new_tokens": 1}, r"traffic\.max_new_tokens must be at least 2"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrafficConfig(**changes)
