@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from train.data.sources import DataConfig
     from train.engine import EngineConfig
     from train.features import FeaturesConfig
+    from train.feedback.config import FeedbackConfig
     from train.generate import GenerateConfig
     from train.joint_config import JointConfig
     from train.loop import TrainConfig
@@ -62,6 +63,7 @@ CONSUMERS = {
     "data": "train.data.sources:DataConfig",
     "sampling": "train.data.sampling:SamplingConfig",
     "generate": "train.generate:GenerateConfig",
+    "feedback": "train.feedback.config:FeedbackConfig",
     "features": "train.features:FeaturesConfig",
     "engine": "train.engine:EngineConfig",
     "optim": "train.optim:OptimConfig",
@@ -110,6 +112,7 @@ class Settings:
     sampling: SamplingConfig
     generate: GenerateConfig
     features: FeaturesConfig
+    feedback: FeedbackConfig
     engine: EngineConfig
     optim: OptimConfig
     schedule: ScheduleConfig

@@ -87,6 +87,11 @@ STAGES: dict[str, Stage] = {
             "make a drafter fit a changed target again: the shortest training on its answers",
             tuple(name for name in dict.fromkeys((*GENERATE, *TRAIN, "bench", "refresh")) if name not in ("head", "joint")),
         ),
+        Stage(
+            "feedback",
+            "make training data of records: what the drafter got wrong, and where, becomes weights and choices",
+            ("run", "target", "feedback"),
+        ),
         Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
         Stage(
             "push",

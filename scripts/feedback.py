@@ -1,0 +1,61 @@
+"""`headstart feedback`: records of verifications and the answers that they are of become training data, in <run>/feedback/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.run import is_main_process, open_folder, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from scripts.config import Settings
+
+STAGE = "feedback"
+
+
+def run(settings: Settings) -> None:
+    """Write the folder; one of the same inputs is left alone."""
+    from heads.api.errors import UserError
+    from inference.manifest import MANIFEST_FILE
+    from inference.verifications import FACTS_FILE
+    from train.data.target_facts import TargetFacts
+    from train.feedback import build
+    from train.recording import RECORDS
+
+    config = settings.feedback
+    out = settings.run.directory / STAGE
+    answers = [] if config.sequences else [Path(name) for name in config.answers or (str(settings.run.directory / "generate"),)]
+    records = [Path(name) for name in config.records] or [folder / RECORDS for folder in answers]
+    for one in records:  # to `build` they may be missing; here somebody asked for them
+        if not (one / FACTS_FILE).is_file():
+            raise UserError(
+                f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
+                "generate.records.on=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
+            )
+    inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
+    folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
+    if folder.complete:
+        print(f"{shown(out)} is complete; nothing to do (run.overwrite=true starts again)", flush=True)
+        return
+    if not is_main_process():
+        return
+    info = TargetFacts.load(settings.target).info if config.sequences else None
+    manifest = build(records, answers, out, config, folder.session, info=info)
+    folder.finish()
+    print(summary(manifest, out), flush=True)
+
+
+def summary(manifest: Mapping[str, Any], out: Path) -> str:
+    """What was found, by domain, and how to train on it."""
+    found = manifest[STAGE]
+    lines = [
+        f"{found['documents']} of {manifest['counts']['input']} documents, {found['verifications']} verifications, "
+        f"{found['errors']} first errors; acceptance by depth "
+        + " ".join("-" if share is None else f"{share:.2f}" for share in found["acceptance"])
+    ]
+    for name, one in found["domains"].items():
+        tau = "-" if one["tau"] is None else f"{one['tau']:.2f}"
+        lines.append(f"  {name}: tau {tau}, {one['share']:.0%} of the tokens, weight {one['factor']:.2f}")
+    return "\n".join([*lines, f"Train on it with run.answers={shown(out)}"])

@@ -1,0 +1,1 @@
+"""Tests of train/feedback: records become weights, choices of tokens, and prompts."""

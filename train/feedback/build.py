@@ -1,0 +1,327 @@
+"""`build(...)`: from answers and the records of their verifications to answers that teach what the drafter got wrong.
+
+    <out>/shards/               answers, as `headstart generate` writes them, with weights per token (docs/formats.md)
+    <out>/hard_prompts.jsonl    prompts to generate from again
+    <out>/manifest.json         written last; it says "generate", because that is what a training reads
+
+The records are gone through twice: once to tally them, once to write. In memory: one shard, and the table of verifications of one
+folder of answers at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.chat import Span
+from inference.manifest import (
+    MANIFEST_FILE,
+    file_entry,
+    file_sha256,
+    read_manifest,
+    verify_file,
+    write_bytes,
+    write_manifest,
+)
+from inference.verifications import SEQUENCES, read_facts, read_table
+from train.data.answers import DONE, PACKED, SHARD_SCHEMA, SHARDS
+from train.data.masks import mask_of
+from train.data.pack import checked_shards
+from train.feedback.config import FeedbackConfig
+from train.feedback.evidence import Evidence, Records, evidence_of
+from train.feedback.weights import Tally, Weighing, replayed
+
+logger = logging.getLogger(__name__)
+
+SHARD_ROWS = 4096
+HARD_PROMPTS = "hard_prompts.jsonl"
+STAGE_KEYS = ("records", "answers")
+"""Settings that say where to read; what was read is told by its checksums."""
+
+
+@dataclass
+class Document:
+    """One answer (a row of `SHARD_SCHEMA`) with what is known of it."""
+
+    row: dict[str, Any]
+    tokens: NDArray[np.int32]
+    supervised: NDArray[np.bool_]
+    evidence: Evidence
+
+    @property
+    def cost(self) -> float:
+        """Verify passes per committed token; 0 without records."""
+        return self.evidence.passes / max(1, self.evidence.committed)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of answers with its records (None: without), or a folder of records alone."""
+
+    answers: Path | None
+    records: Path | None
+
+    def check(self, info: TargetInfo) -> dict[str, str]:
+        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another target."""
+        files = Records(self.records, info).files
+        if self.answers is not None:
+            checked_shards(self.answers, info)
+            files = [self.answers / MANIFEST_FILE, *files]
+        return {f"{file.parent.parent.name}/{file.parent.name}/{file.name}": file_sha256(file) for file in files}
+
+    def documents(self, info: TargetInfo) -> Iterator[Document]:
+        """Every document, in order."""
+        records = Records(self.records, info)
+        rows = self._answers(info) if self.answers is not None else self._sequences(info)
+        for row in rows:
+            tokens = np.asarray(row["tokens"], np.int32)
+            spans: list[Span] = [(low, high) for low, high in row["spans"]]
+            yield Document(row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"])))
+
+    def _answers(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+        assert self.answers is not None
+        for entry in read_manifest(self.answers, "generate")["shards"]:
+            file = pq.ParquetFile(verify_file(self.answers, entry))
+            known = [name for name in SHARD_SCHEMA.names if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=SHARD_ROWS, columns=known):
+                for row in batch.to_pylist():
+                    yield {name: row.get(name) for name in SHARD_SCHEMA.names} | {"parts": row.get("parts") or []}
+
+    def _sequences(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+        assert self.records is not None
+        if read_facts(self.records).get("redacted"):
+            raise UserError(
+                f"the records in '{self.records}' are redacted: they hold no text to train on. Record without redaction, or give "
+                "the answers that they are of."
+            )
+        for number, row in enumerate(read_table(self.records, SEQUENCES).to_pylist()):
+            tokens, begin = row["tokens"], row["prompt_length"]
+            if begin < len(tokens) and max(tokens) < info.vocab_size:
+                yield {
+                    "id": row["sequence"], "index": number, "domain": row["domain"], "tokens": tokens,
+                    "spans": [[begin, len(tokens)]], "finish": row["finish"], "seed": row["seed"], "parts": [],
+                }  # fmt: skip
+
+
+def build(
+    records: Sequence[Path],
+    answers: Sequence[Path],
+    out: Path,
+    config: FeedbackConfig,
+    provenance: Mapping[str, Any] | None = None,
+    *,
+    info: TargetInfo | None = None,
+) -> dict[str, Any]:
+    """Write the answers with what their records teach to `out` and return the manifest; what is complete there is left alone.
+
+    records: folders of records, the first of the first folder of answers and so on; one that is not there says nothing, and answers
+    without records weigh 1. info: the target, needed where config.sequences takes documents from records alone. Call it in the main
+    process only. Raises `UserError` for damaged input, input of several targets, or when nothing is left to train on.
+    """
+    sources, info, facts = _open(records, answers, config, info)
+    settings = {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name not in STAGE_KEYS}
+    inputs = [source.check(info) for source in sources]
+    key = {"settings": settings, "inputs": inputs}
+    if (out / MANIFEST_FILE).is_file():
+        manifest = read_manifest(out, "generate")
+        if manifest.get("feedback", {}).get("key") == key:
+            for entry in manifest["shards"]:
+                verify_file(out, entry)
+            return manifest
+        if "feedback" not in manifest:
+            raise UserError(f"'{out}' holds answers that are no feedback, and is not overwritten. Give another folder.")
+        (out / MANIFEST_FILE).unlink()
+    for name in (SHARDS, PACKED):
+        shutil.rmtree(out / name, ignore_errors=True)
+    tally, costs, seen = _tally(sources, info, config)
+    weighing = Weighing.of(config, tally)
+    writer = _Writer(out, config, weighing, _limit(costs, config.hard_prompts))
+    for source in sources:
+        for document in source.documents(info):
+            writer.add(document)
+    writer.finish()
+    if not writer.rows:
+        raise UserError(
+            f"nothing is left to train on: {seen} documents, {tally.errors} first errors in them. Without errors there is nothing "
+            "to replay: set feedback.replay=false."
+        )
+    content = {
+        **facts,
+        "counts": {"input": seen, DONE: writer.rows, "failed": 0, "skipped": seen - writer.rows, "tokens": writer.supervised},
+        "shards": writer.shards,
+        "feedback": {"key": key, **_report(tally, weighing, writer)},
+    }
+    write_manifest(out, "generate", content, provenance)
+    return read_manifest(out, "generate")
+
+
+def _open(
+    records: Sequence[Path], answers: Sequence[Path], config: FeedbackConfig, info: TargetInfo | None
+) -> tuple[list[Source], TargetInfo, dict[str, Any]]:
+    """What to read, of which target, and what the new manifest takes over."""
+    if config.sequences:
+        if info is None or not records:
+            raise UserError("feedback.sequences takes documents from records: give their folders, as feedback.records.")
+        return [Source(None, folder) for folder in records], info, {
+            "round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"},
+        }  # fmt: skip
+    if not answers:
+        raise UserError("there are no answers to make feedback of: give their folders, as feedback.answers.")
+    if len(records) > len(answers):
+        raise UserError(f"{len(records)} folders of records are given for {len(answers)} of answers: one for each, in order.")
+    manifests = [read_manifest(folder, "generate") for folder in answers]
+    info = TargetInfo.from_dict(manifests[0]["target"])
+    facts = {name: manifests[0].get(name, {}) for name in ("target", "sampling", "data")}
+    facts = {"round": 1 + max(manifest.get("round", 0) for manifest in manifests), **facts}
+    return [Source(folder, own) for folder, own in zip_longest(answers, records)], info, facts
+
+
+def _tally(sources: Sequence[Source], info: TargetInfo, config: FeedbackConfig) -> tuple[Tally, list[float], int]:
+    """The sums over all documents, the cost of each that has records, and how many there are."""
+    tally, costs, seen = Tally(), [], 0
+    for source in sources:
+        for document in source.documents(info):
+            seen += 1
+            mask = document.supervised
+            if config.replay:
+                mask = replayed(document.evidence, mask, config)
+            tally.add(document.row["domain"], document.evidence, mask)
+            if document.evidence.passes:
+                costs.append(document.cost)
+    if not tally.tested.any():
+        logger.warning("no verification fits these answers: every token weighs the same")
+    if tally.unfit:
+        logger.warning("%d verifications do not fit the answers and are left out", tally.unfit)
+    return tally, costs, seen
+
+
+def _limit(costs: list[float], share: float) -> float:
+    """The cost from which a prompt is among the hardest `share`."""
+    count = round(share * len(costs))
+    return sorted(costs, reverse=True)[count - 1] if count else float("inf")
+
+
+def _report(tally: Tally, weighing: Weighing, writer: _Writer) -> dict[str, Any]:
+    total = max(1, sum(one.supervised for one in tally.domains.values()))
+    domains = {
+        name: {
+            "supervised": one.supervised,
+            "share": one.supervised / total,
+            "passes": one.passes,
+            "tau": one.committed / one.passes if one.passes else None,
+            "factor": weighing.factors[name] / weighing.token_mean,
+        }
+        for name, one in sorted(tally.domains.items())
+    }
+    depths = range(1, tally.deepest + 1)
+    return {
+        "documents": writer.rows,
+        "verifications": sum(one.passes for one in tally.domains.values()),
+        "unfit": tally.unfit,
+        "errors": tally.errors,
+        "acceptance": [tally.passed[d] / tally.tested[d] if tally.tested[d] else None for d in depths],
+        "cost": [float(weighing.cost[d]) for d in depths],
+        "domains": domains,
+        "mean_weight": writer.weight / max(1, writer.supervised),
+        "hard_prompts": writer.prompts,
+    }
+
+
+@dataclass
+class _Writer:
+    """Writes shards and hard prompts. limit: the cost from which prompts are hard."""
+
+    out: Path
+    config: FeedbackConfig
+    weighing: Weighing
+    limit: float
+    rows: int = 0
+    supervised: int = 0
+    weight: float = 0.0
+    prompts: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    _waiting: list[dict[str, Any]] = field(default_factory=list)
+    _hard: list[str] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the shards."""
+        schema = SHARD_SCHEMA
+        for name, there in (("weights", self.config.weighs), ("anchors", self.config.anchor_weights)):
+            if there:
+                schema = schema.append(pa.field(name, pa.list_(pa.float32())))
+        return schema
+
+    def add(self, document: Document) -> None:
+        """Take a document; what is left of it waits for its shard."""
+        self._note_prompt(document)
+        row, mask, length = dict(document.row), document.supervised, len(document.tokens)
+        if self.config.replay:
+            mask = replayed(document.evidence, mask, self.config)
+            if not mask.any():
+                return
+            length = int(np.flatnonzero(mask)[-1]) + 1
+            row |= {
+                "tokens": row["tokens"][:length],
+                "spans": spans_of(mask),
+                "parts": [begin for begin in row["parts"] if begin < length],
+            }
+        weights = self.weighing.tokens(row["domain"], document.evidence)[:length]
+        if self.config.weighs:
+            row["weights"] = weights
+        if self.config.anchor_weights:
+            row["anchors"] = self.weighing.roots(document.evidence)[:length]
+        self.rows += 1
+        self.supervised += int(mask.sum())
+        self.weight += float(weights[mask[:length]].sum(dtype=np.float64))
+        self._waiting.append(row)
+        if len(self._waiting) == SHARD_ROWS:
+            self._flush()
+
+    def _note_prompt(self, document: Document) -> None:
+        row = document.row
+        if document.evidence.passes and document.cost >= self.limit and row["id"] not in self._known:
+            self._known.add(row["id"])
+            prompt = row["tokens"][: row["spans"][0][0]]
+            line = {"id": row["id"], "domain": row["domain"], "tokens": list(prompt), "cost": document.cost}
+            self._hard.append(json.dumps(line, ensure_ascii=False))
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd")
+        write_bytes(self.out / name, sink.getvalue().to_pybytes())
+        self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
+        self._waiting = []
+
+    def finish(self) -> None:
+        """Write what waits; the hardest prompts come first."""
+        self._flush()
+        self.prompts = len(self._hard)
+        path = self.out / HARD_PROMPTS
+        path.unlink(missing_ok=True)
+        if self._hard:
+            lines = sorted(self._hard, key=lambda line: -json.loads(line)["cost"])
+            write_bytes(path, ("\n".join(lines) + "\n").encode())
+
+
+def spans_of(mask: NDArray[np.bool_]) -> list[list[int]]:
+    """The [start, end) runs of a mask [N]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return edges.reshape(-1, 2).tolist()

@@ -1,0 +1,131 @@
+"""What records say of each token of a document: whether it was drafted rightly, at which depth, and how surely.
+
+A verification begins at its root; the token d places behind it was tested at depth d, up to the first error. Each token of an
+answer stands behind exactly one root, so that it was tested once at most; not tested are an answer's first token and the ones that
+the target adds behind a draft of which nothing was refused.
+
+Legend: N tokens of a document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
+
+COLUMNS = ("position", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
+
+
+@dataclass
+class Evidence:
+    """Of one document. depth [N] int16: at which depth a token was tested (0: it was not); failed [N] bool: it was the first error
+    there; chance [N] float32: the chance that rejection sampling would have kept it, min(1, q / p) (1 where not tested);
+    roots [N] int16: error depth of the draft behind a root, -1 where nothing failed, 0 where no draft began; passes, committed:
+    verifications, and tokens that they committed within the document; unfit: verifications that do not fit the document.
+    """
+
+    depth: NDArray[np.int16]
+    failed: NDArray[np.bool_]
+    chance: NDArray[np.float32]
+    roots: NDArray[np.int16]
+    passes: int = 0
+    committed: int = 0
+    unfit: int = 0
+
+    @classmethod
+    def nothing(cls, length: int) -> Evidence:
+        """Of a document without records."""
+        return cls(
+            np.zeros(length, np.int16), np.zeros(length, bool), np.ones(length, np.float32), np.zeros(length, np.int16)
+        )
+
+    def part(self, begin: int, end: int) -> Evidence:
+        """That of the tokens [begin, end)."""
+        own = slice(begin, end)
+        return Evidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
+
+
+def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> Evidence:
+    """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens contradict is left out and counted:
+    it is of another answer to the same prompt.
+    """
+    found, length = Evidence.nothing(len(tokens)), len(tokens)
+    for row in rows:
+        root, kept, error = row["position"], row["accepted"], row["error_depth"]
+        at = root + kept + 1
+        pick = row["pick"]
+        if not 0 <= root < length or (pick is not None and at < length and tokens[at] != pick):
+            found.unfit += 1
+            continue
+        found.passes += 1
+        end = min(at + 1, length)
+        found.committed += end - root - 1
+        found.roots[root] = error or -1
+        for depth in range(1, min(kept, length - 1 - root) + 1):
+            found.depth[root + depth] = depth
+            found.chance[root + depth] = _chance(row["log_q"][depth - 1], row["log_p"][depth - 1])
+        if error and at < length:
+            found.depth[at], found.failed[at] = error, True
+            found.chance[at] = _chance(row["pick_log_q"], row["pick_log_p"])
+    return found
+
+
+def _chance(log_q: float | None, log_p: float | None) -> float:
+    """min(1, q / p); without a distribution of the drafter: 0, since it gave this token no chance that anybody knows of."""
+    if log_q is None or log_p is None:
+        return 0.0
+    return math.exp(min(0.0, log_q - log_p))
+
+
+class Records:
+    """The verifications of a folder by sequence. A folder that is not there is empty. Raises `UserError` for damaged records, or
+    those of a target with another tokenizer.
+    """
+
+    def __init__(self, folder: Path | None, info: TargetInfo) -> None:
+        self.facts: dict[str, Any] = {}
+        self._table = pa.table({})
+        self._places: dict[str, NDArray[np.int64]] = {}
+        self.files: list[Path] = []
+        if folder is None or not (folder / FACTS_FILE).is_file():
+            return
+        self.facts = read_facts(folder)
+        theirs = self.facts.get("target", {})
+        if theirs.get("tokenizer_hash") != info.tokenizer_hash:
+            raise UserError(
+                f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer differs from that of '{info.id}', "
+                "which gave the answers. Give the records of these answers."
+            )
+        self.files = sorted([folder / FACTS_FILE, *folder.glob("*.parquet")])
+        table = read_table(folder, VERIFICATIONS)
+        order = table.column("sequence").combine_chunks().dictionary_encode()
+        codes, names = order.indices.to_numpy(), order.dictionary.to_pylist()
+        places = np.lexsort((table.column("position").to_numpy(), codes))
+        bounds = np.searchsorted(codes[places], np.arange(len(names) + 1))
+        self._table = table.select(COLUMNS)
+        self._places = {name: places[bounds[code] : bounds[code + 1]] for code, name in enumerate(names)}
+
+    def __len__(self) -> int:
+        return len(self._table) if self._places else 0
+
+    def of(self, sequence: str) -> list[dict[str, Any]]:
+        """The verifications of a sequence, by position of their roots."""
+        places = self._places.get(sequence)
+        if places is None:
+            return []
+        rows: list[dict[str, Any]] = self._table.take(pa.array(places)).to_pylist()
+        return rows
+
+    def sequences(self) -> Iterator[str]:
+        """The names of all sequences."""
+        yield from self._places

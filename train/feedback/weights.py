@@ -1,0 +1,164 @@
+"""From what records say of tokens to how much each counts in the loss.
+
+An error at depth d costs what would have followed: with a_j the share of tests at depth j that were passed, a draft that is right
+at d goes on for
+
+    v_d = 1 + a_{d+1} + a_{d+1} a_{d+2} + ...
+
+tokens up to the deepest level (the token itself included). A token whose draft was refused at depth d weighs
+1 + error_weight (1 - c) v_d / v_1, c being the chance min(1, q / p) that rejection sampling would have kept it; all others 1.
+The same for roots: 1 + root_weight v_d / v_1 where the draft failed at depth d. What a domain loses is its share of the traffic
+times (1 / tau - 1 / best tau that drafts of this length can have); it weighs by that over its share of the supervised tokens.
+
+Every weight is then divided by the mean over all supervised tokens, so that the loss keeps its scale. These means follow from sums
+that one pass over the records gives (`Tally`); no weight is held in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heads.api.errors import UserError
+from train.feedback.config import FeedbackConfig
+from train.feedback.evidence import Evidence
+
+DEEPEST = 512
+"""More than any drafted chain or tree is deep."""
+
+
+def _by_depth() -> NDArray[np.float64]:
+    return np.zeros(DEEPEST)
+
+
+@dataclass
+class DomainTally:
+    """Sums over a domain's documents. supervised: tokens; passes, committed: of verifications; missing [DEEPEST]: sum of
+    1 - chance over supervised errors by depth; failed_roots [DEEPEST]: roots before a supervised token by error depth.
+    """
+
+    supervised: int = 0
+    passes: int = 0
+    committed: int = 0
+    missing: NDArray[np.float64] = field(default_factory=_by_depth)
+    failed_roots: NDArray[np.float64] = field(default_factory=_by_depth)
+
+
+@dataclass
+class Tally:
+    """Sums over all documents. tested, passed [DEEPEST]: tokens by depth."""
+
+    domains: dict[str, DomainTally] = field(default_factory=lambda: defaultdict(DomainTally))
+    tested: NDArray[np.float64] = field(default_factory=_by_depth)
+    passed: NDArray[np.float64] = field(default_factory=_by_depth)
+    unfit: int = 0
+    errors: int = 0
+
+    def add(self, domain: str, found: Evidence, supervised: NDArray[np.bool_]) -> None:
+        """Take one document; supervised [N] bool: as it will be trained."""
+        at = self.domains[domain]
+        at.supervised += int(supervised.sum())
+        at.passes += found.passes
+        at.committed += found.committed
+        self.unfit += found.unfit
+        self.errors += int(found.failed.sum())
+        tested = found.depth > 0
+        np.add.at(self.tested, found.depth[tested], 1.0)
+        np.add.at(self.passed, found.depth[tested & ~found.failed], 1.0)
+        wrong = found.failed & supervised
+        np.add.at(at.missing, found.depth[wrong], 1.0 - found.chance[wrong])
+        roots = (found.roots > 0) & supervised
+        np.add.at(at.failed_roots, found.roots[roots], 1.0)
+
+    @property
+    def deepest(self) -> int:
+        """The deepest level that was tested; 0 without records."""
+        places = np.flatnonzero(self.tested)
+        return int(places[-1]) if len(places) else 0
+
+    def going_on(self) -> NDArray[np.float64]:
+        """v_d / v_1 [DEEPEST] by depth; 0 where nothing was tested."""
+        value, found = 0.0, _by_depth()
+        for depth in range(self.deepest, 0, -1):
+            share = self.passed[depth + 1] / self.tested[depth + 1] if self.tested[depth + 1] else 0.0
+            value = 1.0 + share * value
+            found[depth] = value
+        return found / found[1] if self.deepest else found
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How weights are made, once everything was tallied. cost [DEEPEST]: v_d / v_1; factors: domain -> factor."""
+
+    config: FeedbackConfig
+    cost: NDArray[np.float64]
+    factors: Mapping[str, float]
+    token_mean: float
+    root_mean: float
+
+    @classmethod
+    def of(cls, config: FeedbackConfig, tally: Tally) -> Weighing:
+        """The weighing that gives tokens, and roots, a mean of 1 over all that is supervised."""
+        cost, factors = tally.going_on(), domain_factors(config, tally)
+        error = config.error_weight if config.token_weights else 0.0
+        tokens = max(1, sum(one.supervised for one in tally.domains.values()))
+        weight = sum(
+            factors[name] * (one.supervised + error * float(one.missing @ cost)) for name, one in tally.domains.items()
+        )
+        roots = sum(one.supervised + config.root_weight * float(one.failed_roots @ cost) for one in tally.domains.values())
+        return cls(config, cost, factors, weight / tokens or 1.0, roots / tokens or 1.0)
+
+    def tokens(self, domain: str, found: Evidence) -> NDArray[np.float32]:
+        """Weights [N] of a document's tokens."""
+        weights = np.ones(len(found.depth))
+        if self.config.token_weights:
+            missing = np.where(found.failed, 1.0 - found.chance, 0.0)
+            weights += self.config.error_weight * missing * self.cost[found.depth]
+        return (weights * (self.factors[domain] / self.token_mean)).astype(np.float32)
+
+    def roots(self, found: Evidence) -> NDArray[np.float32]:
+        """Weights [N] of the drafts that begin at a document's tokens."""
+        weights = 1.0 + self.config.root_weight * self.cost[np.maximum(found.roots, 0)]
+        return (weights / self.root_mean).astype(np.float32)
+
+
+def domain_factors(config: FeedbackConfig, tally: Tally) -> dict[str, float]:
+    """The factor of each domain's weights; raises `UserError` for a traffic of domains that the answers do not have."""
+    names = list(tally.domains)
+    plain = dict.fromkeys(names, 1.0)
+    if not config.domain_weights:
+        return plain
+    unknown = sorted(set(config.traffic) - set(names))
+    if unknown:
+        raise UserError(f"feedback.traffic names {unknown}; the answers have the domains {sorted(names)}.")
+    total = sum(one.supervised for one in tally.domains.values())
+    own = {name: one.supervised / max(1, total) for name, one in tally.domains.items()}
+    shares = {name: config.traffic.get(name, 0.0) for name in names} if config.traffic else own
+    everything = sum(shares.values())
+    all_passes = sum(one.passes for one in tally.domains.values())
+    all_tokens = sum(one.committed for one in tally.domains.values())
+    factors = {}
+    for name, one in tally.domains.items():
+        passes, tokens = (one.passes, one.committed) if one.committed else (all_passes, all_tokens)
+        per_token = passes / tokens if tokens else 1.0
+        lost = max(0.0, per_token - 1.0 / (tally.deepest + 1)) * shares[name] / everything
+        factors[name] = (lost / own[name]) ** config.domain_power if own[name] else 0.0
+    if not any(own[name] and factors[name] for name in names):
+        return plain  # nothing is lost anywhere
+    return factors
+
+
+def replayed(found: Evidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
+    """Which of the supervised tokens [N] stay so in replay: first errors and what is near them. A document without records keeps
+    all.
+    """
+    if not found.passes:
+        return supervised
+    near = np.zeros(len(supervised), dtype=bool)
+    for at in np.flatnonzero(found.failed):
+        near[max(0, at - config.replay_before) : at + config.replay_after + 1] = True
+    return near & supervised
