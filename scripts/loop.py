@@ -1,5 +1,7 @@
 """`headstart loop`: generate, train every recipe, measure, report. Each stage skips what is complete, so a loop can be repeated.
 
+With `loop.rounds` one drafter is trained in rounds that learn from its rejected drafts (scripts/rounds.py).
+
 Every stage is composed from the loop's own command line, reduced to the groups that the stage reads; a recipe of `loop.recipes` is
 put before the loop's experiments, whose values therefore win.
 """
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
 from scripts.drafters import SWEPT
+from scripts.rounds_config import BudgetConfig, RoundConfig
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
 
 if TYPE_CHECKING:
@@ -54,6 +57,21 @@ class LoopConfig:
     launch: str = ""
     """Command put before `headstart` for generate and train, for instance "torchrun --nproc-per-node 8 --no-python";
     empty: this process."""
+    rounds: int = 0
+    """Rounds of generate, feedback, train and measure, each from the drafter of the one before it; 0: one turn without feedback."""
+    round: RoundConfig = field(default_factory=RoundConfig)
+    """How a round goes."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """What the rounds may cost."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise UserError(f"loop.rounds must not be negative; given: {self.rounds}.")
+        if self.rounds and (self.sweep or len(self.recipes) > 1):
+            raise UserError(
+                f"loop.rounds={self.rounds} trains one drafter in rounds, but this loop trains {[*self.recipes, *self.sweep]}. "
+                "Choose one with loop.recipes=[<recipe>], or leave the recipes out and choose head=<name>."
+            )
 
 
 @dataclass(frozen=True)
@@ -69,14 +87,24 @@ def run(settings: Settings) -> None:
     """Run every step; a step that fails ends the loop, and repeating the command continues there."""
     steps = plan(settings)
     start = time.monotonic()
+    if settings.loop.rounds:
+        from scripts.rounds import run_rounds
+
+        run_rounds(settings)
+        steps = [step for step in steps if step.stage.name in ("measure", "report")]
     for number, step in enumerate(steps, 1):
         print(f"\n[{number}/{len(steps)}] {step.title}  ({clock(time.monotonic() - start)})", flush=True)
-        if settings.loop.launch and step.stage.name in ("generate", "train"):
-            launched(settings.loop.launch, step)
-            require_complete(step)
-        else:
-            here(step)
+        perform(settings.loop.launch, step)
     print(f"\nloop finished in {clock(time.monotonic() - start)}", flush=True)
+
+
+def perform(launch: str, step: Step) -> None:
+    """Run a stage: behind the launcher where there is one and the stage can use it, else in this process."""
+    if launch and step.stage.name in ("generate", "train"):
+        launched(launch, step)
+        require_complete(step)
+    else:
+        here(step)
 
 
 def here(step: Step) -> None:

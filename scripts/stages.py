@@ -129,7 +129,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "loop",
             "generate, train every recipe, measure and report, skipping what is complete",
-            tuple(dict.fromkeys((*GENERATE, *TRAIN, *MEASURE, "report", "loop"))),
+            tuple(dict.fromkeys((*GENERATE, *TRAIN, *MEASURE, "feedback", "report", "loop"))),
         ),
     )
 }

@@ -1,0 +1,130 @@
+"""A loop of rounds that is killed again and again must end like one that was left in peace: evidence for docs/reports/loop.json.
+
+`kill_and_compare` plays the same loop twice. One copy gets SIGKILL at random points, each behind the progress of the one before it,
+and is repeated after each; then both results are compared: weights of the best drafter bit by bit, and loop.json but for times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from heads.api.checkpoint import WEIGHTS_FILE
+
+LOOP_FILE = "loop.json"
+CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
+"""Keys of loop.json that hold what a clock said."""
+LONGEST_SECONDS = 1200.0
+
+
+def kill_and_compare(overrides: Sequence[str], folder: Path, kills: int, seed: int = 0) -> dict[str, Any]:
+    """Play `headstart loop` with `overrides` calmly and killed `kills` times, below `folder`: killed where, and what is the same.
+
+    overrides must leave run.root and run.name alone, and give paths that hold in any working directory.
+    """
+    draw = random.Random(seed)
+    calm, killed = folder / "calm", folder / "killed"
+    begun = time.monotonic()
+    finish(overrides, calm)
+    lasted = time.monotonic() - begun
+    places = []
+    for _ in range(kills):
+        place = kill(overrides, killed, draw.uniform(0.0, 1.5 * lasted / (kills + 1)))
+        if place is None:
+            break
+        places.append(place)
+    finish(overrides, killed)
+    return {
+        "kills": len(places),
+        "places": places,
+        "same_weights": weights(calm) == weights(killed),
+        "same_summary": timeless(summary(calm)) == timeless(summary(killed)),
+        "rounds": len(summary(calm)["rounds"]),
+        "calm_seconds": lasted,
+    }
+
+
+def play(overrides: list[str], folder: str) -> None:
+    """The loop in this process, its output in <folder>/log."""
+    os.chdir(folder)
+    file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    from scripts.cli import main
+
+    sys.exit(main(["loop", *overrides, "run.root=.", "run.name=run"]))
+
+
+def started(overrides: Sequence[str], folder: Path) -> Any:
+    """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["scripts.loop_kill", "scripts.cli", "scripts.rounds", "train.loop", "train.generate"])
+    folder.mkdir(parents=True, exist_ok=True)
+    process = context.Process(target=play, args=(list(overrides), str(folder)))
+    process.start()
+    return process
+
+
+def finish(overrides: Sequence[str], folder: Path) -> None:
+    """Play the loop to its end."""
+    process = started(overrides, folder)
+    process.join(LONGEST_SECONDS)
+    log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+    assert process.exitcode == 0, f"the loop ended with status {process.exitcode}:\n{log[-3000:]}"
+
+
+def kill(overrides: Sequence[str], folder: Path, delay: float) -> str | None:
+    """Kill the loop `delay` seconds after it has written its first new file; where it was, or None if it ended before."""
+    before = files(folder)
+    process = started(overrides, folder)
+    log = folder / "log"
+    while process.is_alive() and not files(folder) - before:
+        time.sleep(0.005)
+    process.join(delay)
+    if not process.is_alive():
+        return None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return next((line.strip("[]") for line in reversed(lines) if line.startswith("[")), "start")
+
+
+def files(folder: Path) -> set[tuple[str, int]]:
+    """Every file below the run and when it was last written."""
+    found = set()
+    for path in (folder / "run").rglob("*"):
+        try:
+            if path.is_file() and path.name not in ("run.json", "config.yaml"):
+                found.add((str(path), path.stat().st_mtime_ns))
+        except FileNotFoundError:  # renamed meanwhile
+            continue
+    return found
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The loop.json of a finished run."""
+    content: dict[str, Any] = json.loads((folder / "run" / LOOP_FILE).read_text(encoding="utf-8"))
+    return content
+
+
+def weights(folder: Path) -> list[bytes]:
+    """The weights of the best round and of the run's drafter."""
+    best = folder / summary(folder)["best"]["checkpoint"]
+    return [path.read_bytes() for path in (best / WEIGHTS_FILE, *sorted((folder / "run" / "train").glob(f"*/best/{WEIGHTS_FILE}")))]
+
+
+def timeless(content: Any) -> Any:
+    """`content` without what a clock said."""
+    if isinstance(content, Mapping):
+        return {key: timeless(value) for key, value in content.items() if key not in CLOCKED}
+    if isinstance(content, list):
+        return [timeless(item) for item in content]
+    return content
