@@ -1,0 +1,220 @@
+"""The tuner: its steps are decoding's, its prediction follows from the costs, and it chooses what an exhaustive search would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from inference.clock import StepClock
+from inference.cost import CostCurves, CostPoint
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine
+from inference.metrics import divide
+from inference.prompts import Prompt
+from inference.target import TargetModel
+from inference.tune import costs as costs_module
+from inference.tune.config import TuneConfig
+from inference.tune.costs import StepCosts
+from inference.tune.drafts import NONE, Draft
+from inference.tune.tuner import Tuner
+from inference.tune.workload import batch_steps
+from tests.inference.test_lossless_kinds import drafter_of
+from tests.models import VOCAB, random_target
+
+CONFIG = TuneConfig(
+    batches=(1, 3),
+    depths=(1, 2, 4, 9),
+    nodes=(4, 7),
+    tree_depth=3,
+    width=3,
+    thresholds=(0.05, 0.3),
+    prompts_per_domain=6,
+    max_new_tokens=12,
+    repeats=1,
+    finalists=3,
+    rounds=1,
+)
+
+
+def prompts(count: int = 6) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Prompt(f"p{n}", "x", tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()))
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return random_target(dtype=torch.float32)
+
+
+def tuner_of(target: TargetModel, kind: str = "medusa", **changes: Any) -> Tuner:
+    return Tuner.prepare(replace(CONFIG, **changes), target, drafter_of(kind, target), prompts(), DecodeConfig())
+
+
+Seconds = Callable[[str, int, int], float]
+"""What a phase takes (draft, verify, commit or other), for nodes and rows."""
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
+    """Makes every call, and every step of decoding, take the seconds that a function says."""
+
+    def install(seconds: Seconds) -> None:
+        sizes: dict[str, int] = {}
+
+        def timed(calls: Mapping[Any, Any], *_: Any) -> dict[Any, list[float]]:
+            rows = calls_rows(calls)
+            return {key: [seconds(key[1], key[2], rows)] for key in calls}
+
+        def calls_rows(calls: Mapping[Any, Any]) -> int:
+            call = next(iter(calls.values()))
+            return int(call.__closure__[call.__code__.co_freevars.index("self")].cell_contents.rows)
+
+        def run(engine: Engine, requests: Any, *rest: Any) -> Iterator[Any]:
+            waiting = list(requests)
+            done = list(original(engine, waiting, *rest))
+            rows, size = min(engine.decode.batch_size, len(waiting)), engine.tree.num_nodes
+            steps, nodes = engine.clock.passes, size
+            if engine.decode.adaptive != "none" and steps:
+                answers = sorted(done, key=lambda item: item.request.index)
+                from inference.tune.workload import Answered
+
+                nodes = batch_steps([Answered(len(i.request.tokens), i.passes) for i in answers], rows).mean_nodes
+            clock = dict.fromkeys(engine.clock.seconds, 0.0)
+            if engine.drafter is not None:
+                clock |= {phase: steps * seconds(phase, size, rows) for phase in ("draft", "commit")}
+            clock |= {"verify": steps * seconds("verify", nodes, rows), "other": steps * seconds("other", size, rows)}
+            engine.clock.seconds = clock
+            sizes[engine.decode.shape] = size
+            yield from done
+
+        original = Engine.run
+        monkeypatch.setattr(costs_module, "interleaved", timed)
+        monkeypatch.setattr(Engine, "run", run)
+
+    return install
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["medusa", "distilled"])
+def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: str, temperature: float) -> None:
+    tuner = tuner_of(target, kind, temperatures=(temperature,))
+    found = tuner.survey(temperature)
+    families = {draft.family for draft in found.drafts}
+    assert families == {"none", "chain", "tree", "dynamic", "adaptive"}
+    assert found.ranks.tested[0] > 10
+    for batch in (1, 3):
+        (block,) = tuner.task.blocks(batch, 1)[:1]
+        block = block[:6]  # each prompt once: above temperature 0 a second visit has another text
+        turns = tuner.run(found.drafts, temperature, batch, [block])
+        for draft, (turn,) in turns.items():
+            steps = found.steps(draft, [block], batch)
+            assert steps.steps == turn.steps, draft.label
+            assert steps.tokens == sum(len(done.tokens) - 1 for done in turn.completions)
+            deepest = max((record.live for done in turn.completions for record in done.passes), default=0)
+            assert draft.family != "adaptive" or deepest <= draft.depth
+
+
+def test_a_medusa_drafts_no_deeper_than_its_heads(target: TargetModel) -> None:
+    found = tuner_of(target).survey(0.0)
+    assert "chain 9" in found.refused and "cannot draft 9 tokens" in found.refused["chain 9"]
+    assert Draft("chain", 4) in found.drafts and found.drafts[0] == NONE
+    with pytest.raises(UserError, match=r"kind 'medusa' can draft none of the shapes to choose from: .*tune\.depths"):
+        tuner_of(target, depths=(9,), nodes=()).survey(0.0)
+
+
+def cheap_verification(phase: str, nodes: float, rows: int) -> float:
+    """Verification hardly grows, drafting costs by depth, and decoding adds a fixed time that no call shows."""
+    base = {"verify": 0.010 + 0.0001 * nodes * rows, "draft": 0.0004 * nodes, "commit": 0.0005, "other": 0.002}
+    return base[phase]
+
+
+def dear_verification(phase: str, nodes: float, rows: int) -> float:
+    """Every node costs what a pass costs: drafting cannot pay."""
+    return {"verify": 0.010 * nodes, "draft": 0.005 * nodes, "commit": 0.001, "other": 0.001}[phase]
+
+
+def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(target: TargetModel, clocked: Any) -> None:
+    clocked(cheap_verification)
+    tuner = tuner_of(target)
+    for row in tuner.tune():
+        batch = row["batch_size"]
+        drafts = tuner.survey(0.0).drafts
+        everything = tuner.measured(tuner.run(drafts, 0.0, batch, tuner.task.blocks(batch, 1)))
+        best = everything[0]
+        assert row["label"] == best["draft"].label
+        assert row["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
+        measured = {item["draft"].label: item["tokens_per_second"] for item in everything}
+        for item in row["predictions"]:
+            assert item["tokens_per_second"] == pytest.approx(measured[item["label"]], rel=1e-6), item["label"]
+            assert sum(item["step_ms"].values()) > 12.0  # the fixed time is in it
+        assert len(row["measured"]) == 1 + CONFIG.finalists
+    facts = tuner.facts()
+    assert {item["family"] for item in facts["calibrations"]} == {"none", "chain", "tree", "dynamic", "adaptive"}
+    assert all(item["other_ms"] == pytest.approx(2.0) for item in facts["calibrations"])
+    assert CostCurves.from_dict(facts["costs"]).verify(1, 1, 20) == pytest.approx(0.0101)
+
+
+def test_where_drafting_cannot_pay_none_is_chosen(target: TargetModel, clocked: Any) -> None:
+    clocked(dear_verification)
+    rows = tuner_of(target, nodes=(), thresholds=()).tune()
+    assert [(row["label"], row["draft"], row["speedup"]) for row in rows] == [("none", {"shape": "none"}, 1.0)] * 2
+
+
+def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
+    points = tuple(CostPoint(n, b, length, 0.01 * n, 0.0, 0.0) for n in (1, 3) for b in (1, 4) for length in (10, 50))
+    one = tuple(point for point in points if point.nodes == 3)
+    draft = Draft("chain", 2)
+    found = StepCosts(CostCurves("t", "cpu", "float32", "eager", 1, points, {draft.label: one}, {draft.label: one}))
+    assert found.phases(draft, 2, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.0})
+    clock = StepClock(torch.device("cpu"))
+    clock.passes, clock.seconds = 10, {"prefill": 9.0, "draft": 0.6, "verify": 0.3, "commit": 0.9, "other": 0.05}
+    found.calibrate(draft, 1, 30, 0, clock)
+    assert found.phases(draft, 1, 50) == pytest.approx({"draft": 0.06, "verify": 0.03, "commit": 0.09, "other": 0.005})
+    clock.seconds = {"prefill": 9.0, "draft": 1.2, "verify": 0.3, "commit": 0.9, "other": 0.15}
+    found.calibrate(draft, 3, 30, 0, clock)
+    assert found.phases(draft, 2, 10)["draft"] == pytest.approx(0.09)  # between the two
+    assert found.phases(draft, 2, 10)["other"] == pytest.approx(0.01)
+    assert found.phases(draft, 16, 10)["other"] == pytest.approx(0.015)
+    assert found.step(draft, 1, 30, nodes=2) == pytest.approx(0.06 + 0.02 + 0.09 + 0.005)  # a chain that was stopped
+
+
+def test_blocks_take_every_prompt_and_a_second_visit_samples_anew(target: TargetModel) -> None:
+    task = tuner_of(target).task
+    blocks = task.blocks(3, 2)
+    assert len(blocks) == 6 and all(len(block) == 8 for block in blocks)
+    assert {number for block in blocks for number in block} == set(range(6))
+    requests = [request for block in task.block_requests(blocks) for request in block]
+    assert len({request.seed for request in requests}) == len(requests) == 48
+    assert [request.index for request in requests[:9]] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert divide(sum(len(r.tokens) for r in task.requests), 6) == pytest.approx(task.mean_prompt, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": ()}, r"tune\.depths is empty"),
+        ({"nodes": (1,)}, r"tune\.nodes must list whole numbers of at least 2; given: \[1\]"),
+        ({"thresholds": (1.5,)}, r"tune\.thresholds must lie between 0 and 1"),
+        ({"temperatures": (-1.0,)}, r"tune\.temperatures must not be negative"),
+        ({"max_new_tokens": 1}, r"tune\.max_new_tokens must be at least 2"),
+        ({"rounds": 0}, r"tune\.rounds must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_prompts_must_be_there_and_of_known_domains(target: TargetModel) -> None:
+    with pytest.raises(UserError, match=r"tune\.domains names \['y'\], but the prompts are of: x"):
+        tuner_of(target, domains=("y",))
+    with pytest.raises(UserError, match=r"tuning needs at least two prompts that fit into \d+ positions .* 1 do"):
+        tuner_of(target, prompts_per_domain=1)
