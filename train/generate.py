@@ -50,6 +50,7 @@ from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows
 from train.data.sampling import sampling_of
 from train.data.sources import DataConfig
+from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, drop_unanswered, recorded, require_drafts
 
@@ -144,7 +145,9 @@ def generate(
         manifest = on_main(state, lambda: finished_manifest(out))
         if manifest is None:
             on_main(state, lambda: read_input(job, model, again=True))  # a finished folder has lost its rows
+            give_back_freed_memory()
             answer_rows(job, model, done)
+            give_back_freed_memory()
             gather_object([state.process_index])  # returns once every process has written its last part
             manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
         if state.is_main_process:

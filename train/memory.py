@@ -1,9 +1,11 @@
-"""How this process treats memory that it has freed, for training on the CPU."""
+"""How this process treats memory that it has freed: kept for training on the CPU, given back between phases of work on data."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+
+import pyarrow as pa
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 _NEVER = 2**31 - 1
@@ -27,3 +29,17 @@ def keep_freed_memory() -> bool:
         mallopt(option, value) for option, value in wishes
     ]  # a refusal must not keep the others from being asked
     return all(result == 1 for result in results)
+
+
+def give_back_freed_memory() -> None:
+    """Return what was freed to the system: Arrow's pool, and glibc's heap, which keeps the room of a phase's largest moment.
+
+    Between phases that use memory differently; what one needed is then not held through the next.
+    """
+    pa.default_memory_pool().release_unused()
+    if sys.platform != "linux":
+        return
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        return
