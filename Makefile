@@ -22,7 +22,10 @@ ifeq ($(SERVE_PYTHON),$(SERVE_VENV)/bin/python)
 SERVE_NEEDS := $(SERVE_STAMP)
 endif
 
-.PHONY: install demo test check docs help serve-env test-serve
+# The browser that report.html is checked in.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+.PHONY: install demo test check docs help serve-env test-serve test-page
 help:
 	@sed -n '1,4s/^# //p' Makefile
 
@@ -61,3 +64,8 @@ $(SERVE_STAMP):
 # Tests against a real vLLM: minutes on two cores. `make test-serve SERVE_PYTHON=/path/to/python` takes one that is there already.
 test-serve: $(NEEDS) $(SERVE_NEEDS)
 	HEADSTART_SERVE_PYTHON=$(abspath $(SERVE_PYTHON)) $(PYTHON) -m pytest -q -m serve tests
+
+# report.html in headless Chromium: a minute. `make test-page CHROMIUM=/path/to/chromium` takes another one.
+test-page: $(NEEDS)
+	@test -n "$(CHROMIUM)" || { echo "no Chromium was found. Debian, Ubuntu: apt-get install chromium"; exit 1; }
+	HEADSTART_CHROMIUM=$(CHROMIUM) $(PYTHON) -m pytest -q -m page tests

@@ -39,7 +39,7 @@ def render(reports: Sequence[Path], out: Path) -> Path:
     """
     if not reports:
         raise UserError("no report was given. Name at least one report.json, or a folder that holds one.")
-    loaded = dict(zip(_labels(reports), [read_report(path) for path in reports], strict=True))
+    loaded = dict(zip(labels(reports), [read_report(path) for path in reports], strict=True))
     out.mkdir(parents=True, exist_ok=True)
     from inference.plots import plot_all  # matplotlib takes a second to import
 
@@ -51,7 +51,7 @@ def render(reports: Sequence[Path], out: Path) -> Path:
     return path
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
+def labels(paths: Sequence[Path]) -> list[str]:
     """A short, unique name per report: its folder's name, or the file's own when it is not called
     report.json.
     """

@@ -1,4 +1,4 @@
-"""`headstart report`: markdown and plots from one or several report.json, side by side."""
+"""`headstart report`: markdown, plots and a page (report.html) from one or several report.json, side by side."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ class ReportConfig:
     reports: tuple[str, ...] = ()
     """report.json files or folders that hold one; empty: every measurement of this run, the main one first."""
     out: str = ""
-    """Folder for report.md and the plots; empty: the run's own folder."""
+    """Folder for report.md, report.html and the plots; empty: the run's own folder."""
 
 
 def run(settings: Settings) -> None:
     """Render the report, print its tables and the paths of what was written."""
-    from inference.report import print_table, render
+    from inference.page.page import write_page
+    from inference.report import labels, print_table, render
     from inference.report_schema import read_report
 
     reports = [Path(item) for item in settings.report.reports] or measured(settings.run)
     out = Path(settings.report.out) if settings.report.out else settings.run.directory
-    page = render(reports, out)
+    text = render(reports, out)
+    page = write_page(list(zip(labels(reports), reports, strict=True)), out, settings.run.directory)
     main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
     if main.resolve() != (out / REPORT_FILE).resolve():
         partial = out / (REPORT_FILE + ".partial")
@@ -46,7 +48,7 @@ def run(settings: Settings) -> None:
         partial.replace(out / REPORT_FILE)
     for path in reports:
         print_table(read_report(path), console())
-    for written in (out / REPORT_FILE, page, *sorted(out.glob("*.png"))):
+    for written in (out / REPORT_FILE, text, page, *sorted(out.glob("*.png"))):
         print(shown(written), flush=True)
 
 

@@ -1,0 +1,203 @@
+"""report.html without a browser: sound, small, self-contained, escaped, and readable without seeing it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.page import markup
+from inference.page.charts import Axes, Dot, Line, dots, lines
+from inference.page.data import gather, read_rounds, read_trainings
+from inference.page.page import FILE, asset, write_page
+from inference.page.scale import Scale, fitted, spread, ticks
+from inference.page.viewer import pack, viewer
+from tests.inference.example_report import example_report
+from tests.inference.page.pages import HOSTILE, Reader, answer, folder
+
+
+def written(root: Path, words: str) -> str:
+    reports = [(words, root / "measure"), ("sampled", root / "sampled" / "report.json")]
+    return write_page(reports, root / "out", root).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tame(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(folder(tmp_path_factory.mktemp("tame"), "medusa"), "measure")
+
+
+@pytest.fixture(scope="module")
+def wild(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(folder(tmp_path_factory.mktemp("wild"), HOSTILE), HOSTILE)
+
+
+@pytest.fixture(params=["tame", "wild"])
+def page(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+def test_the_page_is_sound_and_small(page: str) -> None:
+    assert page.startswith("<!doctype html>\n<html lang=\"en\">")
+    reader = Reader(page)
+    assert not reader.open
+    assert len(page.encode()) < 3_000_000
+    names = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+
+
+def test_nothing_is_fetched_from_anywhere(page: str) -> None:
+    reader = Reader(page)
+    assert not reader.all("link") and not reader.all("img") and not reader.all("iframe")
+    assert not any("src" in attributes for _, attributes in reader.elements)
+    links = [attributes["href"] for _, attributes in reader.elements if "href" in attributes]
+    assert links and all(str(link).startswith("#") for link in links)
+    assert "url(" not in page and "@import" not in page
+    script = asset("script.js").replace("http://www.w3.org/2000/svg", "")
+    for word in ("fetch(", "XMLHttpRequest", "import(", "http:", "https:", "innerHTML", "eval(", "document.write"):
+        assert word not in script
+
+
+def test_every_link_leads_somewhere(page: str) -> None:
+    reader = Reader(page)
+    names = {attributes.get("id") for _, attributes in reader.elements}
+    for _, attributes in reader.elements:
+        for key in ("href", "for", "aria-labelledby"):
+            if key in attributes:
+                assert str(attributes[key]).removeprefix("#") in names
+
+
+def test_text_from_data_stays_text(wild: str) -> None:
+    reader = Reader(wild)
+    assert len(reader.all("script")) == 2  # one viewer's data and ours: the other measurement has no answers
+    assert [attributes.get("type") for attributes in reader.all("script")] == ["application/json", None]
+    handlers = [key for _, attributes in reader.elements for key in attributes if key.startswith("on")]
+    assert not handlers
+    assert "alert(1)" in "".join(reader.text["th"]) + "".join(reader.text["td"])  # it is shown, as text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e]", wild)
+    data = json.loads("".join(reader.text["script"][:1]))
+    assert data[0]["tokens"][0][0] == markup.plain(HOSTILE.replace("\ud800", ""))
+
+
+def test_a_browser_would_run_nothing_but_our_script(wild: str) -> None:
+    reader = Reader(wild)
+    policy = next(str(a["content"]) for a in reader.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    for name, kind in (("style.css", "style-src"), ("script.js", "script-src")):
+        digest = base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in policy
+    assert not any("style" in attributes for _, attributes in reader.elements)  # the policy would drop it
+
+
+def test_headings_descend_without_gaps(page: str) -> None:
+    levels = [int(name[1]) for name, _ in Reader(page).elements if re.fullmatch(r"h[1-6]", name)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_every_drawing_has_a_name_and_a_table_beside_it(tame: str) -> None:
+    reader = Reader(tame)
+    drawn = [a for a in reader.all("svg") if a.get("class") == "chart"]
+    assert len(drawn) > 20 and all(a.get("role") == "img" and a.get("aria-label") for a in drawn)
+    for part in re.findall(r"<section.*?</section>", tame, re.DOTALL):
+        if 'class="chart"' in part:
+            assert "<table" in part, part[:200]
+    for table in re.findall(r"<table.*?</table>", tame, re.DOTALL):
+        heads = len(re.findall(r'<th scope="col"', table))
+        assert "<caption>" in table
+        for row in re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1], re.DOTALL):
+            assert len(re.findall(r"<t[hd]", row)) == heads, row
+
+
+def test_the_report_command_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no report was given"):
+        write_page([], tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_what_is_said_is_what_was_measured(tame: str) -> None:
+    report = example_report()["drafters"][0]
+    text = re.sub(r"<[^>]+>", " ", tame)
+    assert f"{report['speedup']:.2f}×" in text and "1.70 to 1.90" in text
+    for words in ("ceiling", "drafter error", "rest of tau", "rest of time", "answers end"):
+        assert words in text
+    assert "1·1" in text  # the best tree's path of two first candidates
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
+    root = folder(tmp_path, "medusa")
+    (training,) = read_trainings(root / "train")
+    assert [(point.at, point.tau) for point in training.points] == [(10, 2.1), (20, 2.2), (30, 2.3)]
+    assert [point.best for point in training.points][-1]
+    assert [point.at for point in read_rounds(root)[0].points] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}'])
+def test_a_strange_summary_of_rounds_is_left_out(content: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.json").write_text(content)
+    assert read_rounds(tmp_path) == []
+
+
+def test_answers_beyond_the_room_are_left_out_and_said_so(tmp_path: Path) -> None:
+    run = gather([("measure", folder(tmp_path, "medusa") / "measure")]).runs[0]
+    whole, used = viewer(run, 0, 10_000)
+    assert used < 10_000 and "left out" not in whole
+    cut, fewer = viewer(run, 0, used - 1)
+    assert 0 < fewer < used and "1 answers of slower drafters are left out" in cut
+    assert '"arm":"eagle3"' in cut  # the faster one stays
+    assert viewer(run, 0, 0)[1] == 0
+
+
+def test_packing_keeps_every_field() -> None:
+    whole = answer("a", "p", "w")
+    small = pack(whole)
+    assert small["tokens"][3] == ["w", 2, 3, 1, whole["tokens"][3]["target"], whole["tokens"][3]["draft"]]
+
+
+# ---- markup and drawings -----------------------------------------------------------------------------------------
+
+
+def test_tags_escape_what_is_not_markup() -> None:
+    assert markup.tag("p", "<b>", markup.tag("i", 'a"&'), class_='"x') == '<p class="&quot;x">&lt;b&gt;<i>a&quot;&amp;</i></p>'
+    assert markup.tag("input", checked=True, hidden=False, aria_label=None) == "<input checked>"
+    assert markup.text([1, None, ["<", markup.Html("<br>")]]) == "1&lt;<br>"
+
+
+def test_ticks_are_round_and_cover() -> None:
+    for low, high in ((0.0, 1.0), (0.3, 4.7), (-2.0, 13.0), (1000.0, 1001.0), (0.0, 0.003)):
+        found = ticks(low, high)
+        assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+    assert ticks(1.0, 1.0) == [1.0, 2.0]
+    assert ticks(0.0, float("inf")) == [0.0, 1.0]
+
+
+def test_scales_stay_inside_the_paper() -> None:
+    scale = Scale(1, 64, 10, 110, log=True)
+    assert [scale(v) for v in (1, 8, 64)] == pytest.approx([10, 60, 110])
+    assert scale(0) == 10 and scale(9999) == 110
+    assert Scale(1, 1, 0, 10)(1) == 5
+
+
+def test_names_at_line_ends_do_not_overlap() -> None:
+    found = spread([50, 50, 51, 10, 99, 100], 12, 0, 100)
+    assert all(b - a >= 12 - 1e-9 for a, b in pairwise(sorted(found)))
+    assert min(found) >= 0 and max(found) <= 100
+    assert fitted("distilled_on_policy", 50, 11).endswith("…")
+
+
+def test_drawings_with_nothing_or_one_point_are_sound() -> None:
+    for drawn in (
+        dots("t", [], 1.0, "", (0.0, 0.0)),
+        dots("t", [Dot("a", 1.0)], 1.0, "×", (1.0, 1.0)),
+        lines("t", [], Axes("x", "y")),
+        lines("t", [Line("a", [(1.0, 2.0)]), Line("b", [], 1)], Axes("x", "y", [1], log=True)),
+    ):
+        assert not Reader(drawn).open and "nan" not in drawn and "inf" not in drawn
