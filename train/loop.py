@@ -47,6 +47,7 @@ from train.engine import EngineConfig, TrainEngine, make_engine
 from train.feature_group import run_in_group
 from train.feature_sources import require_logits_only
 from train.features import FeaturesConfig, OnlineFeatures, in_use, make_features
+from train.feedback.check import require_weighed
 from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
 from train.meter import Meter
@@ -225,9 +226,13 @@ class Run:
         )
 
     def check_updates(self) -> None:
-        """Refuse low-rank updates that would have no effect, and stored logits that cannot stand in for hidden states."""
+        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand in for hidden states."""
         if self.job.features.top_logits and self.job.features.mode != "online":
             require_logits_only(self.drafter, self.job.features, self.target, self.loader.step(0)[0])
+        if self.data.extras:
+            first = self.loader.step(0)[0].rows(1)
+            batch = OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(first)
+            require_weighed(self.drafter, batch, self.world.device.type, self.job.engine.precision == "bfloat16")
         if self.job.config.refresh.lora_rank:
             batch, bfloat16 = (
                 OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(self.loader.step(0)[0]),

@@ -46,6 +46,10 @@ class PackedBatch:
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
+    def rows(self, count: int) -> PackedBatch:
+        """The first `count` rows."""
+        return PackedBatch(**{name: value[:count] for name, value in self.tensors().items()})
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same rows on another device."""
         return PackedBatch(**{name: value.to(device) for name, value in self.tensors().items()})

@@ -139,6 +139,7 @@ class PackedData:
         require_supervised(counts.supervised, counts.tokens)
         self.sequence_length = sequence_length
         self._indexes, self._flat = indexes, flat
+        self.extras = [name for name in EXTRAS if name in flat]
         self.supervised: NDArray[np.int64] = indexes.supervised
         self.report = PackReport(
             documents=counts.documents,
@@ -168,10 +169,9 @@ class PackedData:
         positions[:used] = np.arange(used) - begins
         segments[:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         beside = {}
-        for name in EXTRAS:
-            if name in self._flat:
-                beside[name] = np.ones(self.sequence_length, dtype=np.float32)
-                beside[name][:used] = self._flat[name].read(begin, end)
+        for name in self.extras:
+            beside[name] = np.ones(self.sequence_length, dtype=np.float32)
+            beside[name][:used] = self._flat[name].read(begin, end)
         return RowArrays(tokens, positions, segments, loss_mask, **beside)
 
 
