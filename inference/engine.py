@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from inference.requests import Request as Request
 from inference.target import TargetModel
 from inference.text_pieces import TextPieces
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
@@ -104,6 +106,8 @@ class Engine:
     ) -> Engine:
         """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for it.
 
+        decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote one for this target and device.
+
         head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding. head_device: where the drafter
         lives if not beside the target; `engine.drafter.transfer` then counts what crosses. Raises `UserError` when either cannot be
         loaded or they do not belong together.
@@ -111,9 +115,10 @@ class Engine:
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
         model = target if isinstance(target, TargetModel) else TargetModel.load(target)
-        return cls(
-            model, None if head is None else _load_head(head, model, head_device), decode, capacity=capacity
-        )
+        drafter = None if head is None else _load_head(head, model, head_device)
+        if decode is None and drafter is not None:
+            decode = _tuned(head, model)
+        return cls(model, None if decode is not None and decode.shape == "none" else drafter, decode, capacity=capacity)
 
     # ---- text in, text out -------------------------------------------------------------------------------------------------
 
@@ -304,6 +309,18 @@ class Engine:
             drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
         return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
+
+
+def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
+    """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None where that says nothing."""
+    from inference.bench import device_facts  # both come back here for the engine
+    from inference.tune.decode_file import advice
+
+    told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
+    if told is None:
+        return None
+    logger.info("%s: %s", head, told.line)
+    return None if told.draft is None else told.draft.on(DecodeConfig())
 
 
 def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:

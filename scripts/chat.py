@@ -73,7 +73,9 @@ def build_engine(settings: Settings, given: str) -> tuple[Engine, str]:
     target = TargetModel.load(settings.target)
     if found is None:
         return Engine(target, None, settings.decode), "no drafter"
-    decode = drafters.draft_settings(found, settings.decode)
+    decode = drafters.decode_settings(found, settings, target, settings.decode.batch_size)
+    if decode.shape == "none":
+        return Engine(target, None, decode), "no drafter"
     return Engine(target, drafters.load(found, target), decode), found.name
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
     from inference.server.config import ServeConfig
+    from inference.traffic.config import TrafficConfig
+    from inference.tune.config import TuneConfig
     from inference.watch.config import WatchConfig
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
@@ -78,6 +80,8 @@ CONSUMERS = {
     "import": "inference.export.importing:ImportConfig",
     "pull": "inference.export.pull:PullConfig",
     "run": "scripts.run:RunConfig",
+    "tune": "inference.tune.config:TuneConfig",
+    "traffic": "inference.traffic.config:TrafficConfig",
     "measure": "scripts.measure:MeasureConfig",
     "audit": "inference.audit_config:AuditConfig",
     "plan": "train.plan:PlanConfig",
@@ -124,6 +128,8 @@ class Settings:
     export: ExportConfig
     verify: VerifyConfig
     pull: PullConfig
+    tune: TuneConfig
+    traffic: TrafficConfig
     measure: MeasureConfig
     audit: AuditConfig
     plan: PlanConfig

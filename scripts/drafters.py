@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from scripts.run import read_config as read_stage_config
 if TYPE_CHECKING:
     from inference.engine import DecodeConfig
     from inference.target import TargetModel
+    from scripts.config import Settings
 
 BEST = "best"
 SWEPT = "@"
@@ -181,3 +183,47 @@ def draft_settings(
     merged = asdict(decode) | values
     merged["choices"] = [list(path) for path in merged["choices"]]  # the converter takes what YAML could hold
     return to_dataclass(type(decode), merged, "decode")
+
+
+def decode_settings(
+    found: Found,
+    settings: Settings,
+    target: TargetModel,
+    batch: int,
+    changes: Mapping[str, Any] | None = None,
+) -> DecodeConfig:
+    """How to decode with a drafter in batches of `batch` rows. The draft is the one asked for (`changes`, or decode.<key> on the
+    command line), else the one in the checkpoint's decode.yaml, which is said, else the one it was trained for. Shape none:
+    decode.yaml advises against drafting.
+    """
+    asked = {**asked_draft(settings), **(changes or {})}
+    own = draft_settings(found, settings.decode, asked)
+    if asked or asks_for_adaptive(settings) or found.checkpoint is None:
+        return own
+    from inference.bench import device_facts
+    from inference.tune.decode_file import advice
+
+    told = advice(found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature)
+    if told is None:
+        return own
+    print(f"{found.name}: {told.line}", file=sys.stderr, flush=True)
+    return own if told.draft is None else told.draft.on(own)
+
+
+def asked_draft(settings: Settings) -> dict[str, Any]:
+    """The part of the draft that the command line names: as decode.<key>=..., or by an option of `decode` that is no chain."""
+    keys = override_keys(settings)
+    named = [key for key in DRAFT_KEYS if f"decode.{key}" in keys]
+    if "decode" in keys and settings.decode.shape not in ("none", "chain"):
+        named = list(DRAFT_KEYS)
+    return {key: getattr(settings.decode, key) for key in named}
+
+
+def asks_for_adaptive(settings: Settings) -> bool:
+    """Whether chains are to stop early in a way that the command line says."""
+    return settings.decode.adaptive_settings().active
+
+
+def override_keys(settings: Settings) -> set[str]:
+    """What the command line sets."""
+    return {text.split("=", 1)[0].lstrip("+") for text in settings.overrides}

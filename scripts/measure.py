@@ -15,7 +15,6 @@ from scripts.run import RunConfig, is_main_process, open_folder, prepare_process
 
 if TYPE_CHECKING:
     from inference.bench_data import Loaded
-    from inference.engine import DecodeConfig
     from inference.measure import Arm, BenchConfig
     from inference.prompts import Prompt
     from inference.target import TargetModel
@@ -74,7 +73,7 @@ def measured(settings: Settings) -> Path:
     from inference.target import TargetModel
 
     target = TargetModel.load(settings.target)
-    arms = [arm(item, target, settings.decode, settings.measure) for item in found]
+    arms = [arm(item, target, settings) for item in found]
     loaded = load(settings.bench)
     measure(settings.bench, target, arms, loaded.prompts, out, revision=loaded.revision, recording=settings.measure.records)
     folder.finish()
@@ -103,16 +102,22 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 def weight_files(found: Found) -> list[Path]:
     """The files of a checkpoint whose change makes a measurement stale."""
+    from inference.tune.decode_file import DECODE_FILE
+
     if found.checkpoint is None:
         return []
-    return [file for name in (CONFIG_FILE, WEIGHTS_FILE) if (file := found.checkpoint / name).is_file()]
+    return [file for name in (CONFIG_FILE, WEIGHTS_FILE, DECODE_FILE) if (file := found.checkpoint / name).is_file()]
 
 
-def arm(found: Found, target: TargetModel, decode: DecodeConfig, config: MeasureConfig) -> Arm:
+def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
     """One contestant: the drafter with its own draft."""
     from inference.measure import Arm
 
-    own = drafters.draft_settings(found, decode, {**config.draft, **config.drafts.get(found.name, {})})
+    config = settings.measure
+    changes = {**config.draft, **config.drafts.get(found.name, {})}
+    own = drafters.decode_settings(found, settings, target, 1, changes)
+    if own.shape == "none":  # a contestant drafts
+        own = drafters.draft_settings(found, settings.decode, changes)
     path = shown(found.checkpoint) if found.checkpoint else ""
     return Arm(found.name, drafters.load(found, target), own, path)
 

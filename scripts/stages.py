@@ -92,6 +92,16 @@ STAGES: dict[str, Stage] = {
             "make training data of records: what the drafter got wrong, and where, becomes weights and choices",
             ("run", "target", "feedback"),
         ),
+        Stage(
+            "tune",
+            "choose draft length, tree and early stopping for this machine; writes decode.yaml into the checkpoint",
+            ("run", "target", "decode", "tune"),
+        ),
+        Stage(
+            "traffic",
+            "simulate a server under given traffic: what speculation gains, per drafter and draft length",
+            ("run", "target", "decode", "traffic"),
+        ),
         Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
         Stage(
             "push",

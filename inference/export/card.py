@@ -15,6 +15,7 @@ import yaml
 from heads.api.errors import UserError
 from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
 from inference.report_schema import arm_name
+from inference.tune.decode_file import Tuned
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -83,11 +84,13 @@ def card(
     images: Sequence[str] = (),
     engines: Sequence[Engine] = (),
     training: Training | None = None,
+    tuned: Tuned | None = None,
 ) -> str:
     """The text of README.md.
 
-    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of the plots. Raises `UserError`
-    when a report did not measure these weights, or measured text that was not the target's (unless `about.allow_mismatches`).
+    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of the plots; tuned: what its
+    decode.yaml says. Raises `UserError` when a report did not measure these weights, or measured text that was not the target's
+    (unless `about.allow_mismatches`).
     """
     own = {}
     for title, report in reports.items():
@@ -114,6 +117,7 @@ def card(
     for image in images:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
     lines += [DEFINITIONS, "", "Every number on this page is from `report.json`, which lies beside it.", ""]
+    lines += _how_to_draft(tuned)
     lines += _how_to_serve(engines, about.repo)
     lines += _limits(own, checkpoint)
     lines += _provenance(training, about)
@@ -169,6 +173,29 @@ def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wron
             "",
         ]
     return lines
+
+
+def _how_to_draft(tuned: Tuned | None) -> list[str]:
+    """What decode.yaml says, as a table."""
+    if tuned is None:
+        return []
+    lines = [
+        "## How to draft",
+        "",
+        f"Chosen by `headstart tune` on {tuned.device['name']} among drafts that it measured; `decode.yaml` lies beside this card.",
+        "",
+        "| batch size | temperature | draft | tokens/s | without | speedup |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in tuned.rows:
+        low, high = row.speedup_ci95
+        label = "none: plain decoding is fastest" if row.draft.shape == "none" else row.draft.label
+        numbers = row.numbers
+        lines.append(
+            f"| {row.batch_size} | {row.temperature:g} | {label} | {numbers['tokens_per_second']:.0f} | "
+            f"{numbers['baseline_tokens_per_second']:.0f} | {numbers['speedup']:.2f} [{low:.2f}, {high:.2f}] |"
+        )
+    return [*lines, ""]
 
 
 def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:

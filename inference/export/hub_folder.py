@@ -33,10 +33,11 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.report_schema import read_report
+from inference.tune.decode_file import DECODE_FILE, read_tuned
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
-TEXTS = (".json", ".md", ".jinja", ".txt")
+TEXTS = (".json", ".md", ".jinja", ".txt", ".yaml")
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
@@ -69,8 +70,9 @@ def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
     partial.mkdir(parents=True)
     images = [path.name for path in plot_all(own, partial)]
     engines = [Engine(name, told["serve"]) for name, told in exports.items()]
-    text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint))
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
+    tuned = read_tuned(sources.checkpoint)
+    text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint), tuned)
+    for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
         shutil.copyfile(sources.checkpoint / name, partial / name)
     for number, report in enumerate(loaded.values(), 1):
         name = REPORT_FILE if number == 1 else f"report_{number}.json"

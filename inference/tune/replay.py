@@ -53,9 +53,15 @@ class Replay:
         seeds = torch.tensor([item.request.seed for item in self.texts], device=device)
         self.noise = SharedNoise(settings, seeds, self.target.info.vocab_size, Stream.TARGET)
 
+    def outcomes(self, shape: DraftShape) -> list[Outcome]:
+        """`passes` for measuring tau, by the prompts' numbers."""
+        return [Outcome(str(row), "", records) for row, records in enumerate(self.passes(shape))]
+
     @torch.no_grad()
-    def outcomes(self, shape: DraftShape, limits: Limits | None = None) -> list[Outcome]:
-        """The passes that decoding would have needed. limits: where chains stop early; `PassRecord.live` then says where."""
+    def passes(self, shape: DraftShape, limits: Limits | None = None) -> list[list[PassRecord]]:
+        """The passes that decoding would have needed, per prompt. limits: where chains stop early; `PassRecord.live` then says
+        where.
+        """
         passes: list[list[PassRecord]] = [[] for _ in self.texts]
         self.noise.keeps_logits = limits is not None and limits.wants_logits
         root = self.prompt.clone()  # [B]: where the last committed token stands
@@ -78,7 +84,7 @@ class Replay:
             first = torch.where(left > 0, root, (end - 1).clamp(min=0))
             state = self.drafter.commit(state, self._states(first, end))
             root = torch.where(left > 0, root + committed, root)
-        return [Outcome(str(row), "", records) for row, records in enumerate(passes)]
+        return passes
 
     def _at(self, positions: Tensor) -> Tensor:
         """The text's tokens at positions [B, N]; -1 behind its end."""

@@ -33,10 +33,11 @@ FEWEST_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Task:
-    """The tuning prompts as requests, in an order that mixes domains, and their ids."""
+    """The tuning prompts as requests, in an order that mixes domains, with their ids and domains."""
 
     requests: tuple[Request, ...]
     ids: tuple[str, ...]
+    domains: tuple[str, ...]
     seed: int
 
     @classmethod
@@ -57,8 +58,9 @@ class Task:
                 f"tune.max_new_tokens={decode.max_new_tokens}; {len(fitting)} do. Give other prompts (tune.prompts) or shorter "
                 "answers."
             )
-        ids = tuple(chosen[request.index].id for request in fitting)
-        return cls(tuple(replace(request, index=place) for place, request in enumerate(fitting)), ids, decode.seed)
+        kept = [chosen[request.index] for request in fitting]
+        requests = tuple(replace(request, index=place) for place, request in enumerate(fitting))
+        return cls(requests, tuple(item.id for item in kept), tuple(item.domain for item in kept), decode.seed)
 
     @property
     def mean_prompt(self) -> int:
@@ -144,9 +146,8 @@ def survey(config: TuneConfig, target: TargetModel, drafter: Any, task: Task, de
             limits = None
             if draft.family == "adaptive":
                 limits = Limits(own.adaptive_settings(), own.temperature, draft.depth, None, target.device)
-            found = replay.outcomes(draft.tree(decode, target.device), limits)
-            passes = [outcome.passes for outcome in sorted(found, key=lambda outcome: int(outcome.prompt))]
+            passes = replay.passes(draft.tree(decode, target.device), limits)
             answers[draft] = [
-                Answered(len(done.request.tokens), own_passes) for done, own_passes in zip(texts, passes, strict=True)
-            ]  # fmt: skip
+                Answered(len(done.request.tokens), records) for done, records in zip(texts, passes, strict=True)
+            ]
     return Survey(decode.temperature, answers, ranks, refused)

@@ -15,10 +15,12 @@ from inference.engine import DecodeConfig
 from inference.manifest import write_manifest
 from inference.target import TargetModel
 from scripts import drafters
+from scripts.config import load_settings
 from scripts.drafters import Found
 from scripts.measure import MeasureConfig, arm, chosen
 from scripts.push import choose
 from scripts.run import RunConfig
+from scripts.stages import STAGES
 from tests.models import random_target
 
 RUN = RunConfig(name="x")
@@ -64,9 +66,11 @@ def test_untrained_drafters_are_described_by_values(target: TargetModel, in_fold
 
 
 def test_one_draft_for_all_and_changes_on_top(target: TargetModel, in_folder: Path) -> None:
-    config = MeasureConfig(draft={"shape": "dynamic", "nodes": 9}, drafts={"ngram": {"nodes": 5}})
-    own = [arm(drafters.find("ngram", RUN), target, DecodeConfig(), MeasureConfig(draft=config.draft)).decode]
-    own.append(arm(drafters.find("ngram", RUN), target, DecodeConfig(), config).decode)
+    given = ["measure.draft={shape: dynamic, nodes: 9}", "measure.drafts={ngram: {nodes: 5}}"]
+    own = [
+        arm(drafters.find("ngram", RUN), target, load_settings(STAGES["measure"], said)).decode
+        for said in (given[:1], given)
+    ]
     assert [(decode.shape, decode.nodes) for decode in own] == [("dynamic", 9), ("dynamic", 5)]
 
 

@@ -1,0 +1,210 @@
+"""decode.yaml: written and read back, refused where it does not belong, followed by all who were told no draft."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.bench import device_facts
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine, Request
+from inference.export.card import _how_to_draft
+from inference.target import TargetModel
+from inference.tune.decode_file import DECODE_FILE, advice, draft_length, read_tuned, write_tuned
+from inference.tune.drafts import NONE, Draft
+from scripts import drafters
+from scripts.chat import build_engine
+from scripts.config import Settings, load_settings
+from scripts.measure import arm
+from scripts.stages import STAGES
+from tests.inference.tokenizers import save_micro_target
+from tests.models import random_target
+
+TREE = Draft("tree", 2, ((0,), (1,), (0, 0)))
+STOPPED = Draft("chain", 3, adaptive="confidence", adaptive_threshold=0.4)
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return random_target("llama")
+
+
+def row(batch: int, draft: Draft, temperature: float = 0.0, speedup: float = 1.5) -> dict[str, Any]:
+    return {
+        "batch_size": batch, "temperature": temperature, "draft": draft.plain(), "label": draft.label,
+        "predicted_tokens_per_second": 140.0, "tokens_per_second": 150.0, "baseline_tokens_per_second": 100.0,
+        "speedup": speedup, "speedup_ci95": [1.4, 1.6], "tau": 2.0, "measured": [], "predictions": [],
+    }  # fmt: skip
+
+
+ROWS = [row(1, TREE), row(4, STOPPED), row(16, NONE, speedup=1.0), row(4, Draft("dynamic", 4, (), 9, 8), 1.0)]
+
+
+def checkpoint(target: TargetModel, folder: Path, rows: list[dict[str, Any]] | None = None) -> Path:
+    medusa = new_drafter("medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0)
+    save_drafter(medusa, folder, target.info)
+    facts = {"id": target.info.id, "revision": target.info.revision}
+    write_tuned(folder, facts, device_facts(target.device), ROWS if rows is None else rows, "headstart tune")
+    return folder
+
+
+def test_what_is_written_is_read_back(target: TargetModel, tmp_path: Path) -> None:
+    folder = checkpoint(target, tmp_path)
+    tuned = read_tuned(folder)
+    assert tuned is not None
+    assert [item.draft for item in tuned.rows] == [TREE, STOPPED, NONE, Draft("dynamic", 4, (), 9, 8)]
+    assert tuned.rows[0].numbers["baseline_tokens_per_second"] == 100.0
+    assert tuned.target["revision"] == target.info.revision and tuned.device["kind"] == "cpu"
+    for item in tuned.rows:
+        decode = item.draft.on(DecodeConfig(depth=7, adaptive="entropy", batch_size=5))
+        assert decode.batch_size == 5
+        assert decode.adaptive == item.draft.adaptive
+        assert decode.tree().num_nodes == item.draft.size
+        assert decode.tree().max_depth == item.draft.depth
+    assert list(tmp_path.glob("*.partial")) == []
+    assert read_tuned(tmp_path / "elsewhere") is None
+
+
+def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(target: TargetModel, tmp_path: Path) -> None:
+    tuned = read_tuned(checkpoint(target, tmp_path))
+    assert tuned is not None
+    found = {(batch, t): tuned.row(batch, t) for batch in (1, 3, 9, 64) for t in (0.0, 0.6)}
+    drafts = {key: None if item is None else item.draft.shape for key, item in found.items()}
+    assert [drafts[batch, 0.0] for batch in (1, 3, 9, 64)] == ["tree", "chain", "none", "none"]
+    assert {drafts[batch, 0.6] for batch in (1, 3, 9, 64)} == {"dynamic"}
+
+
+def told(folder: Path, target: TargetModel, batch: int = 1, temperature: float = 0.0, **changes: Any) -> Any:
+    facts = {**device_facts(target.device), **changes.pop("device", {})}
+    return advice(folder, changes.pop("revision", target.info.revision), facts, batch, temperature)
+
+
+def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -> None:
+    folder = checkpoint(target, tmp_path)
+    assert told(folder, target).line == "decode.yaml: tree 4, depth 2, chosen at batch size 1, temperature 0 (speedup 1.50)"
+    assert told(folder, target, 16).draft == NONE
+    assert "no speculation, which was fastest at batch size 16, temperature 0" in told(folder, target, 16).line
+    assert told(folder, target, device={"name": "other"}).line.endswith(f", tuned on {device_facts(target.device)['name']}")
+    refused = told(folder, target, revision="another")
+    assert refused.draft is None and "is not used: it was tuned on revision" in refused.line
+    assert "is not used: it was tuned on cpu" in told(folder, target, device={"kind": "cuda"}).line
+    assert told(tmp_path / "elsewhere", target) is None
+    checkpoint(target, tmp_path / "greedy", ROWS[:2])
+    assert "it says nothing of sampling" in told(tmp_path / "greedy", target, temperature=0.7).line
+    other = new_drafter("medusa", get_kind("medusa").config_class(num_heads=3), target.info, target.weights, seed=1)
+    save_drafter(other, folder, target.info)
+    assert "the weights have changed since it was tuned" in told(folder, target).line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 9},
+        {"rows": [{"batch_size": 1}]},
+        {"rows": 3},
+        {"target": {}},
+        {"rows": [{**ROWS[0], "draft": {"shape": "wedge"}}]},
+    ],
+)
+def test_a_file_that_is_something_else_is_refused(target: TargetModel, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = checkpoint(target, tmp_path)
+    content = yaml.safe_load((folder / DECODE_FILE).read_text())
+    (folder / DECODE_FILE).write_text(yaml.safe_dump({**content, **change}))
+    with pytest.raises(UserError, match=r"decode\.yaml' is not readable .* Write it again with `headstart tune`, or delete it"):
+        read_tuned(folder)
+    (folder / DECODE_FILE).write_text("{rows: [")
+    with pytest.raises(UserError, match=r"is not readable"):
+        read_tuned(folder)
+
+
+def test_the_engine_takes_it_when_nothing_is_said(
+    target: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(target, tmp_path)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(target, folder)
+    assert engine.decode.choices == TREE.choices and "chosen at batch size 1" in caplog.text
+    assert Engine.load(target, folder, DecodeConfig(depth=2)).decode.shape == "chain"
+    assert len(list(engine.run([Request(0, (5, 6, 7), 0, 5)]))) == 1
+    checkpoint(target, folder, [row(1, NONE)])
+    assert Engine.load(target, folder).drafter is None
+
+
+def test_an_engine_that_asks_for_one_number_gets_the_depth(target: TargetModel, tmp_path: Path) -> None:
+    assert draft_length(checkpoint(target, tmp_path)) == 2
+    assert draft_length(checkpoint(target, tmp_path, ROWS[1:])) == 3
+    assert draft_length(checkpoint(target, tmp_path, [ROWS[2]])) == 0
+    assert draft_length(tmp_path / "elsewhere") == 0
+
+
+def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None:
+    lines = _how_to_draft(read_tuned(checkpoint(target, tmp_path)))
+    assert "| 1 | 0 | tree 4, depth 2 | 150 | 100 | 1.50 [1.40, 1.60] |" in lines
+    assert any("none: plain decoding is fastest" in line for line in lines)
+    assert _how_to_draft(None) == []
+
+
+# ---- the stages ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target's folder, and a tuned checkpoint for it."""
+    from inference.loading import TargetConfig
+
+    place = save_micro_target(tmp_path_factory.mktemp("target"))
+    model = TargetModel.load(TargetConfig(str(place), device="cpu"))
+    return place, checkpoint(model, tmp_path_factory.mktemp("drafter"))
+
+
+def settings_of(stage: str, folders: tuple[Path, Path], *more: str) -> Settings:
+    given = [f"target.path={folders[0]}", "target.device=cpu", *more]
+    return load_settings(STAGES[stage], given)
+
+
+def test_chat_and_serve_decode_as_it_says(
+    folders: tuple[Path, Path], in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = settings_of("chat", folders)
+    engine, name = build_engine(chat, str(folders[1]))
+    assert engine.decode.choices == TREE.choices and name == folders[1].name
+    assert "decode.yaml: tree 4, depth 2" in capsys.readouterr().err
+    engine, name = build_engine(settings_of("serve", folders), str(folders[1]))  # sixteen rows
+    assert engine.drafter is None and name == "no drafter"
+    assert "no speculation" in capsys.readouterr().err
+    engine, _ = build_engine(settings_of("chat", folders, "decode.depth=2"), str(folders[1]))
+    assert (engine.decode.shape, engine.decode.depth) == ("chain", 2)
+    engine, _ = build_engine(settings_of("chat", folders, "decode=dynamic"), str(folders[1]))
+    assert engine.decode.shape == "dynamic"
+    engine, _ = build_engine(settings_of("chat", folders, "decode=adaptive", "decode.depth=4"), str(folders[1]))
+    assert engine.decode.adaptive == "confidence"
+    assert "decode.yaml" not in capsys.readouterr().err  # whoever says how to draft is obeyed, silently
+    engine, _ = build_engine(settings_of("chat", folders, "decode=sampled"), str(folders[1]))
+    assert (engine.decode.shape, engine.decode.temperature) == ("dynamic", 1.0)
+
+
+def test_a_measurement_drafts_as_it_says(
+    folders: tuple[Path, Path], in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_of("measure", folders)
+    found = drafters.find(str(folders[1]), settings.run)
+    model = TargetModel.load(settings.target)
+    assert arm(found, model, settings).decode.choices == TREE.choices
+    asked = settings_of("measure", folders, "measure.draft={shape: dynamic, nodes: 9}")
+    assert arm(found, model, asked).decode.shape == "dynamic"
+    assert arm(drafters.find("ngram", settings.run), model, settings).decode.shape == "chain"
+    assert capsys.readouterr().err.count("decode.yaml") == 1
+
+
+def test_what_the_file_says_may_be_no_draft_at_all() -> None:
+    with pytest.raises(UserError, match=r"a draft has the settings shape, depth, .* given: \{'shape': 'chain', 'colour': 3\}"):
+        Draft.read({"shape": "chain", "colour": 3})
+    with pytest.raises(UserError, match=r"decode\.depth must be at least 1"):
+        Draft.read({"shape": "chain", "depth": 0})
