@@ -5,6 +5,7 @@ A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ class RoundPlan:
         if len(prompts) != 1 and not any(item.startswith("bench.prompts=") for item in self.settings.loop.round.judge):
             raise UserError(
                 f"train.prompts names {len(prompts)} files, but a round is judged on one file or folder. Say which with "
-                "loop.round.judge=[bench.prompts=<file>]."
+                "loop.round.judge=['bench.prompts=<file>']."
             )
         more = [*(f"bench.prompts={text(prompts[0])}" for _ in prompts[:1]), "bench.compare_noise=false"]
         step = self.step("measure", number, "measure", *more, *self.settings.loop.round.judge)
@@ -163,8 +164,8 @@ def unusual(source: SourceConfig) -> dict[str, Any]:
 
 
 def text(value: object) -> str:
-    """A string in the grammar of overrides."""
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    """A string in the grammar of overrides, where backslashes mean something only before a quote."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value))
     return f"'{escaped}'"
 
 

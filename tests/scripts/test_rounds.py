@@ -1,0 +1,247 @@
+"""Rounds: what each is told, how the loop decides from what was measured, and a whole loop, killed and left in peace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from heads.api.errors import UserError
+from inference.manifest import file_sha256, read_manifest
+from inference.metrics import Gain
+from inference.verifications import read_facts
+from scripts import rounds_facts
+from scripts.config import Settings, load_settings
+from scripts.loop_kill import kill_and_compare
+from scripts.rounds import Rounds, switched
+from scripts.rounds_plan import RoundPlan, grammar, text
+from scripts.stages import STAGES
+from tests.scripts.loops import micro_loop
+from train.feedback import FeedbackConfig
+
+
+def settings(*overrides: str) -> Settings:
+    return load_settings(STAGES["loop"], ["experiment=embedded_loop", "head=eagle3", "loop.round.overrides=[]", *overrides])
+
+
+# ---- what a round is told --------------------------------------------------------------------------------------------------------
+
+
+def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> None:
+    plan = RoundPlan(settings("loop.round.prompts=share"))
+    first, second = plan.generation(0, "", False, None), plan.generation(1, "a b/best", True, None)
+    loaded = [load_settings(step.stage, step.overrides) for step in (first, second)]
+    assert [item.data.share for item in loaded] == [(0, 3), (1, 3)]
+    assert [item.sampling.seed for item in loaded] == [1, 2]
+    assert [item.generate.drafter for item in loaded] == [None, "a b/best"]
+    assert [item.generate.records.on for item in loaded] == [False, True]
+    assert [item.sampling.shape for item in loaded] == ["none", "chain"]
+    assert [item.generate.round for item in loaded] == [0, 1]
+    assert [item.run.directory for item in loaded] == [Path(f"outputs/embedded_loop/round-{n}") for n in range(2)]
+
+
+def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> None:
+    plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90"))
+    step = plan.generation(2, "d", True, tmp_path / "hard_prompts.jsonl")
+    data = load_settings(step.stage, step.overrides).data
+    assert data.path == "" and [source.share for source in data.mixture] == [(2, 3), (0, 1)]
+    assert (data.mixture[0].limit, data.mixture[0].column, data.mixture[0].domain_column) == (90, "messages", "domain")
+    assert (data.mixture[1].path, data.mixture[1].kind) == (str(tmp_path / "hard_prompts.jsonl"), "tokens")
+
+
+def test_trainings_are_parts_of_one_schedule_and_only_later_rounds_use_the_drafters_words() -> None:
+    plan = RoundPlan(settings("train.on_policy.share=0.5", "schedule.begin=0.1"))
+    steps = [plan.training_step(n, Path("x"), f"round-{n - 1}/best" if n else "", n > 0) for n in range(3)]
+    loaded = [load_settings(step.stage, step.overrides) for step in steps]
+    parts = [(item.schedule.begin, item.schedule.end) for item in loaded]
+    assert [bound for part in parts for bound in part] == pytest.approx([0.1, 0.4, 0.4, 0.7, 0.7, 1.0])
+    assert [item.train.refresh.init_from for item in loaded] == ["", "round-0/best", "round-1/best"]
+    assert [item.train.on_policy.share for item in loaded] == [0.0, 0.5, 0.5]
+    assert len({item.train.seed for item in loaded}) == 3
+    whole = RoundPlan(settings("loop.round.one_schedule=false")).training_step(1, Path("x"), "", True)
+    assert load_settings(whole.stage, whole.overrides).schedule.begin == 0.0
+
+
+def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
+    plan = RoundPlan(
+        settings("loop.round.overrides=[[],['sampling.temperature=0.25','train.max_steps=7']]", "loop.round.trial_steps=5")
+    )
+    answers = [plan.generation(n, "", False, None) for n in range(3)]
+    assert [load_settings(step.stage, step.overrides).sampling.temperature for step in answers] == [0.7, 0.25, 0.25]
+    training = plan.training_step(2, Path("x"), "", True)
+    assert load_settings(training.stage, training.overrides).train.max_steps == 7
+    trial = plan.trial(1, "replay", Path("x"), "start", False)
+    loaded = load_settings(trial.stage, trial.overrides)
+    assert (loaded.train.max_steps, loaded.schedule.end, loaded.run.drafter, loaded.run.name) == (5, 1.0, "replay", "trials")
+
+
+def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> None:
+    found = RoundPlan(settings("bench=gsm8k")).judged(1, ["some/best"])
+    assert Path(found.bench.prompts).name == "validation.jsonl" and found.bench.dataset.template in (None, "")
+    assert (found.measure.drafters, found.measure.kinds, found.decode.max_new_tokens) == (("some/best",), (), 64)
+    assert found.resolved["measure"]["drafters"] == ["some/best"]
+    with pytest.raises(UserError, match=r"train\.prompts names 2 files, but a round is judged on one"):
+        RoundPlan(settings("train.prompts=[a.jsonl,b.jsonl]")).judged(1, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("sampling.server=http://host:1", "loop.rounds needs answers of our own decoder.*given: server and sample"),
+        ("generate.answers=dataset", "given: own and dataset"),
+        ("joint=lora", "loop.rounds trains a drafter for a target that stays what it is"),
+        ("decode.shape=none", "nothing is drafted"),
+        ("loop.recipes=[a,b]", r"loop.rounds=3 trains one drafter in rounds, but this loop trains \['a', 'b'\]"),
+        ("loop.rounds=-1", "loop.rounds must not be negative; given: -1"),
+        ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
+        ("loop.round.trial_steps=-1", "loop.round.trial_steps must not be negative"),
+        ("loop.budget.tokens=-5", "loop.budget.tokens must not be negative; given: -5"),
+    ],
+)
+def test_what_rounds_cannot_be_made_of_is_refused(override: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        RoundPlan(settings(override))
+
+
+def test_values_are_written_as_overrides_read_them() -> None:
+    values = {"path": "it's a\\b, {c}", "limit": None, "on": True, "sources": [{"weight": 1.5, "share": (1, 3)}]}
+    given = [f"data.template_arguments={grammar(values)}", f"data.path={text(values['path'])}"]
+    data = load_settings(STAGES["generate"], given).data
+    assert dict(data.template_arguments) == {**values, "sources": [{"weight": 1.5, "share": [1, 3]}]}
+    assert data.path == values["path"]
+
+
+# ---- how the loop goes on --------------------------------------------------------------------------------------------------------
+
+
+def gained(tau: float, low: float, high: float) -> Gain:
+    return Gain(tau, (low, high), tau, (low, high))
+
+
+def entry(number: int, switches: list[str], tokens: float = 100.0) -> dict[str, Any]:
+    spent = {"seconds": 10.0, "tokens": tokens, "gpu_hours": 0.5}
+    return {"round": number, "switches": switches, "spent": spent}
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
+    """A loop whose rounds were played with the given gains: (switches, gain) per round behind the first."""
+
+    def played(later: list[tuple[list[str], Gain]], *overrides: str) -> Rounds:
+        rounds = Rounds(settings("loop.rounds=9", *overrides))
+        for number, (switches, gain) in enumerate([([], gained(0, 0, 0)), *later]):
+            monkeypatch.setattr(rounds_facts, "gained", lambda *_, gain=gain: gain)
+            rounds.done.append(entry(number, switches))
+            rounds.judge(number)
+        return rounds
+
+    return played
+
+
+def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(loop: Callable[..., Rounds]) -> None:
+    rise, stay, fall = gained(0.5, 0.2, 0.8), gained(0.1, -0.1, 0.3), gained(-0.2, -0.4, 0.0)
+    one = loop([(["token_weights"], rise), (["token_weights", "anchor_weights"], stay)])
+    assert (one.best, one.stale, one.ends()) == (2, 0, "")
+    assert set(one.off) == {"token_weights", "anchor_weights"} and one.active == []
+    assert one.off["token_weights"] == "round 2 with it changed tau by +0.100 [-0.100, +0.300], which is no clear rise"
+    two = loop([(["token_weights"], rise), (["token_weights"], stay), ([], fall)])
+    assert (two.best, two.stale, two.ends()) == (2, 1, "tau")
+    patient = loop([([], fall)], "loop.round.patience=2")
+    assert (patient.best, patient.stale, patient.ends()) == (0, 1, "")
+    assert loop([([], fall)] * 3, "loop.round.patience=0").ends() == ""
+    assert loop([([], rise)] * 8).ends() == "rounds"
+
+
+def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds]) -> None:
+    rise = gained(0.5, 0.2, 0.8)
+    for key, enough, short in (("tokens", 300, 299), ("seconds", 30, 29), ("gpu_hours", 1.5, 1.4)):
+        assert loop([([], rise)], f"loop.budget.{key}={enough}").ends() == ""
+        assert loop([([], rise)], f"loop.budget.{key}={short}").ends() == f"budget ({key})"
+
+
+def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
+    config = FeedbackConfig(token_weights=True, domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0)
+    assert switched(config, ["token_weights"]) == FeedbackConfig(token_weights=True, error_weight=2.0)
+    assert switched(config, ["domain_weights", "hard_prompts"]) == FeedbackConfig(
+        domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0
+    )
+
+
+# ---- a whole loop ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Three rounds on a micro target, left in peace in calm/run and killed three times in killed/run."""
+    folder = tmp_path_factory.mktemp("rounds")
+    trials = ["loop.round.trial_steps=2", "feedback.hard_prompts=0.5"]
+    return kill_and_compare([*micro_loop(folder), *trials], folder, kills=3), folder / "calm" / "run"
+
+
+def test_killed_at_random_points_it_ends_the_same(killed: tuple[dict[str, Any], Path]) -> None:
+    found, _ = killed
+    assert found["kills"] == 3, found
+    assert found["same_weights"] and found["same_summary"], found
+
+
+def test_every_round_builds_on_the_best_one_before_it(killed: tuple[dict[str, Any], Path]) -> None:
+    run = killed[1]
+    content = json.loads((run / "loop.json").read_text())
+    assert (content["state"], content["ended_by"], len(content["rounds"])) == ("complete", "rounds", 3)
+    best, asked = 0, set()
+    for number, found in enumerate(content["rounds"]):
+        folder = run / f"round-{number}"
+        answers = read_manifest(folder / "generate", "generate")
+        ids = {row for shard in answers["shards"] for row in pq.read_table(folder / "generate" / shard["file"])["id"].to_pylist()}
+        fresh = {name.removeprefix("train/") for name in ids if not name.startswith("hard_prompts/")}
+        assert not fresh & asked and len(fresh) == 8
+        asked |= fresh
+        head = read_manifest(folder / "train" / "medusa", "train")["head"]
+        if number == 0:
+            assert "refresh" not in head and "records" not in answers
+            continue
+        start = content["rounds"][best]["training"]["checkpoint"]
+        assert found["start"] == start == head["refresh"]["init_from"] == f"run/round-{best}/train/medusa/best"
+        assert found["generation"]["lossless"]["mismatches"] == 0 and found["generation"]["answers"] == 3
+        if number == 1:
+            assert read_facts(folder / "generate" / "records")["drafter"]["name"] == start
+            assert answers["records"]["missing"] == 0
+        best = number if found["gain"]["tau"] > 0 else best
+    assert content["best"]["round"] == best
+    assert len(asked) == 24
+
+
+def test_trials_say_what_pays_and_turn_off_the_rest(killed: tuple[dict[str, Any], Path]) -> None:
+    run = killed[1]
+    content = json.loads((run / "loop.json").read_text())
+    trials = content["rounds"][1]["trials"]
+    assert set(trials) == {"token_weights"}  # hard prompts choose what is answered next: no training alone can try them
+    assert ("token_weights" in content["rounds"][1]["switches"]) == (trials["token_weights"]["tau"] > 0)
+    if trials["token_weights"]["tau"] <= 0:
+        assert "2 steps with it gave tau" in content["off"]["token_weights"]
+    steps = [read_manifest(path, "train")["steps"] for path in sorted((run / "round-1" / "trials" / "train").iterdir())]
+    assert steps == [2, 2]
+    tried = sum(read_manifest(path, "train")["tokens"] for path in (run / "round-1" / "trials" / "train").iterdir())
+    assert content["rounds"][1]["spent"]["tokens"] == tried + content["rounds"][1]["training"]["tokens"]
+
+
+def test_the_best_round_is_the_runs_drafter(killed: tuple[dict[str, Any], Path]) -> None:
+    run = killed[1]
+    content = json.loads((run / "loop.json").read_text())
+    best = content["rounds"][content["best"]["round"]]["training"]
+    assert file_sha256(run / "train" / "medusa" / "best" / "model.safetensors") == best["weights_sha256"]
+    report = json.loads((run / "measure" / "report.json").read_text())
+    assert [item["draft"]["weights_sha256"] for item in report["drafters"]] == [best["weights_sha256"]]
+    assert not (run / "train" / "medusa" / "checkpoints").exists()
+
+
+def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "r" / "train" / "eagle3"
+    place.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"is the training of another loop, and the rounds' best drafter belongs there"):
+        Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
+    assert place.is_dir()
