@@ -99,6 +99,8 @@ def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: in
 def table(told: Mapping[str, Any]) -> Table:
     """One line per drafter and length."""
     level = told["concurrency"]
+    from inference.memory import gib
+
     found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
     found.add_column("drafter")
     found.add_column("draft")
@@ -112,7 +114,7 @@ def table(told: Mapping[str, Any]) -> Table:
             way["drafter"], way["draft"], f"{way['tau']:.2f}", f"{way['tokens_per_second']:.0f}",
             *(f"{way[what][name]:.2f} s" for what in ("latency", "first_token") for name in ("p50", "p95")),
             *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
-            f"{way['extra_bytes'] / (1 << 20):.1f} MiB",
+            gib(way["extra_bytes"]),
         )  # fmt: skip
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.adaptive import Limits
 from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
+from inference.engine import Engine, PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
 from inference.metrics import Outcome, TauEstimate, Totals, tau_estimate
 from inference.prompts import Prompt, prompt_seed, select_prompts, to_requests
@@ -118,6 +118,34 @@ class Survey:
         """tau of a draft on the prompts, its interval, and the survival by depth."""
         outcomes = [Outcome(str(number), "", answer.passes) for number, answer in enumerate(self.answers[draft])]
         return tau_estimate(Totals.collect(outcomes, draft.depth), seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: a survey needs no quiet machine, so it can be made beforehand."""
+        drafts = [
+            {
+                "draft": draft.plain(),
+                "answers": [
+                    [answer.prompt, [[r.accepted, r.committed, int(r.rejected), r.live] for r in answer.passes]]
+                    for answer in answers
+                ],
+            }
+            for draft, answers in self.answers.items()
+        ]
+        ranks = {"tested": self.ranks.tested, "hits": self.ranks.hits}
+        return {"temperature": self.temperature, "drafts": drafts, "ranks": ranks, "refused": dict(self.refused)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Survey:
+        """Read back `to_dict`."""
+        answers = {
+            Draft.read(item["draft"]): [
+                Answered(prompt, [PassRecord(a, c, bool(r), live=live) for a, c, r, live in passes])
+                for prompt, passes in item["answers"]
+            ]
+            for item in values["drafts"]
+        }
+        ranks = RankStatistics(values["ranks"]["tested"], values["ranks"]["hits"])
+        return cls(values["temperature"], answers, ranks, values["refused"])
 
 
 def survey(config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig) -> Survey:

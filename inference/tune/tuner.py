@@ -28,7 +28,7 @@ from inference.target import TargetModel
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, measure_curves
 from inference.tune.drafts import NONE, Draft, described
-from inference.tune.survey import Survey, Task, survey
+from inference.tune.survey import SMALLEST_BLOCK, Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
@@ -112,7 +112,8 @@ class Tuner:
         for item in self.predictions(temperature, batch, costs):
             best.setdefault(item.draft.family, item)
         drafts = [item.draft for item in best.values()]
-        blocks = self.task.blocks(batch, 1)[:2]
+        most = max(batch, SMALLEST_BLOCK // 2)  # a step costs the same with empty rows
+        blocks = [block[:most] for block in self.task.blocks(batch, 1)[:2]]
         for draft, turns in self.run(drafts, temperature, batch, blocks).items():
             done = [batch_steps(answered(turn), batch) for turn in turns]
             steps = sum(done[1:], done[0])

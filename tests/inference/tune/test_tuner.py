@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts
 from inference.tune.drafts import NONE, Draft
+from inference.tune.survey import Survey
 from inference.tune.tuner import Tuner
 from inference.tune.workload import batch_steps
 from tests.inference.test_lossless_kinds import drafter_of
@@ -107,6 +109,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
 def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: str, temperature: float) -> None:
     tuner = tuner_of(target, kind, temperatures=(temperature,))
     found = tuner.survey(temperature)
+    assert Survey.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     families = {draft.family for draft in found.drafts}
     assert families == {"none", "chain", "tree", "dynamic", "adaptive"}
     assert found.ranks.tested[0] > 10
