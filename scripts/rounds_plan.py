@@ -77,7 +77,7 @@ class RoundPlan:
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
         """Answers to this round's prompts, with the last round's drafter (empty: plainly). hard: prompts to answer again."""
-        more = [f"generate.round={number}", f"sampling.seed={self.generate.sampling.seed + number}"]
+        more = [f"generate.round={max(0, number - 1)}", f"sampling.seed={self.generate.sampling.seed + number}"]
         if drafter:
             decode = self.train.decode
             more += [f"generate.drafter={text(drafter)}", f"generate.records.on={grammar(records)}"]
