@@ -1,12 +1,14 @@
 """Rounds against one open-loop training: `python -m scripts.loop_report` writes docs/reports/loop.json and loop.md.
 
     headstart loop experiment=families            # the open-loop trainings: two passes over the greedy answers of all prompts
-    python -m scripts.loop_report                 # or some: --kinds distilled --rows loop answers
+    python -m scripts.loop_report                 # or some: --kinds distilled --rows loop ablation
 
 Per kind the rows are: `open`, the open-loop training; `loop`, rounds as conf/experiment/embedded_loop.yaml says; `answers`, the
-same rounds without any feedback; one row per switch, alone; and `distinct`, one open-loop training on all answers that `loop` had,
-generated at once. All have the same number of training tokens or fewer, and are measured on held-out prompts that decided nothing.
-It continues where it was interrupted; rows that were not played are left out. `--kills 10` adds a loop that is killed ten times.
+same rounds without any feedback; and `distinct`, one open-loop training on all answers that `loop` had, generated at once. All have
+the same number of training tokens or fewer. The ablation trains from the drafter of the loop's first round, on the answers of its
+second: with each switch alone, and with none, as many steps and the same rest of the learning-rate schedule. Everything is measured
+on held-out prompts that decided nothing. It continues where it was interrupted; what has not been played is left out.
+`--kills 10` adds a loop that is killed ten times.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.loading import TargetConfig
-from inference.manifest import MANIFEST_FILE, read_manifest, write_bytes
-from inference.metrics import gain, tau_estimate
+from inference.manifest import write_bytes
 from inference.target import TargetModel
 from scripts.config import load_settings
-from scripts.loop_held_out import DECODE, HeldOut, totals
+from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
+from scripts.loop_held_out import DECODE, HeldOut
 from scripts.loop_kill import kill_and_compare
 from scripts.loop_report_page import markdown
-from scripts.rounds import LOOP_FILE, Rounds
-from scripts.rounds_facts import plain
+from scripts.rounds import LOOP_FILE, ON_POLICY, Rounds
+from scripts.rounds_plan import PLAIN, TRIALS
+from scripts.runner import run_one
 from scripts.stages import STAGES
 from train.feedback import FeedbackConfig, build
 
@@ -38,7 +41,6 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "docs" / "reports"
 TARGET = "assets/tiny-target"
 RECIPE = "experiment=embedded_loop"
-OPEN, LOOP, DISTINCT = "open", "loop", "distinct"
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": (
         "eagle3_copied@0.003",
@@ -51,38 +53,31 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Kind -> its training in the run of experiment=families, and what the recipe sets for it."""
-NONE = ("feedback.token_weights=false", "feedback.anchor_weights=false")
-ON_POLICY = ("train.on_policy.share=0.5", "train.on_policy.window=8")
-SWITCHES: dict[str, tuple[str, ...]] = {
-    "answers": (),
-    "token_weights": ("feedback.token_weights=true",),
-    "anchor_weights": ("feedback.anchor_weights=true",),
-    "replay": ("feedback.replay=true",),
-    "domain_weights": ("feedback.domain_weights=true",),
-    "hard_prompts": ("feedback.hard_prompts=0.25",),
-    "on_policy": ON_POLICY,
-}
-"""Rows of rounds with one switch alone; `answers` has none."""
-FOR_ONE = {"on_policy": ("distilled",)}
-"""Switches that only some kinds have."""
+MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
+"""What rounds of a kind set besides: a switch that only this kind has."""
+ORDER = (*LOOPS, DISTINCT, ABLATION)
+OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
+FEEDBACK_SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights")
+"""Tried one by one. (What hard_prompts chooses is answered a round later: no training on given answers can try it.)"""
+ABLATION_STEPS = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play what is missing, measure, write both files; returns the exit status."""
     given = parse(arguments)
     try:
-        content = known() | {"command": "headstart loop experiment=families && python -m scripts.loop_report --kills 10"}
+        content = known()
         if given.kills:
             content["killed"] = killed(given.kills)
             write(content)
-        target = TargetModel.load(TargetConfig(path=TARGET, dtype="float32"))
-        held_out = HeldOut(target, given.work)
+        held_out = HeldOut(TargetModel.load(TargetConfig(path=TARGET, dtype="float32")), given.work)
         content["settings"] = settings(held_out)
         for kind in given.kinds:
-            for row in rows_of(kind, given.rows):
-                if not given.only_measured:
-                    play(kind, row, given.work)
-            content["kinds"][kind] = Comparison(kind, given.work, given.open, held_out).content()
+            for row in () if given.only_measured else (name for name in ORDER if name in given.rows):
+                play(kind, row, given)
+            name, overrides = KINDS[kind]
+            found = Comparison(given.work / kind, given.open / name, held_out).content()
+            content["kinds"][kind] = {"overrides": [*overrides, *MORE.get(kind, ())], **found}
             write(content)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -94,7 +89,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.loop_report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--rows", nargs="*", choices=[LOOP, DISTINCT, *SWITCHES], default=[LOOP, DISTINCT, *SWITCHES])
+    parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
+    parser.add_argument("--switches", nargs="*", default=[*FEEDBACK_SWITCHES, ON_POLICY], help="of the ablation")
     parser.add_argument("--work", type=Path, default=Path("outputs/loop_report"), help="where runs are kept")
     parser.add_argument("--open", type=Path, default=Path("outputs/families/train"), help="open-loop trainings")
     parser.add_argument("--only-measured", action="store_true", help="play nothing, report what is there")
@@ -106,6 +102,7 @@ def known() -> dict[str, Any]:
     """What the report holds already."""
     path = REPORTS / "loop.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1}
+    content["command"] = "headstart loop experiment=families && python -m scripts.loop_report --kills 10"
     content.setdefault("kinds", {})
     return content
 
@@ -117,7 +114,7 @@ def write(content: dict[str, Any]) -> None:
 
 
 def settings(held_out: HeldOut) -> dict[str, Any]:
-    """What all rows are measured on."""
+    """What everything is measured on."""
     info = held_out.target.info
     return {
         "target": {"id": info.id, "revision": info.revision, "parameters": info.parameters},
@@ -125,38 +122,32 @@ def settings(held_out: HeldOut) -> dict[str, Any]:
         "temperature": DECODE.temperature,
         "depth": DECODE.depth,
         "max_new_tokens": DECODE.max_new_tokens,
+        "ablation_steps": ABLATION_STEPS,
     }
 
 
-# ---- playing -----------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(kind: str, wanted: Sequence[str]) -> list[str]:
-    """The rows to play for a kind, those first that others build on."""
-    order = [LOOP, *SWITCHES, DISTINCT]
-    return [row for row in order if row in wanted and kind in FOR_ONE.get(row, (kind,))]
-
-
-def overrides(kind: str, row: str) -> list[str]:
-    """The loop's settings in a row."""
-    own = ON_POLICY if kind == "distilled" else ()
-    return [RECIPE, *KINDS[kind][1], *(own if row == LOOP else (*NONE, *SWITCHES[row]))]
-
-
-def play(kind: str, row: str, work: Path) -> None:
+def play(kind: str, row: str, given: argparse.Namespace) -> None:
     """Play a row to its end; one that has been played is left alone."""
     print(f"\n==== {kind}: {row}", flush=True)
+    work: Path = given.work / kind
     if row == DISTINCT:
         train_distinct(kind, work)
-        return
-    run = work / kind / row
-    if row != LOOP:
-        share_first_round(work / kind / LOOP, run)
-    Rounds(load_settings(STAGES["loop"], [*overrides(kind, row), f"run.root={work / kind}", f"run.name={row}"])).run()
+    elif row == ABLATION:
+        ablate(kind, work, [name for name in given.switches if name != ON_POLICY or kind in MORE])
+    else:
+        rounds_of(kind, work, row, *(() if row == LOOP else OFF)).run()
+
+
+def rounds_of(kind: str, work: Path, name: str, *more: str) -> Rounds:
+    """The rounds of a kind in the run `name`; the first one is that of the main loop."""
+    if name != LOOP:
+        share_first_round(work / LOOP, work / name)
+    place = [f"run.root={work}", f"run.name={name}", "run.threads=1"]
+    return Rounds(load_settings(STAGES["loop"], [RECIPE, *KINDS[kind][1], *MORE.get(kind, ()), *more, *place]))
 
 
 def share_first_round(source: Path, run: Path) -> None:
-    """The first round, and the second one's answers, are the same in every row of a kind: they are played once."""
+    """The first round, and the second one's answers, are the same in all rows of a kind: they are played once."""
     for name in ("round-0", "round-1/generate", "round-1/speed.json"):
         if (source / name).exists() and not (run / name).exists():
             (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -165,17 +156,33 @@ def share_first_round(source: Path, run: Path) -> None:
 
 def train_distinct(kind: str, work: Path) -> None:
     """One training on all answers that the rounds had, with as many steps as they together."""
-    loop = work / kind / LOOP
-    rounds = json.loads((loop / LOOP_FILE).read_text(encoding="utf-8"))["rounds"]
-    answers = [loop / f"round-{entry['round']}" / "generate" for entry in rounds]
-    run = work / kind / DISTINCT
+    rounds = loop_file(work)["rounds"]
+    answers = [work / LOOP / f"round-{entry['round']}" / "generate" for entry in rounds]
+    run = work / DISTINCT
     build([], answers, run / "answers", FeedbackConfig())
     steps = sum(entry["training"]["steps"] for entry in rounds)
-    given = [f"run.root={work / kind}", f"run.name={DISTINCT}", f"run.answers={run / 'answers'}", f"train.max_steps={steps}"]
-    stage = STAGES["train"]
-    from scripts.runner import run_one
+    place = [f"run.root={work}", f"run.name={DISTINCT}", f"run.answers={run / 'answers'}", "run.threads=1"]
+    run_one(load_settings(STAGES["train"], [RECIPE, *KINDS[kind][1], f"train.max_steps={steps}", *place]))
 
-    run_one(load_settings(stage, [RECIPE, *KINDS[kind][1], *given]))
+
+def ablate(kind: str, work: Path, switches: Sequence[str]) -> None:
+    """Train on the answers of the second round with every switch alone, and with none."""
+    on = [f"feedback.{name}=true" for name in FEEDBACK_SWITCHES]
+    rounds = rounds_of(kind, work, ABLATION, *on, f"loop.round.trial_steps={ABLATION_STEPS}")
+    start = loop_file(work)["rounds"][0]["training"]["checkpoint"]
+    folder = rounds.plan.folder(1) / TRIALS
+    for name in (PLAIN, *switches):
+        answers = rounds.feedback(1, [name] if name in FEEDBACK_SWITCHES else [], folder / f"feedback-{name}")
+        rounds.perform(rounds.plan.trial(1, name, answers, start, name == ON_POLICY))
+
+
+def loop_file(work: Path) -> dict[str, Any]:
+    """What the main loop of a kind came to; raises `UserError` before it has."""
+    path = work / LOOP / LOOP_FILE
+    if not path.is_file():
+        raise UserError(f"'{path}' is not there: the row '{LOOP}' has to be played first.")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def killed(kills: int) -> dict[str, Any]:
@@ -190,84 +197,6 @@ def killed(kills: int) -> dict[str, Any]:
         return {"settings": few, **kill_and_compare(few, folder, kills)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# ---- what came out -----------------------------------------------------------------------------------------------------------
-
-
-class Comparison:
-    """All rows of a kind that have been played, on the held-out prompts."""
-
-    def __init__(self, kind: str, work: Path, trained: Path, held_out: HeldOut) -> None:
-        self.kind, self.work, self.held_out = kind, work / kind, held_out
-        self.open = trained / KINDS[kind][0]
-
-    def content(self) -> dict[str, Any]:
-        """The kind's entry in loop.json."""
-        rows: dict[str, Any] = {}
-        base = self.measured(OPEN, self.open / "best")
-        rows[OPEN] = self.row(base, base) | self.training(self.open)
-        for name in (LOOP, *SWITCHES):
-            if (self.work / name / LOOP_FILE).is_file():
-                rows[name] = self.loop_row(name, base)
-        distinct = next(iter((self.work / DISTINCT / "train").glob(f"*/{MANIFEST_FILE}")), None)
-        if distinct is not None:
-            found = self.measured(DISTINCT, distinct.parent / "best")
-            rows[DISTINCT] = self.row(found, base) | self.training(distinct.parent)
-            rows[DISTINCT]["answers"] = read_manifest(self.work / DISTINCT / "answers", "generate")["counts"]["done"]
-        content: dict[str, Any] = {"overrides": list(KINDS[self.kind][1]), "rows": rows}
-        if LOOP in rows and DISTINCT in rows:
-            loop = self.measured(LOOP, self.best(LOOP))
-            content["loop_over_distinct"] = plain(gain(totals(loop), totals(found)))
-        return content
-
-    def best(self, name: str) -> Path:
-        """The best drafter of a loop."""
-        return next(iter((self.work / name / "train").glob("*/best")))
-
-    def measured(self, name: str, checkpoint: Path) -> dict[str, Any]:
-        """The row on the held-out prompts."""
-        return self.held_out.measure(checkpoint, self.work / f"{name}.json")
-
-    def row(self, found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-        """tau with its interval, the gain over the open loop, losslessness."""
-        estimate = tau_estimate(totals(found))
-        return {
-            "tau": estimate.tau,
-            "tau_ci95": list(estimate.ci95),
-            "tar": estimate.tar,
-            "unconditional": list(estimate.unconditional),
-            "over_open": plain(gain(totals(found), totals(base))),
-            "lossless": found["lossless"],
-            "weights_sha256": found["weights_sha256"],
-        }
-
-    def training(self, folder: Path) -> dict[str, Any]:
-        """Steps and tokens of a training in one piece."""
-        manifest = read_manifest(folder, "train")
-        return {"steps": manifest["steps"], "tokens": manifest["tokens"]}
-
-    def loop_row(self, name: str, base: dict[str, Any]) -> dict[str, Any]:
-        """A loop: its best drafter on the held-out prompts, and what its rounds were."""
-        content = json.loads((self.work / name / LOOP_FILE).read_text(encoding="utf-8"))
-        rounds = [
-            {
-                key: entry[key]
-                for key in ("round", "generated", "generation", "trials", "switches", "measured", "gain", "rises")
-                if key in entry
-            }
-            | {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
-            for entry in content["rounds"]
-        ]
-        return self.row(self.measured(name, self.best(name)), base) | {
-            "steps": sum(entry["steps"] for entry in rounds),
-            "tokens": content["spent"]["tokens"],
-            "answers": sum(entry["generated"]["answers"] for entry in rounds),
-            "best_round": content["best"]["round"],
-            "ended_by": content["ended_by"],
-            "off": content["off"],
-            "rounds": rounds,
-        }
 
 
 if __name__ == "__main__":

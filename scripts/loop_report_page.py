@@ -14,6 +14,7 @@ LABELS = {
     "distinct": "one training on all answers that the rounds had",
 }
 HEADER = ["row", "steps", "training tokens", "answers", "tau", "accepted drafts per pass against the open loop", "lossless"]
+SWITCHES = ["switch alone", "steps", "training tokens", "tau", "accepted drafts per pass against none"]
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain", "learns from"]
 
 
@@ -24,6 +25,10 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines += [f"## {kind}", "", f"`{' '.join(entry['overrides'])}`", ""]
         lines += markdown_table(HEADER, [line(name, row) for name, row in entry["rows"].items()])
         lines += ["", *remarks(entry), ""]
+        if "ablation" in entry:
+            lines += [f"Every switch alone: {content['settings']['ablation_steps']} steps from the drafter of round 0.", ""]
+            lines += markdown_table(SWITCHES, [switch_line(name, row) for name, row in entry["ablation"].items()])
+            lines += [""]
         loop = entry["rows"].get("loop")
         if loop:
             lines += ["The rounds of the recipe:", ""]
@@ -54,7 +59,7 @@ def line(name: str, row: Mapping[str, Any]) -> list[str]:
     gain, lossless = row["over_open"], row["lossless"]
     low, high = row["tau_ci95"]
     return [
-        LABELS.get(name, f"rounds with {name} alone"),
+        LABELS[name],
         str(row["steps"]),
         f"{row['tokens']:,.0f}",
         f"{row['answers']:,}" if "answers" in row else "1,440",
@@ -62,6 +67,18 @@ def line(name: str, row: Mapping[str, Any]) -> list[str]:
         "-" if name == "open" else percent(gain),
         f"{lossless['identical']}/{lossless['sequences']}"
         + (f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""),
+    ]
+
+
+def switch_line(name: str, row: Mapping[str, Any]) -> list[str]:
+    """One row of the ablation."""
+    low, high = row["tau_ci95"]
+    return [
+        "none" if name == "plain" else name,
+        str(row["steps"]),
+        f"{row['tokens']:,.0f}",
+        f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]",
+        "-" if name == "plain" else percent(row["over_plain"]),
     ]
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from heads.api.checkpoint import load_drafter
 from inference.audit import audit
 from inference.engine import Engine, Request
-from inference.manifest import read_manifest, write_json
+from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
 from inference.metrics import divide
 from inference.target import TargetModel
 
@@ -27,15 +27,16 @@ SPEED_FILE = "speed.json"
 
 
 def generation_speed(settings: Settings, folder: Path, count: int) -> dict[str, Any]:
-    """The content of <round>/speed.json, measured unless it is there. folder: the round's; settings: of its generate stage.
+    """The content of <round>/speed.json, measured unless that was done. folder: the round's; settings: of its generate stage.
 
     answers, tokens; seconds of both ways and their ratio `speedup`; tau; `lossless` as in report.json; `stored`: answers that are
     written as plain decoding gives them in this sample's batches.
     """
-    path = folder / SPEED_FILE
+    path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        if found.pop("generation", None) == key:
+            return found
     target = TargetModel.load(settings.target)
     drafter = load_drafter(Path(str(settings.generate.drafter)), target.info, target.weights)
     requests, written = sample(folder / "generate", settings.sampling.max_new_tokens, count)
@@ -54,7 +55,7 @@ def generation_speed(settings: Settings, folder: Path, count: int) -> dict[str, 
         "lossless": audit(target, requests, plain, drafted, settings.sampling.sampling(), width).counts(),
         "stored": sum(one == two for one, two in zip(plain, written, strict=True)),
     }
-    write_json(path, result)
+    write_json(path, {"generation": key, **result})
     return result
 
 
