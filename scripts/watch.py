@@ -1,4 +1,4 @@
-"""`headstart watch`: does a drafter still suit its target and traffic? Writes <run>/<name>/drift.json; status 1 means alarm."""
+"""`headstart watch`: does a drafter still suit its target and traffic? Writes <run>/<name>/staleness.json; status 1 means alarm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from scripts.config import Settings
     from scripts.drafters import Found
 
-BATCH = 16
+BATCH = 32
 """Rows decoded together unless decode.batch_size says otherwise: nothing is timed."""
 
 
@@ -78,8 +78,8 @@ def learn(settings: Settings, found: Found) -> int:
     reference.evidence(reference.grid())  # says so where there is too little of everything
     reference.write(path)
     for name in reference.domains:
-        print(f"{name}: {len(tallies[name].passes)} answers, {sum(tallies[name].accepted) / sum(tallies[name].passes):.2f} "
-              "drafted tokens accepted per pass", flush=True)  # fmt: skip
+        told = tallies[name]
+        print(f"{name}: {len(told.answers)} answers, {told.acceptance:.2f} drafted tokens accepted per pass", flush=True)
     print(shown(path), flush=True)
     return 0
 
@@ -88,9 +88,9 @@ def learn(settings: Settings, found: Found) -> int:
 
 
 def watch(settings: Settings, found: Found) -> int:
-    """Compare fresh traffic with the reference, print, write drift.json; returns the exit status."""
+    """Compare fresh traffic with the reference, print, write staleness.json; returns the exit status."""
     from inference.watch.drift import DriftTest
-    from inference.watch.reference import find_reference
+    from inference.watch.reference import WATCH_FILE, find_reference
     from inference.watch.result import content, show, write
     from scripts.report import console
 
@@ -98,7 +98,7 @@ def watch(settings: Settings, found: Found) -> int:
     assert found.checkpoint is not None
     reference = find_reference(config.reference, found.checkpoint, file_sha256(weights(found)))
     grid = reference.grid()
-    test = DriftTest(grid, reference.tokens, reference.evidence(grid), config.tolerance, config.alarm_rate)
+    test = DriftTest(grid, reference.most, reference.evidence(grid), config.tolerance, config.alarm_rate)
     tallies: dict[str, Tally] = {}
     target: dict[str, Any] = {}
     if config.metrics:
@@ -121,6 +121,9 @@ def watch(settings: Settings, found: Found) -> int:
     folder = open_folder(settings, settings.run.directory / config.name, [weights(found)], stage_decides=True)
     result = content(test, reference, tallies, target, source)
     path = write(result, folder.path)
+    if tallies:  # so that they can be the next reference, or be looked at one by one
+        here = replace(reference, target=target, tallies=tallies, system=config.system, source=source, figures={})
+        here.write(folder.path / WATCH_FILE)
     folder.finish()
     show(result, console())
     print(shown(path), flush=True)
@@ -156,6 +159,7 @@ def decoded_now(
     from heads.api.checkpoint import load_drafter
     from inference.engine import Engine
     from inference.prompts import to_requests
+    from inference.watch.reference import passes_within
     from inference.watch.sources import decoded, with_system
     from scripts.measure import prompts
 
@@ -172,7 +176,8 @@ def decoded_now(
             f"no prompt fits into the target's {limit} positions together with an answer of {decode.max_new_tokens} tokens. Give "
             "shorter prompts."
         )
-    return decoded(Engine(target, drafter, decode), requests, chosen, decode.max_new_tokens)
+    most = passes_within(decode.max_new_tokens, decode.tree().max_depth)
+    return decoded(Engine(target, drafter, decode), requests, chosen, most)
 
 
 def batched(decode: DecodeConfig, settings: Settings) -> DecodeConfig:
@@ -185,7 +190,7 @@ def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], s
     """Give the test one answer after the other. stop: end with the first alarm."""
     for fresh in answers:
         tally(tallies, fresh)
-        test.add(fresh.domain, fresh.counts.accepted, fresh.counts.passes)
+        test.add(fresh.domain, sum(fresh.passes), len(fresh.passes))
         if stop and test.alarms:
             break
 
@@ -194,7 +199,7 @@ def tally(tallies: dict[str, Tally], fresh: Fresh) -> None:
     """Count an answer to its domain."""
     from inference.watch.reference import Tally
 
-    tallies.setdefault(fresh.domain, Tally()).add(fresh.counts)
+    tallies.setdefault(fresh.domain, Tally()).answers.append(fresh.passes)
 
 
 def count_totals(test: DriftTest, reference: Reference, config: WatchConfig) -> None:

@@ -50,13 +50,13 @@ class Change:
 
 @dataclass
 class DriftTest:
-    """Watches fresh answers against the reference's evidence by domain. tokens: M, where answers are cut.
+    """Watches fresh answers against the reference's evidence by domain. most: passes of an answer that count.
 
     Raises `UserError` for a tolerance or alarm rate outside (0, 1).
     """
 
     grid: Grid
-    tokens: int
+    most: int
     reference: Mapping[str, Evidence]
     tolerance: float
     alarm_rate: float
@@ -93,7 +93,7 @@ class DriftTest:
             self._bets(self.unknown, domain).add(accepted, passes)
 
     def _bets(self, place: dict[str, Evidence], domain: str) -> Bets:
-        bets = place.setdefault(domain, Bets(self.grid, self.tokens))
+        bets = place.setdefault(domain, Bets(self.grid, self.most))
         assert isinstance(bets, Bets), "answers and totals cannot be mixed"
         return bets
 

@@ -1,16 +1,16 @@
 """Evidence about a ratio accepted / passes, kept for all its possible values at once: what watching is built from.
 
-A domain's acceptance is r = E[a] / E[n], with a the drafted tokens accepted and n the verify passes of one answer's first M
-tokens. For a supposed value s, `below` grows where the truth lies below s and `above` where it lies above; both are e-values: with
-the truth at or beyond s their mean is at most 1, however often and whenever one looks (Ville's inequality: the chance that such a
-process ever reaches 1/alpha is at most alpha; methods.md, 4).
+A domain's acceptance is r = E[a] / E[n], with n the verify passes of one answer, cut at the first P of them, and a the drafted
+tokens that they accepted. For a supposed value s, `below` grows where the truth lies below s and `above` where it lies above; both
+are e-values: with the truth at or beyond s their mean is at most 1, and the chance that they ever reach 1 / alpha is at most alpha,
+however often one looks (Ville's inequality).
 
 `Bets` needs nothing but the answers being draws from one distribution (or at least none whose conditional mean is worse): a gambler
 stakes a fixed share c of her money on every answer (Waudby-Smith & Ramdas, 2010.09686, with the mean of several gamblers). Since
-a + n <= M and a <= D n for drafts D deep,
+n <= P and 0 <= a <= D n for drafts D deep,
 
-    below(s) = mean over c of prod over answers of  1 - c (a - s n) (D + 1) / (M (D - s))
-    above(s) = mean over c of prod over answers of  1 + c (a / s - n) / M
+    below(s) = mean over c of prod over answers of  1 - c (a - s n) / (P (D - s))
+    above(s) = mean over c of prod over answers of  1 + c (a / s - n) / P
 
 are never negative. `below` rises with s and `above` falls with it, whatever the answers, so evidence at a grid's points bounds it
 between them. The order of the answers does not matter.
@@ -18,7 +18,10 @@ between them. The order of the answers does not matter.
 `Sums` knows totals only, of a card or of a server's counters. It takes the sum of a - s n as normal with a spread that was measured
 elsewhere (the mixture SPRT with a half-normal prior): an approximation, and reports say so.
 
-Legend: G points of the grid, C shares, P answers.
+Cutting at P passes is what makes the stakes worth something: what a gambler may stake is limited by the worst possible answer.
+An answer of M tokens has at least (M - 1) / (D + 1) passes unless its text ends before, so up to there nothing is missing.
+
+Legend: G points of the grid, C shares.
 """
 
 from __future__ import annotations
@@ -96,12 +99,12 @@ class Evidence(Protocol):
 
 
 class Bets:
-    """Evidence from single answers; see the module. tokens: M, where answers are cut; answers: (accepted, passes) of each."""
+    """Evidence from single answers; see the module. most: P, where answers are cut; answers: (accepted, passes) of each."""
 
     exact = True
 
-    def __init__(self, grid: Grid, tokens: int, answers: Iterable[tuple[int, int]] = ()) -> None:
-        self.grid, self.tokens = grid, tokens
+    def __init__(self, grid: Grid, most: int, answers: Iterable[tuple[int, int]] = ()) -> None:
+        self.grid, self.most = grid, most
         self.accepted = self.passes = 0.0
         self.answers = 0
         self._below = np.zeros((len(SHARES), len(grid.values) + 1))
@@ -111,8 +114,8 @@ class Bets:
 
     def add(self, accepted: int, passes: int) -> None:
         """Count one answer."""
-        self._below += below_factors(self.grid, self.tokens, accepted, passes)
-        self._above += above_factors(self.grid, self.tokens, accepted, passes)
+        self._below += below_factors(self.grid, self.most, accepted, passes)
+        self._above += above_factors(self.grid, self.most, accepted, passes)
         self.accepted, self.passes, self.answers = self.accepted + accepted, self.passes + passes, self.answers + 1
 
     def below(self) -> Floats:
@@ -124,17 +127,17 @@ class Bets:
         return log_mean(self._above)
 
 
-def below_factors(grid: Grid, tokens: int, accepted: int, passes: int) -> Floats:
+def below_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
     """Logarithms [C, G + 1] of what one answer multiplies the gamblers' money with who bet on a low acceptance."""
-    assert 0 <= accepted <= grid.depth * passes and accepted + passes <= tokens, (accepted, passes, tokens)
+    assert 0 <= accepted <= grid.depth * passes and passes <= most, (accepted, passes, most)
     room = grid.depth - np.minimum(grid.lower, (1.0 - EDGE) * grid.depth)
-    lost = (accepted - grid.lower * passes) * (grid.depth + 1) / (tokens * room)
+    lost = (accepted - grid.lower * passes) / (most * room)
     return np.asarray(np.log1p(-SHARES[:, None] * lost))
 
 
-def above_factors(grid: Grid, tokens: int, accepted: int, passes: int) -> Floats:
+def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
     """The same [C, G + 1] for those who bet on a high acceptance."""
-    won = (accepted / grid.upper - passes) / tokens
+    won = (accepted / grid.upper - passes) / most
     return np.asarray(np.log1p(SHARES[:, None] * won))
 
 

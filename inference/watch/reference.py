@@ -1,9 +1,9 @@
 """What a drafter's acceptance is compared with: the answers of an earlier measurement, or a card's figures.
 
 `watch.json`, in a drafter's folder or anywhere: which target and drafter, how it was decoded, and of every answer the drafted
-tokens accepted and the verify passes, cut at `tokens` tokens. `headstart watch watch.learn=true` writes it from fresh prompts; the
-records of a measurement (records.jsonl beside report.json) give the same. A report.json alone, as a Hub folder has it, says no more
-than tau and its interval, so its evidence is taken as normal (`evidence.Sums`).
+tokens that its first passes accepted. `headstart watch watch.learn=true` writes it from fresh prompts; the records of a measurement
+(records.jsonl beside report.json) give the same. A report.json alone, as a Hub folder has it, says no more than tau and its
+interval, so its evidence is taken as normal (`evidence.Sums`).
 
 Legend: D depth of the draft.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +35,39 @@ LEAST_ANSWERS = 8
 
 @dataclass
 class Tally:
-    """The answers of one domain: accepted drafted tokens and passes of each; passes that accepted depth 1..D; tokens committed."""
+    """The answers of one domain: of each, the drafted tokens that its first passes accepted."""
 
-    accepted: list[int] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
 
-    def add(self, counts: Counts) -> None:
-        """Count one answer."""
-        self.accepted.append(counts.accepted)
-        self.passes.append(counts.passes)
-        self.reached += [0] * (len(counts.reached) - len(self.reached))
-        for place, count in enumerate(counts.reached):
-            self.reached[place] += count
+    def pairs(self) -> list[tuple[int, int]]:
+        """(accepted drafted tokens, passes) of each answer."""
+        return [(sum(answer), len(answer)) for answer in self.answers]
 
-    def by_depth(self) -> list[float]:
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafted tokens per pass; 0 without a pass."""
+        return sum(map(sum, self.answers)) / max(1, sum(map(len, self.answers)))
+
+    def by_depth(self, depth: int) -> list[float]:
         """beta: the share of passes that accepted each depth."""
-        return [count / max(1, sum(self.passes)) for count in self.reached]
+        kept = [count for answer in self.answers for count in answer]
+        return [sum(count >= level for count in kept) / max(1, len(kept)) for level in range(1, depth + 1)]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """One answer's passes within its first M tokens: drafted tokens accepted, passes, and passes that accepted each depth."""
+def passes_within(tokens: int, depth: int) -> int:
+    """The passes that an answer of so many tokens always has, however well drafted; its first token comes without one."""
+    return max(1, (tokens - 1) // (depth + 1))
 
-    accepted: int
-    passes: int
-    reached: tuple[int, ...]
 
-    @classmethod
-    def of(cls, accepted: Iterable[int], depth: int, tokens: int) -> Counts:
-        """Count passes, given the drafted tokens that each accepted, up to the last that ends within `tokens` tokens.
-
-        Raises `UserError` where a pass accepted more than `depth`.
-        """
-        kept, used = [], 0
-        for count in accepted:
-            if count > depth:
-                raise UserError(
-                    f"a pass accepted {count} drafted tokens, but the reference was measured with drafts {depth} deep. Watch with "
-                    "the reference's draft, or make a new reference with watch.learn=true."
-                )
-            used += count + 1
-            if used > tokens:
-                break
-            kept.append(count)
-        reached = tuple(sum(count >= level for count in kept) for level in range(1, depth + 1))
-        return cls(sum(kept), len(kept), reached)
+def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
+    """The first `most` passes of an answer, as the drafted tokens that each accepted; raises `UserError` for more than `depth`."""
+    kept = list(islice(accepted, most))
+    if kept and max(kept) > depth:
+        raise UserError(
+            f"a pass accepted {max(kept)} drafted tokens, but the reference was measured with drafts {depth} deep. Watch with the "
+            "reference's draft, or make a new reference with watch.learn=true."
+        )
+    return kept
 
 
 @dataclass(frozen=True)
@@ -103,9 +91,14 @@ class Reference:
     """Verify passes behind the figures, all domains together."""
 
     @property
+    def most(self) -> int:
+        """Passes of an answer that count."""
+        return passes_within(self.tokens, self.depth)
+
+    @property
     def domains(self) -> list[str]:
         """What can be watched."""
-        return sorted({*self.figures, *(name for name, tally in self.tallies.items() if len(tally.passes) >= LEAST_ANSWERS)})
+        return sorted({*self.figures, *(name for name, tally in self.tallies.items() if len(tally.answers) >= LEAST_ANSWERS)})
 
     def grid(self) -> Grid:
         """The acceptances that are considered."""
@@ -124,15 +117,13 @@ class Reference:
                 name: Sums(grid, value * share, share, error * error * share, share)
                 for name, (value, error) in self.figures.items()
             }
-        return {name: Bets(grid, self.tokens, zip(self.tallies[name].accepted, self.tallies[name].passes, strict=True))
-                for name in self.domains}  # fmt: skip
+        return {name: Bets(grid, self.most, self.tallies[name].pairs()) for name in self.domains}
 
     def spread(self, domain: str) -> float:
         """Variance of a sum of (a - r n) over answers per verify pass in it, r being the domain's acceptance."""
         if self.figures:
             return self.figures[domain][1] ** 2 * self.passes / len(self.figures)
-        tally = self.tallies[domain]
-        accepted, passes = np.array(tally.accepted, dtype=np.float64), np.array(tally.passes, dtype=np.float64)
+        accepted, passes = np.array(self.tallies[domain].pairs(), dtype=np.float64).T
         excess = accepted - accepted.sum() / passes.sum() * passes
         return float(excess.var(ddof=1) * len(passes) / passes.sum())
 
@@ -169,12 +160,12 @@ class Reference:
 
 
 def require_counts(reference: Reference) -> None:
-    """Raise `ValueError` for counts that no drafter of this depth can have had within so many tokens."""
+    """Raise `ValueError` for counts that no drafter of this depth can have had."""
     for name, tally in reference.tallies.items():
-        for accepted, passes in zip(tally.accepted, tally.passes, strict=True):
-            if not (0 <= accepted <= reference.depth * passes and accepted + passes <= reference.tokens):
-                raise ValueError(f"domain {name}: {accepted} accepted in {passes} passes")
-        if tally.passes and not sum(tally.passes):
+        for answer in tally.answers:
+            if len(answer) > reference.most or not all(0 <= count <= reference.depth for count in answer):
+                raise ValueError(f"domain {name}: an answer's passes accepted {answer}")
+        if not any(tally.answers):
             raise ValueError(f"domain {name} has no passes")
 
 
@@ -225,9 +216,10 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
     records = path.parent / FINAL_FILE
     if records.is_file():
         domains = report.get("run", {}).get("prompts", {}).get("domains", {})
-        tallies = tallies_of(records, arm_name(entry), depth, common[-1], domains)
-        if tallies:
-            return Reference(*common, tallies, depth, str(records))
+        found = Reference(*common, {}, depth, str(records))
+        found.tallies.update(tallies_of(records, arm_name(entry), depth, found.most, domains))
+        if found.tallies:
+            return found
     cut = sum(entry["acceptance"]["unconditional"]) - (entry["tau"] - 1.0)  # passes whose bonus the end of text cut off
     figures = {
         name: (values["tau"] - 1.0 + cut, (values["tau_ci95"][1] - values["tau_ci95"][0]) / (2 * 1.96))
@@ -238,7 +230,7 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
 
 
 def tallies_of(
-    records: Path, arm: str, depth: int, tokens: int, domains: Mapping[str, str]
+    records: Path, arm: str, depth: int, most: int, domains: Mapping[str, str]
 ) -> dict[str, Tally]:
     """Domain -> answers of one arm in a measurement's records; repeats of a prompt count once. Empty without its domains."""
     found: dict[str, Tally] = {}
@@ -246,6 +238,6 @@ def tallies_of(
     for record in read_records(records):
         if record.arm == arm and record.prompt in domains and record.prompt not in seen:
             seen.add(record.prompt)
-            counts = Counts.of((accepted for accepted, _, _ in record.passes), depth, tokens)
-            found.setdefault(domains[record.prompt], Tally()).add(counts)
+            passes = first_passes((accepted for accepted, _, _ in record.passes), depth, most)
+            found.setdefault(domains[record.prompt], Tally()).answers.append(passes)
     return found

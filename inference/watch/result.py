@@ -1,4 +1,4 @@
-"""What came out of a watch: drift.json, and the table for people."""
+"""What came out of a watch: staleness.json, and the table for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference.watch.drift import ALARM, MISS, OVERALL, Change, DriftTest
 from inference.watch.evidence import interval
 from inference.watch.reference import Reference, Tally
 
-DRIFT_FILE = "drift.json"
+STALENESS_FILE = "staleness.json"
 FORMAT = 1
 SAYS = {
     "alarm": "stale: refresh it",
@@ -29,13 +29,13 @@ SAYS = {
 def content(
     test: DriftTest, reference: Reference, tallies: Mapping[str, Tally], target: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
-    """The content of drift.json. tallies: the fresh answers by domain, empty for totals; target: the fresh target's facts."""
+    """The content of staleness.json. tallies: the fresh answers by domain, empty for totals; target: the fresh target's facts."""
     changes = test.changes()
     found = {name: plain(change) for name, change in changes.items()}
     for name, tally in tallies.items():
         if name in found:
-            found[name]["by_depth"] = tally.by_depth()
-            found[name]["reference_by_depth"] = reference.tallies[name].by_depth() if name in reference.tallies else []
+            found[name]["by_depth"] = tally.by_depth(reference.depth)
+            found[name]["reference_by_depth"] = reference.tallies[name].by_depth(reference.depth) if reference.tallies else []
     unknown = {
         name: {"answers": bets.answers, "fresh": bets.accepted / max(1.0, bets.passes),
                "fresh_ci95": list(interval(bets, test.grid, MISS))}
@@ -52,7 +52,7 @@ def content(
         "fresh": source,
         "test": {
             "tolerance": test.tolerance, "alarm_rate": test.alarm_rate, "guarantee": "exact" if exact else "normal",
-            "tokens": test.tokens, "temperature": reference.temperature, "draft": reference.draft,
+            "tokens": reference.tokens, "passes": test.most, "temperature": reference.temperature, "draft": reference.draft,
         },
         "domains": found,
         "unknown_domains": unknown,
@@ -69,9 +69,9 @@ def plain(change: Change) -> dict[str, Any]:
 
 
 def write(found: Mapping[str, Any], out: Path) -> Path:
-    """Write drift.json; returns its path."""
-    write_json(out / DRIFT_FILE, found)
-    return out / DRIFT_FILE
+    """Write staleness.json; returns its path."""
+    write_json(out / STALENESS_FILE, found)
+    return out / STALENESS_FILE
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:

@@ -18,7 +18,7 @@ from inference.engine import Engine
 from inference.prompts import Prompt
 from inference.requests import Request
 from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
-from inference.watch.reference import Counts, Reference
+from inference.watch.reference import Reference, first_passes
 
 ACCEPTED, PASSES, INFO = "headstart_accepted_drafts_total", "headstart_verify_passes_total", "headstart_info"
 SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
@@ -27,11 +27,10 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Fresh:
-    """One fresh answer. name: the prompt's id, or the record's sequence."""
+    """One fresh answer: the drafted tokens that each of its first passes accepted."""
 
-    name: str
     domain: str
-    counts: Counts
+    passes: list[int]
 
 
 # ---- decoded now ---------------------------------------------------------------------------------------------------------------
@@ -54,11 +53,11 @@ def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
 
 
 def decoded(
-    engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], tokens: int
+    engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], most: int
 ) -> Iterator[Fresh]:
     """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the order of the requests.
 
-    Short answers finish first; a test that stops early must not see them first.
+    most: passes that count. Short answers finish first; a test that stops early must not see them first.
     """
     depth = engine.tree.max_depth
     waiting: dict[int, Fresh] = {}
@@ -66,8 +65,8 @@ def decoded(
     due = next(order, None)
     for completion in engine.run(requests):
         prompt = prompts[completion.request.index]
-        counts = Counts.of((record.accepted for record in completion.passes), depth, tokens)
-        waiting[completion.request.index] = Fresh(prompt.id, prompt.domain, counts)
+        passes = first_passes((record.accepted for record in completion.passes), depth, most)
+        waiting[completion.request.index] = Fresh(prompt.domain, passes)
         while due in waiting:
             assert due is not None
             yield waiting.pop(due)
@@ -105,7 +104,7 @@ def recorded(folder: Path, reference: Reference) -> list[Fresh]:
         )
     passes = _passes(folder)
     return [
-        Fresh(row["sequence"], row["domain"], Counts.of(passes.get(row["sequence"], ()), reference.depth, reference.tokens))
+        Fresh(row["domain"], first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most))
         for row in fitting.sort_by("time").select(["sequence", "domain"]).to_pylist()
     ]
 

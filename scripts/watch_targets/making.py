@@ -39,7 +39,7 @@ class Recipe:
     seed: int = 0
 
 
-RECIPES = {"finetuned": Recipe(), "lora": Recipe(steps=60, lr=2e-3, lora_rank=16)}
+RECIPES = {"finetuned": Recipe(), "lora": Recipe(steps=30, lr=2e-3, lora_rank=16)}
 """Folder name -> how its target is made."""
 
 

@@ -10,15 +10,15 @@ import pytest
 from heads.api.errors import UserError
 from inference.watch.drift import ALARM, FINE, OPEN, OVERALL, DriftTest, fallen, ratio_interval, risen
 from inference.watch.evidence import Bets, Evidence, Grid, Sums, ratio, shift_below
-from tests.inference.watch.answers import DEPTH, TOKENS, acceptance, draw
+from tests.inference.watch.answers import DEPTH, MOST, acceptance, draw
 
 GRID = Grid(DEPTH)
 CHANCES = {"code": 0.55, "prose": 0.4}
 
 
 def make(reference: dict[str, list[tuple[int, int]]], tolerance: float = 0.05, alarm_rate: float = 0.01) -> DriftTest:
-    known: dict[str, Evidence] = {name: Bets(GRID, TOKENS, answers) for name, answers in reference.items()}
-    return DriftTest(GRID, TOKENS, known, tolerance, alarm_rate)
+    known: dict[str, Evidence] = {name: Bets(GRID, MOST, answers) for name, answers in reference.items()}
+    return DriftTest(GRID, MOST, known, tolerance, alarm_rate)
 
 
 def stream(rng: np.random.Generator, factor: float, count: int) -> list[tuple[str, tuple[int, int]]]:
@@ -31,7 +31,7 @@ def test_the_smallest_product_over_all_references_counts() -> None:
     """Against the slow way: every possible reference on a fine scale, its two e-values, the smallest product."""
     rng = np.random.default_rng(0)
     before, after = draw(rng, 0.6, 60), draw(rng, 0.35, 40)
-    known, fresh, shift = Bets(GRID, TOKENS, before), Bets(GRID, TOKENS, after), shift_below(0.95)
+    known, fresh, shift = Bets(GRID, MOST, before), Bets(GRID, MOST, after), shift_below(0.95)
     above = np.interp(np.log(GRID.values), np.log(GRID.values), known.above()[:-1])
     products = []
     for place in range(-shift, len(GRID.values)):
@@ -136,17 +136,17 @@ def test_domains_that_move_apart_share_no_ratio() -> None:
 
 def test_ratio_intervals_reach_to_the_ends_where_nothing_is_known() -> None:
     rng = np.random.default_rng(8)
-    nothing = Bets(GRID, TOKENS)
-    bounds = ratio_interval([(Bets(GRID, TOKENS, draw(rng, 0.5, 100)), nothing)], 0.05)
+    nothing = Bets(GRID, MOST)
+    bounds = ratio_interval([(Bets(GRID, MOST, draw(rng, 0.5, 100)), nothing)], 0.05)
     assert bounds == (-1.0, float("inf"))
-    same = ratio_interval([(Bets(GRID, TOKENS, draw(rng, 0.5, 500)), Bets(GRID, TOKENS, draw(rng, 0.5, 500)))], 0.05)
+    same = ratio_interval([(Bets(GRID, MOST, draw(rng, 0.5, 500)), Bets(GRID, MOST, draw(rng, 0.5, 500)))], 0.05)
     assert same is not None and -0.3 < same[0] < 0.0 < same[1] < 0.4
     assert ratio(0) == 1.0
 
 
 def test_totals_are_looked_at_in_turn() -> None:
     known: dict[str, Evidence] = {"": Sums(GRID, 2600.0, 2000.0, 5.0, 2000.0)}
-    test = DriftTest(GRID, TOKENS, known, 0.05, 0.01)
+    test = DriftTest(GRID, MOST, known, 0.05, 0.01)
     for passes in (100, 1000, 3000):
         test.replace("", Sums(GRID, 1.29 * passes, passes, 5.0, 2000.0))
     assert not test.alarms
@@ -159,4 +159,4 @@ def test_totals_are_looked_at_in_turn() -> None:
 @pytest.mark.parametrize("name", ["tolerance", "alarm_rate"])
 def test_rates_outside_their_range_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"watch.{name} must lie between 0 and 1"):
-        DriftTest(GRID, TOKENS, {}, 1.5 if name == "tolerance" else 0.1, 0.0 if name == "alarm_rate" else 0.1)
+        DriftTest(GRID, MOST, {}, 1.5 if name == "tolerance" else 0.1, 0.0 if name == "alarm_rate" else 0.1)

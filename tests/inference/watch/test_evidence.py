@@ -19,7 +19,7 @@ from inference.watch.evidence import (
     ratio,
     shift_below,
 )
-from tests.inference.watch.answers import DEPTH, TOKENS, acceptance, draw
+from tests.inference.watch.answers import DEPTH, MOST, acceptance, draw
 
 GRID = Grid(DEPTH)
 
@@ -30,8 +30,8 @@ def slow(answers: list[tuple[int, int]], s: float) -> tuple[float, float]:
     for share in SHARES:
         low = high = 1.0
         for accepted, passes in answers:
-            low *= 1.0 - share * (accepted - s * passes) * (DEPTH + 1) / (TOKENS * (DEPTH - s))
-            high *= 1.0 + share * (accepted / s - passes) / TOKENS
+            low *= 1.0 - share * (accepted - s * passes) / (MOST * (DEPTH - s))
+            high *= 1.0 + share * (accepted / s - passes) / MOST
         below += low / len(SHARES)
         above += high / len(SHARES)
     return log(below), log(above)
@@ -39,7 +39,7 @@ def slow(answers: list[tuple[int, int]], s: float) -> tuple[float, float]:
 
 def test_bets_are_the_product_of_their_stakes() -> None:
     answers = draw(np.random.default_rng(0), 0.6, 25)
-    bets = Bets(GRID, TOKENS, answers)
+    bets = Bets(GRID, MOST, answers)
     for place in (100, 300, len(GRID.values) - 20):
         s = float(GRID.values[place])
         assert s < (1.0 - EDGE) * DEPTH
@@ -47,15 +47,15 @@ def test_bets_are_the_product_of_their_stakes() -> None:
         assert bets.below()[place + 1] == pytest.approx(below, abs=1e-9)
         assert bets.above()[place] == pytest.approx(above, abs=1e-9)
     assert bets.passes == sum(n for _, n in answers)
-    backwards = Bets(GRID, TOKENS, reversed(answers))
+    backwards = Bets(GRID, MOST, reversed(answers))
     np.testing.assert_allclose(backwards.below(), bets.below(), atol=1e-9)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.9])
 def test_evidence_is_monotone_and_finite_whatever_the_answers(chance: float) -> None:
     answers = draw(np.random.default_rng(1), chance, 40, 0.3)
-    extreme = [(0, TOKENS), (DEPTH * (TOKENS // (DEPTH + 1)), TOKENS // (DEPTH + 1)), (0, 0), (0, 1)]
-    kinds: list[Evidence] = [Bets(GRID, TOKENS, answers), Bets(GRID, TOKENS, [*answers, *extreme, *extreme])]
+    extreme = [(0, MOST), (DEPTH * MOST, MOST), (0, 0), (0, 1)]
+    kinds: list[Evidence] = [Bets(GRID, MOST, answers), Bets(GRID, MOST, [*answers, *extreme, *extreme])]
     kinds.append(Sums(GRID, 100.0, 90.0, 3.0, 90.0))
     for evidence in kinds:
         below, above = evidence.below(), evidence.above()
@@ -69,7 +69,7 @@ def test_the_mean_evidence_against_the_truth_is_at_most_one() -> None:
     place = int(np.searchsorted(GRID.values, acceptance(pool)))
     low, high = [], []
     for _ in range(600):
-        bets = Bets(GRID, TOKENS, [pool[i] for i in rng.integers(0, len(pool), 30)])
+        bets = Bets(GRID, MOST, [pool[i] for i in rng.integers(0, len(pool), 30)])
         low.append(np.exp(bets.below()[place]))  # the point below the truth
         high.append(np.exp(bets.above()[place]))  # the point above it
     for values in (low, high):
@@ -81,7 +81,7 @@ def test_intervals_hold_the_truth_at_every_look_and_narrow() -> None:
     pool = draw(rng, 0.5, 2000)
     truth, missed, widths = acceptance(pool), 0, []
     for _ in range(60):
-        bets, held = Bets(GRID, TOKENS), True
+        bets, held = Bets(GRID, MOST), True
         for place, index in enumerate(rng.integers(0, len(pool), 240)):
             bets.add(*pool[index])
             if place % 20 == 19:
