@@ -16,6 +16,8 @@ from inference.bench import device_facts
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine, Request
 from inference.export.card import _how_to_draft
+from inference.export.engine_folder import ExportConfig, prepare, write_layout
+from inference.export.layouts.base import Target as ExportTarget
 from inference.target import TargetModel
 from inference.tune.decode_file import DECODE_FILE, advice, draft_length, read_tuned, write_tuned
 from inference.tune.drafts import NONE, Draft
@@ -201,6 +203,19 @@ def test_a_measurement_drafts_as_it_says(
     assert arm(found, model, asked).decode.shape == "dynamic"
     assert arm(drafters.find("ngram", settings.run), model, settings).decode.shape == "chain"
     assert capsys.readouterr().err.count("decode.yaml") == 1
+
+
+def test_an_export_drafts_as_many_as_it_says(folders: tuple[Path, Path]) -> None:
+    from inference.loading import TargetConfig
+
+    checkpoint_read = prepare(folders[1], "vllm")
+    target = ExportTarget.of(TargetConfig(str(folders[0]), device="cpu"), checkpoint_read.info)
+    _, written = write_layout(ExportConfig(), checkpoint_read, target)
+    assert written.speculative["num_speculative_tokens"] == 2
+    assert any("as decode.yaml says" in note for note in written.notes)
+    _, written = write_layout(ExportConfig(tokens=3), checkpoint_read, target)
+    assert written.speculative["num_speculative_tokens"] == 3
+    assert not any("decode.yaml" in note for note in written.notes)
 
 
 def test_what_the_file_says_may_be_no_draft_at_all() -> None:
