@@ -144,7 +144,8 @@ class Axes:
 
 def lines(title: str, series: Sequence[Line], axes: Axes) -> Html:
     """Lines with marks; names at their right ends."""
-    left, right, top, bottom = 36.0, 104.0, 26.0, axes.height - 36.0
+    named = [one for one in series if one.series >= 0 and one.points and one.name]
+    left, right, top, bottom = 36.0, 104.0 if named else 16.0, 26.0, axes.height - 36.0
     xs = [x for one in series for x, _ in one.points] + list(axes.x_marks)
     ys = [y for one in series for _, y in one.points] + [
         v for one in series for pair in one.intervals for v in pair
@@ -162,7 +163,6 @@ def lines(title: str, series: Sequence[Line], axes: Axes) -> Html:
     parts.append(label((left + WIDTH - right) / 2, bottom + 31, axes.x_label, "axis", "middle"))
     if axes.diagonal:
         parts.append(line(x_scale(0), y_scale(0), x_scale(1), y_scale(1), "reference"))
-    named = [one for one in series if one.series >= 0 and one.points]
     ends = spread([y_scale(one.points[-1][1]) for one in named], 13.0, top, bottom)
     parts += [
         _path(one, x_scale, y_scale)

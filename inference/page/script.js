@@ -141,11 +141,13 @@
           rows.push(group);
         }
         const span = make("span", `token ${SOURCES[by]}` + (by === 1 ? ` depth${Math.min(depth, 4)}` : ""));
+        const digit = make("span", "digit", by === 1 ? String(depth) : by === 2 ? "×" : by === 3 ? "+" : "");
         for (const piece of words.split(/(\n)/)) {
-          if (piece === "\n") span.append(make("span", "blank", "↵"), "\n"); else if (piece) span.append(piece);
+          if (piece !== "\n") { if (piece) span.append(piece); continue; }
+          span.append(make("span", "blank", "↵"), digit.parentNode ? "" : digit, "\n");
         }
         if (!words) span.append(make("span", "blank", "∅"));
-        span.dataset.mark = by === 1 ? String(depth) : by === 2 ? "×" : by === 3 ? "+" : "";
+        if (!digit.parentNode) span.append(digit);
         span.tabIndex = -1;
         span.setAttribute("role", "option");
         span.setAttribute("aria-selected", "false");

@@ -56,7 +56,7 @@ def lost(run: Run, place: int) -> Html:
     ]
     lead = (
         "The ceiling is a draft that is always kept whole, at the cost of a plain step. Each bar is a factor on the way down; "
-        "all of them multiply to the measured speedup, and what no term explains is drawn hatched."
+        "all of them multiply to the measured speedup, and what no term explains is drawn dashed."
     )
     parts: list[Content] = [
         grid(*falls),

@@ -84,7 +84,7 @@ def _fall(term: Mapping[str, Any], before: float, after: float, scale: Scale, le
 
 def reliability(name: str, bins: Sequence[Mapping[str, Any]]) -> Html:
     """Accepted share over confidence: a dot per bin, its area by how many drafts are in it; the diagonal is what should be."""
-    left, top, size = 40.0, 26.0, 236.0
+    left, top, size = 36.0, 26.0, 236.0
     scale = Scale(0.0, 1.0, left, left + size)
     rise = Scale(0.0, 1.0, top + size, top)
     parts: list[Content] = [label(0, 12, "accepted", "axis")]
@@ -116,5 +116,5 @@ def reliability(name: str, bins: Sequence[Mapping[str, Any]]) -> Html:
             )
         )
     return drawing(
-        top + size + 38, f"{name}: accepted share of drafts by confidence", parts, width=left + size + 14
+        top + size + 38, f"{name}: accepted share of drafts by confidence", parts
     )

@@ -97,6 +97,8 @@ def measured(request: pytest.FixtureRequest, target: TargetModel, tmp_path_facto
     out = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:  # a busy machine must not stop the test
         patch.setattr("inference.metrics.require_speedup_within_tau", lambda *given: None)
+        for module in ("counts", "split"):
+            patch.setattr(f"inference.lost.{module}.RESAMPLES", 40)
         measure(config, target, arms, prompts(), out, console=QUIET)
     return out
 
