@@ -57,5 +57,5 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
     ]
     for name, one in found["domains"].items():
         tau = "-" if one["tau"] is None else f"{one['tau']:.2f}"
-        lines.append(f"  {name}: tau {tau}, {one['share']:.0%} of the tokens, weight {one['factor']:.2f}")
+        lines.append(f"  {name}: tau {tau}, {one['share']:.0%} of the tokens, mean weight {one['weight']:.2f}")
     return "\n".join([*lines, f"Train on it with run.answers={shown(out)}"])

@@ -222,7 +222,7 @@ def _report(tally: Tally, weighing: Weighing, writer: _Writer) -> dict[str, Any]
             "share": one.supervised / total,
             "passes": one.passes,
             "tau": one.committed / one.passes if one.passes else None,
-            "factor": weighing.factors[name] / weighing.token_mean,
+            "weight": weighing.domain_mean(name, one),
         }
         for name, one in sorted(tally.domains.items())
     }

@@ -104,13 +104,17 @@ class Weighing:
     def of(cls, config: FeedbackConfig, tally: Tally) -> Weighing:
         """The weighing that gives tokens, and roots, a mean of 1 over all that is supervised."""
         cost, factors = tally.going_on(), domain_factors(config, tally)
-        error = config.error_weight if config.token_weights else 0.0
         tokens = max(1, sum(one.supervised for one in tally.domains.values()))
-        weight = sum(
-            factors[name] * (one.supervised + error * float(one.missing @ cost)) for name, one in tally.domains.items()
-        )
+        plain = cls(config, cost, factors, 1.0, 1.0)
+        weight = sum(one.supervised * plain.domain_mean(name, one) for name, one in tally.domains.items())
         roots = sum(one.supervised + config.root_weight * float(one.failed_roots @ cost) for one in tally.domains.values())
         return cls(config, cost, factors, weight / tokens or 1.0, roots / tokens or 1.0)
+
+    def domain_mean(self, domain: str, tally: DomainTally) -> float:
+        """The mean weight of a domain's supervised tokens."""
+        error = self.config.error_weight if self.config.token_weights else 0.0
+        heavier = 1.0 + error * float(tally.missing @ self.cost) / max(1, tally.supervised)
+        return self.factors[domain] * heavier / self.token_mean
 
     def tokens(self, domain: str, found: Evidence) -> NDArray[np.float32]:
         """Weights [N] of a document's tokens."""

@@ -50,6 +50,10 @@ def supervised(row: dict[str, Any]) -> list[int]:
     return [at for low, high in row["spans"] for at in range(low, high)]
 
 
+def _at(row: dict[str, Any]) -> list[float]:
+    return [row["weights"][at] for at in supervised(row)]
+
+
 def costs(found: list[Evidence]) -> list[float]:
     """v_d / v_1, by a plain count. costs[d], d from 1."""
     deepest = max(int(one.depth.max()) for one in found)
@@ -92,6 +96,9 @@ def test_errors_weigh_by_how_unlikely_and_how_costly_they_were(made: tuple[Path,
     assert np.mean(got) == pytest.approx(1.0, abs=1e-5)
     assert manifest["feedback"]["mean_weight"] == pytest.approx(1.0, abs=1e-5)
     np.testing.assert_allclose(manifest["feedback"]["cost"], cost[1:])
+    for name, one in manifest["feedback"]["domains"].items():
+        own = [weight for row in rows_of(tmp_path / "out") if row["domain"] == name for weight in _at(row)]
+        assert one["weight"] == pytest.approx(np.mean(own), rel=1e-5)
 
 
 def test_roots_weigh_by_where_their_draft_failed(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -140,7 +147,7 @@ def test_domains_weigh_by_the_passes_that_their_traffic_loses(made: tuple[Path, 
     mean = sum(lost[name] * tokens[name] for name in lost) / sum(tokens.values())
     for row in rows_of(tmp_path / "out"):
         np.testing.assert_allclose(row["weights"], lost[row["domain"]] / mean, rtol=1e-5)
-    assert manifest["feedback"]["domains"]["code"]["factor"] == pytest.approx(lost["code"] / mean)
+    assert manifest["feedback"]["domains"]["code"]["weight"] == pytest.approx(lost["code"] / mean)
     with pytest.raises(UserError, match=r"feedback.traffic names \['poetry'\]"):
         build([records], [answers], tmp_path / "else", replace(config, traffic={"poetry": 1.0}))
 
