@@ -68,6 +68,8 @@ def run(settings: Settings) -> None:
     config = settings.refresh
     if not config.drafter:
         raise UserError("refresh.drafter is missing: give the old drafter's checkpoint folder, or its name in this run.")
+    if given(settings, "head"):
+        raise UserError("head=... is given, but a refresh keeps the kind and settings of refresh.drafter. Leave it out.")
     old = drafters.find(config.drafter, settings.run)
     if old.checkpoint is None or not (old.checkpoint / WEIGHTS_FILE).is_file():
         raise UserError(f"refresh.drafter: '{config.drafter}' has no weights, so there is nothing to refresh.")
@@ -192,10 +194,14 @@ def train_on(
 
 def rate(settings: Settings, old: Found) -> float:
     """The learning rate: the one that is given, else the one that the old drafter was trained with, as far as that is known."""
-    given = any(item.lstrip("+").startswith("optim.lr=") for item in settings.overrides)
-    if given or old.stage_folder is None:
+    if given(settings, "optim.lr") or old.stage_folder is None:
         return settings.optim.lr
     return float((read_stage_config(old.stage_folder).get("optim") or {}).get("lr", settings.optim.lr))
+
+
+def given(settings: Settings, key: str) -> bool:
+    """Whether a setting or option stands on the command line."""
+    return any(item.lstrip("+").split("=", 1)[0] == key for item in settings.overrides)
 
 
 def goal_of(settings: Settings, old: Found) -> float:
