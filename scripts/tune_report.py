@@ -2,11 +2,13 @@
 
     python -m scripts.tune_report distilled=<folder> eagle3_copied=<folder> --surveys outputs/tune_report --survey-only
     python -m scripts.tune_report distilled=<folder> eagle3_copied=<folder> --surveys outputs/tune_report
+    python -m scripts.tune_report --page
 
 For every drafter and batch size the tuner chooses on validation prompts; then every draft of the grid is decoded on other prompts,
 all taking turns with plain decoding. Reported are the choice's loss against the best of the grid there, and the predicted speed
 against the measured one: on the tuner's own prompts, and on the others. The first command measures acceptance alone, which a busy
 machine can do as well; the second needs the machine to itself. Drafters may be measured one at a time: the report keeps the others.
+The tables in docs/tuning.md are written from the report at the end, and by the third command.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from inference.decode_config import DecodeConfig
 from inference.engine import Engine
 from inference.kernels.packed_linear import packed_linears
 from inference.loading import TargetConfig
-from inference.manifest import file_sha256, write_json
+from inference.manifest import file_sha256, write_bytes, write_json
 from inference.metrics import Totals, divide
 from inference.prompts import load_prompts
 from inference.target import TargetModel
@@ -45,6 +47,8 @@ from inference.tune.tuner import Tuner
 from scripts import drafters
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "tuning.md"
+BEGIN, END = "<!-- tune: written by scripts/tune_report.py -->", "<!-- end of tune -->"
 GRID = TuneConfig(
     depths=(1, 2, 3, 4, 6),
     nodes=(8, 16),
@@ -64,10 +68,11 @@ ROWS, REQUESTS, LOAD = 4, 48, 0.7
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.tune_report", description=__doc__.split("\n")[0])
-    parser.add_argument("drafters", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
     parser.add_argument("--held-out", type=Path, default=ROOT / "assets" / "prompts")
-    parser.add_argument("--surveys", type=Path, required=True, help="folder that keeps what needs no quiet machine")
+    parser.add_argument("--surveys", type=Path, default=ROOT / "outputs" / "tune_report", help="keeps what needs no quiet machine")
+    parser.add_argument("--page", type=Path, nargs="?", const=PAGE, default=None, help="only write the tables of a page")
     parser.add_argument("--survey-only", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=list(HELD_OUT))
     parser.add_argument("--threads", type=int, default=1)
@@ -75,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "tune.json")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
+    if not given.drafters and given.page is None:
+        parser.error("name at least one drafter, or --page")
     try:
         run(given, "python -m scripts.tune_report " + " ".join(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
@@ -85,6 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(given: argparse.Namespace, command: str) -> None:
     """All drafters, each written down as soon as it is done."""
+    if not given.drafters:
+        write_page(given.page, read(given.out))
+        return
     target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
     for item in given.drafters:
         name, _, folder = item.partition("=")
@@ -106,6 +116,7 @@ def run(given: argparse.Namespace, command: str) -> None:
         report["command"] = command
         report["summary"] = summary(report["drafters"])
         write_json(given.out, report)
+        write_page(given.page or PAGE, report)
         print(json.dumps(report["summary"][name], indent=1), flush=True)
 
 
@@ -155,7 +166,7 @@ def exhaustive(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]
         replace(tuner.config, prompts_per_domain=-(-HELD_OUT[batch] // 3)), tuner.target, tuner.drafter, load_prompts(held_out),
         tuner.decode,
     )  # fmt: skip
-    blocks = other.task.blocks(batch, 1)[: max(2, HELD_OUT[batch] // max(2 * batch, 8))]
+    blocks = other.task.blocks(batch, 1)[: max(2, HELD_OUT[batch] // (2 * batch))]
     turns = other.run(tuner.survey(0.0).drafts, 0.0, batch, blocks)
     found = other.measured(turns)
     best = found[0]["draft"]
@@ -197,6 +208,44 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if "traffic" in item:
             kept[name]["traffic_errors"] = {way["draft"]: way["error"] for way in item["traffic"]["ways"]}
     return kept
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------------------
+
+
+def write_page(page: Path, report: Mapping[str, Any]) -> None:
+    """Put the report's tables between the page's marks."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    if not after:
+        raise UserError(f"'{page}' has no place for the tables: the lines '{BEGIN}' and '{END}'.")
+    write_bytes(page, "\n".join([before + BEGIN, "", *tables(report), "", END + after]).encode("utf-8"))
+
+
+def tables(report: Mapping[str, Any]) -> list[str]:
+    """The report as markdown."""
+    lines = [
+        "| drafter | batch size | chosen | best of the grid | loss | predicted tokens/s | measured | error | on other prompts |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, item in report["summary"].items():
+        for row in item["rows"]:
+            low, high = row["loss_ci95"]
+            lines.append(
+                f"| {name} | {row['batch_size']} | {row['chosen']} | {row['best']} | {row['loss']:.1%} [{low:.1%}, {high:.1%}] | "
+                f"{row['predicted_tokens_per_second']:.0f} | {row['measured_tokens_per_second']:.0f} | "
+                f"{row['prediction_error']:+.1%} | {row['prediction_error_on_other_prompts']:+.1%} |"
+            )
+    lines += ["", "The simulator against the real decoder, relative error:", ""]
+    lines += ["| drafter | draft | tokens/s | latency p50 | latency p95 |", "|---|---|---|---|---|"]
+    for name, item in report["summary"].items():
+        for draft, error in item.get("traffic_errors", {}).items():
+            values = " | ".join(f"{error[key]:+.1%}" for key in ("tokens_per_second", "latency_p50", "latency_p95"))
+            lines.append(f"| {name} | {draft} | {values} |")
+    device = report["device"]
+    where = f"On {device['name']}, {device['threads']} thread(s)"
+    return [*lines, "", f"{where}: [tune.json](reports/tune.json), by `{report['command']}`."]
 
 
 # ---- the simulator -----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from inference.tune.drafts import NONE, Draft, deepest, grid
 from inference.tune.replay import Replay
 from inference.tune.workload import Answered, Steps, batch_steps
 
-SMALLEST_BLOCK = 8
-"""Prompts of a block at least, so that the few last steps of a block, in which rows stand empty, weigh little."""
+REFILLS = 2
+"""Prompts per row in a block, so that a batch is decoded as it is refilled."""
 FEWEST_BLOCKS = 3
 """Blocks at least: intervals resample them."""
 
@@ -73,9 +73,8 @@ class Task:
         return max(len(request.tokens) + request.max_new_tokens for request in self.requests)
 
     def blocks(self, batch: int, rounds: int) -> list[list[int]]:
-        """Numbers of the prompts of each block: all prompts `rounds` times, a block at least twice as large as the batch."""
-        count = len(self.requests)
-        size = max(2 * batch, SMALLEST_BLOCK)
+        """Numbers of the prompts of each block: all prompts `rounds` times, a block twice as large as the batch."""
+        count, size = len(self.requests), REFILLS * batch
         blocks = max(FEWEST_BLOCKS, -(-count // size)) * rounds
         return [[(block * size + place) % count for place in range(size)] for block in range(blocks)]
 

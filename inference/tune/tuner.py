@@ -28,10 +28,12 @@ from inference.target import TargetModel
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, measure_curves
 from inference.tune.drafts import NONE, Draft, described
-from inference.tune.survey import SMALLEST_BLOCK, Survey, Task, survey
+from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
+CALIBRATION_ANSWERS = 8
+"""Answers at least that correct the cost curves, per family and batch size."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ class Tuner:
         for item in self.predictions(temperature, batch, costs):
             best.setdefault(item.draft.family, item)
         drafts = [item.draft for item in best.values()]
-        most = max(batch, SMALLEST_BLOCK // 2)  # a step costs the same with empty rows
-        blocks = [block[:most] for block in self.task.blocks(batch, 1)[:2]]
+        blocks = self.task.blocks(batch, 1)[: max(2, -(-CALIBRATION_ANSWERS // (2 * batch)))]
+        if batch > 1:
+            blocks = [block[:batch] for block in blocks]  # a step costs the same with empty rows
         for draft, turns in self.run(drafts, temperature, batch, blocks).items():
             done = [batch_steps(answered(turn), batch) for turn in turns]
             steps = sum(done[1:], done[0])

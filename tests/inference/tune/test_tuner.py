@@ -30,13 +30,13 @@ from tests.models import VOCAB, random_target
 
 CONFIG = TuneConfig(
     batches=(1, 3),
-    depths=(1, 2, 4, 9),
-    nodes=(4, 7),
-    tree_depth=3,
+    depths=(1, 3, 9),
+    nodes=(5,),
+    tree_depth=2,
     width=3,
-    thresholds=(0.05, 0.3),
+    thresholds=(0.1,),
     prompts_per_domain=6,
-    max_new_tokens=12,
+    max_new_tokens=8,
     repeats=1,
     finalists=3,
     rounds=1,
@@ -128,7 +128,7 @@ def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: 
 def test_a_medusa_drafts_no_deeper_than_its_heads(target: TargetModel) -> None:
     found = tuner_of(target).survey(0.0)
     assert "chain 9" in found.refused and "cannot draft 9 tokens" in found.refused["chain 9"]
-    assert Draft("chain", 4) in found.drafts and found.drafts[0] == NONE
+    assert Draft("chain", 3) in found.drafts and found.drafts[0] == NONE
     with pytest.raises(UserError, match=r"kind 'medusa' can draft none of the shapes to choose from: .*tune\.depths"):
         tuner_of(target, depths=(9,), nodes=()).survey(0.0)
 
@@ -192,11 +192,11 @@ def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
 def test_blocks_take_every_prompt_and_a_second_visit_samples_anew(target: TargetModel) -> None:
     task = tuner_of(target).task
     blocks = task.blocks(3, 2)
-    assert len(blocks) == 6 and all(len(block) == 8 for block in blocks)
+    assert len(blocks) == 6 and all(len(block) == 6 for block in blocks)
     assert {number for block in blocks for number in block} == set(range(6))
     requests = [request for block in task.block_requests(blocks) for request in block]
-    assert len({request.seed for request in requests}) == len(requests) == 48
-    assert [request.index for request in requests[:9]] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert len({request.seed for request in requests}) == len(requests) == 36
+    assert [request.index for request in requests[:9]] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert divide(sum(len(r.tokens) for r in task.requests), 6) == pytest.approx(task.mean_prompt, abs=0.5)
 
 

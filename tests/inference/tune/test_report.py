@@ -1,0 +1,56 @@
+"""The report on the tuner: what it compares, and the page it is written into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads.api.errors import UserError
+from scripts.tune_report import BEGIN, END, PAGE, judged, summary, tables, write_page
+
+CHOSEN = {"batch_size": 4, "label": "chain 2", "predicted_tokens_per_second": 110.0, "tokens_per_second": 100.0}
+GRID = [
+    {"draft": "chain 3", "tokens_per_second": 125.0, "of_best": 1.0, "of_best_ci95": [1.0, 1.0]},
+    {"draft": "chain 2", "tokens_per_second": 120.0, "of_best": 0.96, "of_best_ci95": [0.95, 0.99]},
+]
+
+
+def report() -> dict[str, Any]:
+    error = {"tokens_per_second": 0.01, "latency_p50": -0.02, "latency_p95": 0.03}
+    rows = [judged(CHOSEN, GRID) | {"tuned": {}, "exhaustive": []}]
+    found = {"mine": {"rows": rows, "traffic": {"ways": [{"draft": "none", "error": error}]}}}
+    device = {"name": "a machine", "threads": 1}
+    return {"summary": summary(found), "device": device, "command": "python -m scripts.tune_report mine=x"}
+
+
+def test_loss_is_against_the_best_and_the_prediction_against_its_own_measurement() -> None:
+    row = judged(CHOSEN, GRID)
+    assert row["best"] == "chain 3" and row["chosen"] == "chain 2"
+    assert row["loss"] == pytest.approx(0.04) and row["loss_ci95"] == pytest.approx([0.01, 0.05])
+    assert row["prediction_error"] == pytest.approx(0.1)
+    assert row["prediction_error_on_other_prompts"] == pytest.approx(110 / 120 - 1)
+
+
+def test_the_page_gets_the_tables_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        write_page(page, report())
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
+        assert text.count("| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% |") == 1
+        assert "| mine | none | +1.0% | -2.0% | +3.0% |" in text
+    page.write_text("no marks")
+    with pytest.raises(UserError, match="has no place for the tables"):
+        write_page(page, report())
+    assert BEGIN in PAGE.read_text(encoding="utf-8") and END in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_report_that_stands_is_the_pages() -> None:
+    file = PAGE.parent / "reports" / "tune.json"
+    if file.is_file():
+        rows = tables(json.loads(file.read_text(encoding="utf-8")))
+        assert all(line in PAGE.read_text(encoding="utf-8") for line in rows)
