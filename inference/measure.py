@@ -43,6 +43,7 @@ from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Reque
 from inference.extras import Loop, baseline_block, device_blocks, mean_length, served_loops
 from inference.kernels.packed_linear import packed_linears
 from inference.lost.block import Sample, lost_block
+from inference.lost.transcripts import discard_transcripts
 from inference.measure_records import write_records
 from inference.metrics import Outcome, TauEstimate, Totals
 from inference.prompts import Prompt, to_requests
@@ -315,7 +316,8 @@ class _Session:
         if self.peers or served:
             ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}
             blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, self.config.seed)
-        if self.config.lost.on:
+        discard_transcripts(records.directory)  # of an earlier measurement
+        if self.config.lost.enabled:
             sample = Sample.choose(self.config.lost, self.prompts, self.requests)
             totals = {arm.name: self.totals(records, arm.name) for arm in self.arms}
             plain, costs = self.totals(records, BASELINE), blocks.get("costs")

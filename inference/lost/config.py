@@ -11,7 +11,7 @@ from heads.api.errors import UserError
 class LostConfig:
     """Whether the missing speed is explained, and on how many prompts both models' distributions are compared for it."""
 
-    on: bool = False
+    enabled: bool = False
     """Write the block `lost` into report.json, and transcripts.json beside it."""
     prompts_per_domain: int = 4
     """Measured prompts of each domain that are decoded once more by every drafter, with all distributions kept."""

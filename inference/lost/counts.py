@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from inference.lost.watch import DRAFTED, FIRST, RANKS, State, Watched
-from inference.metrics import Floats, middle95, ratios, resample_weights
+from inference.metrics import Floats, divide, interval95, middle95, ratios, resample_weights
 
 BINS = 10
 RESAMPLES = 500
@@ -143,10 +143,12 @@ def expected_tau(rates: Floats) -> Floats:
 
 
 def rate_with_interval(numerators: Floats, denominators: Floats, weights: Floats) -> tuple[float, list[float]]:
-    """Ratio of sums over prompts [S] and its interval under `weights` [W, S]; resamples without a single case count as 0."""
-    value = ratios(numerators.sum(keepdims=True), denominators.sum(keepdims=True))
-    low, high = middle95(ratios(weights @ numerators, weights @ denominators))
-    return float(value[0]), [low, high]
+    """Ratio of sums over prompts [S] and its interval under `weights` [W, S]; resamples without a single case are left out."""
+    drawn = weights @ denominators
+    if not drawn.any():
+        return 0.0, [0.0, 0.0]
+    low, high = interval95(weights @ numerators, drawn)
+    return divide(numerators.sum(), denominators.sum()), [low, high]
 
 
 def state_rates(counts: Counts, weights: Floats, depth: int | None = None) -> dict[str, Any]:

@@ -76,6 +76,11 @@ def write_transcripts(folder: Path, target: str, candidates: int, answers: Seque
     return path
 
 
+def discard_transcripts(folder: Path) -> None:
+    """Remove the transcripts of a measurement that is being replaced."""
+    (folder / FILE).unlink(missing_ok=True)
+
+
 def read_transcripts(folder: Path) -> list[dict[str, Any]]:
     """The answers of a report's folder; empty where none were kept. Raises `UserError` for a file that is none of ours."""
     path = folder / FILE
@@ -86,7 +91,7 @@ def read_transcripts(folder: Path) -> list[dict[str, Any]]:
         answers = [_checked(answer) for answer in content["answers"]]
         known = content["format"] == FORMAT
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' holds no transcripts ({error!r}). Measure again with bench.lost.on=true.") from error
+        raise UserError(f"'{path}' holds no transcripts ({error!r}). Measure again with bench.lost.enabled=true.") from error
     if not known:
         raise UserError(f"'{path}' has format {content['format']!r}; this version reads format {FORMAT}.")
     return answers

@@ -121,11 +121,11 @@ def read_rounds(folder: Path) -> list[Training]:
     rows = content.get("rounds") if isinstance(content, dict) else None
     points = []
     for place, row in enumerate(rows if isinstance(rows, list) else []):
-        numbered = {"round": place, **row} if isinstance(row, dict) else row
-        point = _point(numbered, "round")
+        found = row.get("measured", row) if isinstance(row, dict) else row
+        point = _point({**found, "round": place} if isinstance(found, dict) else found, "round")
         if point is not None:
             points.append(point)
-    name = content.get("head", content.get("kind", "rounds")) if isinstance(content, dict) else "rounds"
+    name = content.get("kind", "rounds") if isinstance(content, dict) else "rounds"
     return [Training(str(name), points)] if points else []
 
 

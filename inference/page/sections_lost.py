@@ -38,7 +38,7 @@ def lost(run: Run, place: int) -> Html:
         how = tag(
             "p",
             "Not measured. Ask for it with ",
-            tag("code", "headstart measure bench.lost.on=true"),
+            tag("code", "headstart measure bench.lost.enabled=true"),
             ".",
             class_="note",
         )

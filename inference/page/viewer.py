@@ -19,7 +19,7 @@ from inference.report_schema import arm_name
 MOST_BYTES = 1_500_000
 """Of all transcripts on a page."""
 LEGEND = (
-    ("drafted", "drafted and accepted; darker, the deeper in the draft"),
+    ("drafted", "drafted and accepted; stronger, the deeper in the draft"),
     ("corrected", "by the target, in place of a refused draft"),
     ("bonus", "by the target, behind the last draft"),
     ("first", "by reading the prompt"),
@@ -45,7 +45,7 @@ def viewer(run: Run, place: int, room: int) -> tuple[Html, int]:
         how = tag(
             "p",
             "None were kept. Ask for them with ",
-            tag("code", "headstart measure bench.lost.on=true"),
+            tag("code", "headstart measure bench.lost.enabled=true"),
             ".",
             class_="note",
         )

@@ -92,9 +92,10 @@ def measured(request: pytest.FixtureRequest, target: TargetModel, tmp_path_facto
         prompts_per_domain=3,
         compare_noise=False,
         repeats=2,
-        lost=LostConfig(on=True, prompts_per_domain=2, temperatures=(0.5,), transcripts=1, candidates=3, repeats=3),
+        lost=LostConfig(enabled=True, prompts_per_domain=2, temperatures=(0.5,), transcripts=1, candidates=3, repeats=3),
     )
     out = tmp_path_factory.mktemp(request.param)
+    (out / "transcripts.json").write_text("of an earlier measurement")
     with pytest.MonkeyPatch.context() as patch:  # a busy machine must not stop the test
         patch.setattr("inference.metrics.require_speedup_within_tau", lambda *given: None)
         for module in ("counts", "split"):
@@ -165,6 +166,16 @@ def test_transcripts_hold_the_answers_of_plain_decoding(measured: Path, target: 
         for token in answer["tokens"][1:]:
             assert len(token["target"]) == 3
             assert token["by"] in (DRAFTED, CORRECTED, BONUS)
+
+
+def test_a_measurement_without_them_leaves_no_old_transcripts(target: TargetModel, tmp_path: Path) -> None:
+    (tmp_path / "transcripts.json").write_text("of an earlier measurement")
+    arm = Arm("scripted", scripted(target, CHAIN), CHAIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inference.metrics.require_speedup_within_tau", lambda *given: None)
+        measure(BenchConfig(prompts_per_domain=1), target, [arm], prompts(), tmp_path, console=QUIET)
+    assert "lost" not in read_report(tmp_path)
+    assert read_transcripts(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 1, "answers": [{"tokens": [{"by": "x"}]}]}'])

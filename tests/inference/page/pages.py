@@ -10,7 +10,7 @@ from typing import Any
 
 from inference.lost.transcripts import write_transcripts
 from inference.report_schema import write_report
-from tests.inference.example_report import BLOCKS, example_report, merged
+from tests.inference.example_report import BLOCKS, example_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`& \u202eabc\u0000\u2028\ud800 ]]> <!-- {{x}}"
 """What a prompt, a name or a path may hold at worst. The lone half of a pair and the control characters cannot even be written."""
@@ -78,8 +78,8 @@ def folder(root: Path, words: str) -> Path:
     path = root / "train" / "eagle3 & co" / "log.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in [{"step": 1, "loss": 3.0}, *log]) + '{"step": 40, "ta')
-    rounds = [merged(line, {"round": i}) for i, line in enumerate(log)]
-    (root / "loop.json").write_text(json.dumps(clean({"head": words, "rounds": rounds})))
+    rounds = [{"measured": {"prompts": 4, **line}, "rises": True} for line in log]
+    (root / "loop.json").write_text(json.dumps(clean({"kind": words, "rounds": rounds})))
     return root
 
 

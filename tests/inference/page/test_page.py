@@ -137,7 +137,8 @@ def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
     (training,) = read_trainings(root / "train")
     assert [(point.at, point.tau) for point in training.points] == [(10, 2.1), (20, 2.2), (30, 2.3)]
     assert [point.best for point in training.points][-1]
-    assert [point.at for point in read_rounds(root)[0].points] == [0, 1, 2]
+    (rounds,) = read_rounds(root)
+    assert [(point.at, point.tau) for point in rounds.points] == [(0, 2.1), (1, 2.2), (2, 2.3)]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}'])
