@@ -53,7 +53,7 @@ GRID = TuneConfig(
     depths=(1, 2, 3, 4, 6),
     nodes=(8, 16),
     thresholds=(0.3,),
-    prompts=str(ROOT / "assets" / "prompts" / "training" / "validation.jsonl"),
+    prompts="assets/prompts/training/validation.jsonl",
     prompts_per_domain=6,
     repeats=7,
     finalists=3,
@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.tune_report", description=__doc__.split("\n")[0])
     parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
-    parser.add_argument("--target", default=str(ROOT / "assets" / "tiny-target"))
-    parser.add_argument("--held-out", type=Path, default=ROOT / "assets" / "prompts")
-    parser.add_argument("--surveys", type=Path, default=ROOT / "outputs" / "tune_report", help="keeps what needs no quiet machine")
+    parser.add_argument("--target", default="assets/tiny-target")
+    parser.add_argument("--held-out", type=Path, default=Path("assets/prompts"))
+    parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help="keeps what needs no quiet machine")
     parser.add_argument("--page", type=Path, nargs="?", const=PAGE, default=None, help="only write the tables of a page")
     parser.add_argument("--survey-only", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=list(HELD_OUT))
@@ -109,7 +109,7 @@ def run(given: argparse.Namespace, command: str) -> None:
             "format": 1,
             "target": {"id": target.info.id, "revision": target.info.revision},
             "device": device_facts(target.device),
-            "grid": asdict(GRID) | {"prompts": "assets/prompts/training/validation.jsonl"},
+            "grid": asdict(GRID),
             "held_out": {str(batch): count for batch, count in HELD_OUT.items()},
         }
         report.setdefault("drafters", {})[name] = {"command": command, **found}
@@ -155,7 +155,7 @@ def measured(tuner: Tuner, held_out: Path) -> dict[str, Any]:
         print(f"batch size {batch}: chose {row['label']}; running the whole grid", flush=True)
         everything = exhaustive(tuner, held_out, batch)
         rows.append({**judged(row, everything), "tuned": row, "exhaustive": everything})
-    return {"rows": rows, **tuner.facts()}
+    return {"rows": rows, **{key: value for key, value in tuner.facts().items() if key != "config"}}
 
 
 def exhaustive(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
