@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.manifest import write_bytes
 from scripts.tiny_target import corpus
 from scripts.tiny_target.conversations import pairs_of
+from scripts.tiny_target.corpus import Document
 from scripts.tiny_target.phrasing import DOMAINS, Pair
 from scripts.tiny_target.prompts import rows
 
@@ -31,15 +32,19 @@ def write(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
     write_bytes(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
 
 
-def unseen(bench: Path, seed: int = 0) -> list[Row]:
-    """Prompts of the three old domains that neither target nor drafters have seen: those of `bench` and more from group B of what
-    is installed here.
+def installed() -> list[Document]:
+    """What is installed here and could be asked about."""
+    return [*corpus.from_stdlib(), *corpus.from_topics(), *corpus.from_site_packages()]
+
+
+def unseen(bench: Path, documents: Iterable[Document], seed: int = 0) -> list[Row]:
+    """Prompts of the three old domains that neither target nor drafters have seen: those of `bench` and more from group B of
+    `documents`.
     """
     known = [row for domain in DOMAINS for row in read(bench / f"{domain}.jsonl")]
     sources = {row["source"] for row in known}
-    documents = [*corpus.from_stdlib(), *corpus.from_topics(), *corpus.from_site_packages()]
-    documents = corpus.deduplicate(document for document in documents if document.group == "B")
-    pairs = [pair for document in documents for pair in pairs_of(document) if fitting(pair) and pair.source not in sources]
+    held_out = corpus.deduplicate(document for document in documents if document.group == "B")
+    pairs = [pair for document in held_out for pair in pairs_of(document) if fitting(pair) and pair.source not in sources]
     rng = random.Random(seed)
     rng.shuffle(pairs)
     found = list(known)
@@ -73,7 +78,7 @@ def write_all(folder: Path, assets: Path, headers: Path) -> None:
     """Write reference.jsonl and fresh.jsonl (old domains, unseen), train.jsonl, validation.jsonl and measuring.jsonl (old and new
     domains in equal parts, shuffled). headers: the folder of the new domain's prompts.
     """
-    for name, part in zip(("reference", "fresh"), halves(unseen(assets)), strict=True):
+    for name, part in zip(("reference", "fresh"), halves(unseen(assets, installed())), strict=True):
         write(folder / f"{name}.jsonl", part)
     rng = random.Random("mixed")
     for name, count in (("train", MIXED), ("validation", 48)):
