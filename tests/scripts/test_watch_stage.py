@@ -1,0 +1,241 @@
+"""`headstart watch` from the command line: a drafter that is always right on its own target, and what it is worth on another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.api.checkpoint import build_config, new_drafter, save_drafter
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine
+from inference.loading import TargetConfig
+from inference.prompts import load_prompts, to_requests
+from inference.report_schema import write_report
+from inference.target import TargetModel
+from inference.verifications import VerificationLog, record_facts
+from inference.watch.reference import Reference
+from scripts.cli import main
+from tests.inference.example_report import example_report
+from tests.inference.tokenizers import save_micro_target
+
+WORDS = ("add", "two", "numbers", "list", "items", "function", "sequence", "hello", "bye", "return")
+TOKENS = 24
+
+
+def write_prompts(path: Path, count: int, start: int = 0) -> None:
+    rows = []
+    for number in range(start, start + count):
+        text = " ".join(WORDS[(number * step + 7 * step) % len(WORDS)] for step in (1, 3, 7)) + f" {number}"
+        rows.append({"id": f"p{number}", "domain": ("code", "prose")[number % 2], "prompt": text})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, another one of the same sizes, and a drafter that is the first one over again."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("place")
+    save_micro_target(folder / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    save_micro_target(folder / "changed")
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data += 0.5 * parameter.data.std() * torch.randn_like(parameter)
+    model.save_pretrained(folder / "changed")
+    target = load(folder / "target")
+    config = build_config("distilled", {"from_target_layers": [0, 1]})
+    drafter = new_drafter("distilled", config, target.info, target.weights, seed=0)
+    save_drafter(drafter, folder / "drafter", target.info)
+    write_prompts(folder / "reference.jsonl", 160)
+    write_prompts(folder / "fresh.jsonl", 160, start=1000)
+    return folder
+
+
+def load(path: Path) -> TargetModel:
+    return TargetModel.load(TargetConfig(path=str(path), dtype="float32", device="cpu"))
+
+
+def command(place: Path, target: str, prompts: str, *more: str) -> list[str]:
+    return [
+        "watch", f"target.path={place / target}", "target.device=cpu", "bench=jsonl", f"bench.prompts={place / prompts}",
+        "bench.domains=[]", f"watch.drafter={place / 'drafter'}", f"decode.max_new_tokens={TOKENS}", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def reference(place: Path, in_folder: Path) -> Path:
+    path = in_folder / "reference.json"
+    assert main(command(place, "target", "reference.jsonl", "watch.learn=true", f"watch.reference={path}")) == 0
+    return path
+
+
+def drift(name: str = "watch") -> dict[str, object]:
+    content = json.loads(Path(f"outputs/default/{name}/staleness.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def test_watch_says_fine_on_its_target_and_alarms_on_another(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learnt = Reference.read(reference)
+    assert learnt.domains == ["code", "prose"] and learnt.depth == 4 and learnt.tokens == TOKENS
+    assert learnt.tallies["code"].by_depth(4)[3] > 0.6  # a copy of the target is nearly always right; answers end in between
+    given = f"watch.reference={reference}"
+    assert main(command(place, "target", "fresh.jsonl", given, "watch.tolerance=0.4")) == 0
+    content = drift()
+    assert content["alarms"] == [] and content["verdict"] == "fine"
+    assert content["test"] == {
+        "tolerance": 0.4, "alarm_rate": 0.01, "guarantee": "exact", "tokens": TOKENS, "passes": 4, "temperature": 0.0,
+        "draft": {"shape": "chain", "depth": 4, "choices": []},
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(command(place, "changed", "fresh.jsonl", given, "watch.name=changed")) == 1
+    content = drift("changed")
+    assert content["verdict"] == "alarm" and content["alarm_after"] is not None
+    shown = capsys.readouterr().out
+    assert "alarm: stale: refresh it" in shown and shown.splitlines()[-1] == "outputs/default/changed/staleness.json"
+    kept = Reference.read(Path("outputs/default/changed/watch.json"))
+    assert sum(len(tally.answers) for tally in kept.tallies.values()) == content["alarm_after"]  # it stops at the alarm
+
+
+def test_a_system_prompt_stands_before_every_prompt(place: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = (f"watch.reference={reference}", "watch.system='Be brief.'", "watch.max_prompts=12")
+    assert main(command(place, "target", "fresh.jsonl", *more)) in (0, 1)
+    assert drift()["target"]["system"] == "Be brief."  # type: ignore[index]
+    Path("ids.jsonl").write_text('{"id": "a", "tokens": [5, 6]}\n')
+    assert main([*command(place, "target", "fresh.jsonl", *more), "bench.prompts=ids.jsonl"]) == 2
+    assert "no system prompt can be put before it" in capsys.readouterr().err
+
+
+def test_records_are_watched_like_answers(place: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("target", "changed"):
+        write_records(place, name, Path(name))
+    given = [*command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.tolerance=0.4")]
+    assert main([*given, "watch.records=target"]) == 0
+    decoded = main([*given, "watch.name=decoded", "watch.stop=false"])
+    assert decoded == 0
+    mine, theirs = drift(), drift("decoded")
+    assert mine["verdict"] == theirs["verdict"]
+    assert settled(mine["domains"]) == settled(theirs["domains"])  # the same answers, whoever decoded them
+    assert main([*given, "watch.records=changed"]) == 1
+    assert main([*given, "watch.records=nowhere"]) == 2
+    assert "holds no records" in capsys.readouterr().err
+
+
+def write_records(place: Path, name: str, folder: Path) -> None:
+    """What a server with `place / name` would have written about the fresh prompts."""
+    from heads.api.checkpoint import load_drafter
+
+    target = load(place / name)
+    drafter = load_drafter(place / "drafter", target.info, target.weights, changed_target=True)
+    decode = DecodeConfig(max_new_tokens=TOKENS, batch_size=4)
+    prompts = load_prompts(place / "fresh.jsonl")
+    engine = Engine(target, drafter, decode, details=True)
+    log = VerificationLog(folder, record_facts(engine, "drafter"), 10**8)
+    for done in engine.run(to_requests(prompts, target.tokenizer, decode)):
+        prompt = prompts[done.request.index]
+        log.completion(prompt.id, prompt.domain, done, 0.0)
+        log.sequence(prompt.id, prompt.domain, done.request.tokens, done.tokens, 0, 0.0, done.finish)
+    log.flush()
+
+
+def settled(value: object) -> object:
+    """What does not depend on the order in which answers came: all but the highest evidence on the way, to six places."""
+    if isinstance(value, dict):
+        return {key: settled(part) for key, part in value.items() if key != "evidence"}
+    if isinstance(value, list):
+        return [settled(part) for part in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+SCRAPE = """# HELP headstart_verify_passes_total Verifications, of one request each.
+headstart_verify_passes_total{{domain="code"}} {passes}
+headstart_accepted_drafts_total{{domain="code"}} {accepted}
+headstart_tau{{domain="code"}} 3.1
+"""
+
+
+def test_counters_of_a_server_are_watched_as_totals(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = Reference.read(reference).tallies["code"].acceptance
+    Path("scrapes").mkdir()
+    for number, passes in enumerate((200, 900, 150, 800)):  # the server was started again in between
+        Path(f"scrapes/{number}.prom").write_text(SCRAPE.format(passes=passes, accepted=int(rate * passes)))
+    given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.metrics=[scrapes]")
+    assert main(given) == 0
+    content = drift()
+    assert content["test"]["guarantee"] == "normal"  # type: ignore[index]
+    assert content["domains"]["code"]["fresh"] == pytest.approx(rate, abs=0.02)  # type: ignore[index]
+    Path("scrapes/9.prom").write_text(SCRAPE.format(passes=9000, accepted=int(0.4 * rate * 9000)))
+    assert main(given) == 1
+    Path("other.txt").write_text("nothing_total 5\n")
+    assert main([*given[:-1], "watch.metrics=[other.txt]"]) == 2
+    assert "has no headstart_verify_passes_total" in capsys.readouterr().err
+
+
+def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference: Path) -> None:
+    known = Reference.read(reference)
+    content = example_report()
+    entry = content["drafters"][0]
+    rates = {name: tally.acceptance for name, tally in known.tallies.items()}
+    mean = sum(rates.values()) / 2
+    entry["draft"] |= {"shape": "chain", "depth": 4, "nodes": 5, "weights_sha256": known.drafter["weights_sha256"]}
+    entry |= {"tau": 1.0 + mean, "tau_ci95": [0.9 + mean, 1.1 + mean], "verify_passes": 600}
+    entry["acceptance"] = {"unconditional": [mean / 4] * 4, "conditional": [1.0] * 4}
+    entry["domains"] = {
+        name: {"tau": 1.0 + rate, "tau_ci95": [0.85 + rate, 1.15 + rate], "tar": 0.8, "speedup": 1.5}
+        for name, rate in rates.items()
+    }
+    content["drafters"] = [entry]
+    content["settings"] |= {"temperature": 0.0, "max_new_tokens": TOKENS}
+    Path("card").mkdir()
+    write_report(content, Path("card/report.json"))
+    given = ("watch.reference=card", "watch.tolerance=0.2")
+    assert main(command(place, "target", "fresh.jsonl", *given)) == 0
+    assert drift()["test"]["guarantee"] == "normal"  # type: ignore[index]
+    assert main(command(place, "changed", "fresh.jsonl", *given)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["watch.drafter="], "watch.drafter is missing"),
+        (["watch.drafter=nowhere"], "there is no drafter 'nowhere'"),
+        (["watch.drafter=ngram"], "so it cannot go stale"),
+        (["watch.reference=nowhere"], "there is no file or folder 'nowhere'"),
+        (["watch.reference=."], "has neither watch.json nor report.json"),
+        (["watch.reference=broken.json"], "is not a reference of format 1"),
+        (["watch.tolerance=2"], "watch.tolerance must lie between 0 and 1"),
+        (["watch.records=a", "watch.metrics=[b]"], "are both given"),
+    ],
+)
+def test_what_cannot_be_watched_is_one_clear_error(
+    place: Path, in_folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    Path("broken.json").write_text('{"format": 1, "stage": "watch"}')
+    assert main([*command(place, "target", "fresh.jsonl"), *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("outputs/default/watch").exists()
+
+
+def test_a_reference_of_another_drafter_or_of_other_domains_is_refused(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(reference.read_text())
+    Path("other.json").write_text(json.dumps(content | {"drafter": {"kind": "distilled", "weights_sha256": "0"}}))
+    assert main(command(place, "target", "fresh.jsonl", "watch.reference=other.json")) == 2
+    assert "was measured with another drafter" in capsys.readouterr().err
+    Path("poems.jsonl").write_text('{"id": "a", "domain": "poems", "prompt": "hello"}\n')
+    given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}")
+    assert main([*given, "bench.prompts=poems.jsonl"]) == 2
+    assert "no fresh answer is of a domain that the reference knows (code, prose); found: 'poems'" in capsys.readouterr().err
+    content["domains"]["code"]["answers"][0] = [10**6]
+    Path("wrong.json").write_text(json.dumps(content))
+    assert main([*given[:-1], "watch.reference=wrong.json"]) == 2
+    assert "is not a reference of format 1" in capsys.readouterr().err
