@@ -111,7 +111,7 @@ def measure(
         **(provenance if provenance is not None else process_facts()),
         "run": conditions,
     }
-    if recording is not None and recording.on:
+    if recording is not None and recording.enabled:
         measured = {arm.name: records.of(arm.name) for arm in session.arms}
         write_records(recording, target, session.arms, session.requests, session.prompts, measured, out)
     write_report(report, out / REPORT_FILE)

@@ -78,7 +78,7 @@ ROWS_PER_SHARD = 8192
 class RecordsConfig:
     """What `generate` and `measure` write down of their verifications."""
 
-    on: bool = False
+    enabled: bool = False
     """Record every verification: what was drafted, how likely both models held it, where it failed."""
     max_megabytes: float = 1024.0
     """Recording ends when its files reach this size; what is decoded afterwards is not on record."""

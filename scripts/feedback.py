@@ -32,7 +32,7 @@ def run(settings: Settings) -> None:
         if not (one / FACTS_FILE).is_file():
             raise UserError(
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
-                "generate.records.on=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
+                "generate.records.enabled=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
             )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
     folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])

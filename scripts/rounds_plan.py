@@ -80,7 +80,7 @@ class RoundPlan:
         more = [f"generate.round={max(0, number - 1)}", f"sampling.seed={self.generate.sampling.seed + number}"]
         if drafter:
             decode = self.train.decode
-            more += [f"generate.drafter={text(drafter)}", f"generate.records.on={grammar(records)}"]
+            more += [f"generate.drafter={text(drafter)}", f"generate.records.enabled={grammar(records)}"]
             more += [f"sampling.{key}={grammar(getattr(decode, key))}" for key in DRAFT_KEYS]
         return self.step("generate", number, "generate", *more, *self.prompts(number, hard))
 

@@ -67,7 +67,7 @@ def open_backend(job: Job, target: AnyTarget) -> Backend:
     if job.backend is not None:
         return job.backend
     if isinstance(target, TargetModel):
-        drafter, records = None, job.config.records.on
+        drafter, records = None, job.config.records.enabled
         if job.config.drafter is not None:
             drafter = load_drafter(Path(job.config.drafter), target.info, target.weights)
         return OwnDecoder(Engine(target, drafter, job.decode, details=records))
@@ -79,7 +79,7 @@ def open_backend(job: Job, target: AnyTarget) -> Backend:
 
 def open_records(job: Job, backend: Backend) -> PartRecords | None:
     """Where this process records its verifications, if it does."""
-    if not job.config.records.on:
+    if not job.config.records.enabled:
         return None
     assert isinstance(backend, OwnDecoder) and job.config.drafter is not None
     return PartRecords(job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes)

@@ -129,7 +129,7 @@ def generate(
     Call it in every process of a distributed launch. Raises `UserError` for an unusable source or target, for
     a folder that holds another configuration's answers, or when nothing at all could be answered.
     """
-    if config.records.on:
+    if config.records.enabled:
         require_drafts(decode, config.drafter)
     job = Job(config, data, decode, target, out, join_processes(target), backend, watch)
     state = job.state

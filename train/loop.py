@@ -285,7 +285,7 @@ class Run:
                 limits=Limits(
                     self.steps, config.eval_every, config.patience, config.save_every, config.max_seconds, config.goal,
                     job.schedule.begin, job.schedule.end,
-                ),  # fmt: skip
+                ),
                 run_facts=self.facts,
                 progress=progress,
                 meter=self.meter,

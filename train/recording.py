@@ -35,7 +35,7 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
     """Raise `UserError` when there is nothing to record: nobody drafts, or not our own decoder."""
     if drafter is None or decode.shape == "none" or backend_of(decode) != "own":
         raise UserError(
-            "generate.records.on records what a drafter drafts while our own decoder generates. Set generate.drafter to a "
+            "generate.records.enabled records what a drafter drafts while our own decoder generates. Set generate.drafter to a "
             f"checkpoint folder, sampling.shape=chain and sampling.backend=own; given: generate.drafter={drafter}, "
             f"sampling.shape={decode.shape}, sampling.backend={backend_of(decode)}."
         )

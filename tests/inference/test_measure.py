@@ -118,7 +118,7 @@ def test_tau_of_drafters_that_are_always_right_and_always_wrong(report: dict[str
 
 def test_records_of_a_measurement_are_what_was_timed(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
     """Passes, kept drafts and answers of every arm, from the records against records.jsonl; asked for or not there."""
-    measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET, recording=RecordsConfig(on=True))
+    measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET, recording=RecordsConfig(enabled=True))
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()][1:]
     assert {path.name for path in (tmp_path / "records").iterdir()} == {"right", "wrong", "ngram"}
     for arm in ("right", "wrong", "ngram"):

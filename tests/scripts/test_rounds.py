@@ -38,7 +38,7 @@ def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> 
     assert [item.data.share for item in loaded] == [(0, 3), (1, 3)]
     assert [item.sampling.seed for item in loaded] == [1, 2]
     assert [item.generate.drafter for item in loaded] == [None, "a b/best"]
-    assert [item.generate.records.on for item in loaded] == [False, True]
+    assert [item.generate.records.enabled for item in loaded] == [False, True]
     assert [item.sampling.shape for item in loaded] == ["none", "chain"]
     assert [item.generate.round for item in loaded] == [0, 0]  # nothing had been fed back before either
     assert [item.run.directory for item in loaded] == [Path(f"outputs/embedded_loop/round-{n}") for n in range(2)]

@@ -45,7 +45,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def recording(given: dict[str, Any], **more: Any) -> GenerateConfig:
     return GenerateConfig(
-        **{"drafter": given["drafter"], "flush_rows": 3, "records": RecordsConfig(on=True), **more}
+        **{"drafter": given["drafter"], "flush_rows": 3, "records": RecordsConfig(enabled=True), **more}
     )
 
 
@@ -152,7 +152,7 @@ def test_interrupted_anywhere_nothing_is_doubled_or_lost(
 
 
 def test_redacted_records_hold_no_token(given: dict[str, Any], tmp_path: Path) -> None:
-    run(given, tmp_path / "out", recording(given, records=RecordsConfig(on=True, redact=True)))
+    run(given, tmp_path / "out", recording(given, records=RecordsConfig(enabled=True, redact=True)))
     rows, sequences = rows_of(tmp_path / "out"), rows_of(tmp_path / "out", SEQUENCES)
     assert {row["drafted"] for row in rows} == {row["pick"] for row in rows} == {None}
     assert {row["tokens"] for row in sequences} == {row["seed"] for row in sequences} == {None}
@@ -160,7 +160,7 @@ def test_redacted_records_hold_no_token(given: dict[str, Any], tmp_path: Path) -
 
 
 def test_recording_ends_at_its_size_and_says_what_is_missing(given: dict[str, Any], tmp_path: Path) -> None:
-    manifest = run(given, tmp_path / "out", recording(given, records=RecordsConfig(on=True, max_megabytes=0.02)))
+    manifest = run(given, tmp_path / "out", recording(given, records=RecordsConfig(enabled=True, max_megabytes=0.02)))
     size = sum(path.stat().st_size for path in (tmp_path / "out" / "records").glob("*.parquet"))
     assert manifest["counts"]["done"] == ROWS
     assert 0 < size <= 20_000
@@ -170,7 +170,7 @@ def test_recording_ends_at_its_size_and_says_what_is_missing(given: dict[str, An
 def test_recording_without_drafts_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
     plain = DecodeConfig(**{**vars(DECODE), "shape": "none"})
     for config, decode in ((recording(given, drafter=None), DECODE), (recording(given), plain)):
-        with pytest.raises(UserError, match=r"generate\.records\.on records what a drafter drafts"):
+        with pytest.raises(UserError, match=r"generate\.records\.enabled records what a drafter drafts"):
             run(given, tmp_path / "out", config, decode)
     with pytest.raises(UserError, match=r"records\.max_megabytes must be above 0; given: 0"):
         RecordsConfig(max_megabytes=0)
