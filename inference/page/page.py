@@ -15,7 +15,8 @@ from pathlib import Path
 from inference.manifest import write_bytes
 from inference.page.data import Page, Run, gather
 from inference.page.markup import Content, Html, tag
-from inference.page.sections import costs, depths, domains, summary
+from inference.page.sections import depths, domains, summary
+from inference.page.sections_costs import costs
 from inference.page.sections_lost import lost
 from inference.page.sections_more import comparison, method, training
 from inference.page.viewer import MOST_BYTES, viewer
