@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from heads.api.errors import UserError
 from inference.chat import Span
 from inference.manifest import MANIFEST_FILE, file_entry, write_bytes
+from train.memory import give_back_freed_memory
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -247,8 +248,10 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
         filters = [("index", ">=", first), ("index", "<=", last), ("status", "=" if done else "!=", DONE)]
         near = [_read(part, filters=filters) for part, low, high in ranges if low <= last and high >= first]
         table = pa.concat_tables(near).sort_by("index")
+        del near
         assert np.array_equal(table.column("index").to_numpy(), chunk)
         yield table
+        del table  # not held while the next one is read
 
 
 def _write_shards(
@@ -264,6 +267,8 @@ def _write_shards(
         name = f"{SHARDS}/shard-{number:05d}.parquet"
         write_bytes(out / name, _parquet(table))
         entries.append(file_entry(out, name, rows=len(table)))
+        del table, chunk
+        give_back_freed_memory()  # a shard is put together from many parts, whose room Arrow would keep
         watch("merge", min(len(done), (number + 1) * shard_rows))
     return entries, tokens
 
