@@ -51,15 +51,16 @@ PAGE = ROOT / "docs" / "tuning.md"
 BEGIN, END = "<!-- tune: written by scripts/tune_report.py -->", "<!-- end of tune -->"
 GRID = TuneConfig(
     depths=(1, 2, 3, 4, 6),
-    nodes=(8, 16),
+    nodes=(8,),
     thresholds=(0.3,),
     prompts="assets/prompts/training/validation.jsonl",
     prompts_per_domain=6,
+    max_new_tokens=48,
     repeats=7,
     finalists=3,
     rounds=1,
 )
-HELD_OUT = {1: 24, 4: 24, 16: 64}
+HELD_OUT = {1: 24, 4: 48, 16: 96}
 """Batch size -> answers on other prompts that every draft gives."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
 """The played traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""

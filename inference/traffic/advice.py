@@ -89,6 +89,8 @@ def ways_to_serve(
         say(name)
         tuner = Tuner.prepare(tuning, target, drafter, prompts, decode, say)
         survey, costs, task = tuner.survey(config.temperature), tuner.step_costs(), tuner.task
+        for rows in tuning.batches:
+            tuner.calibrated(rows)
         plain = tuner.at(config.temperature)
         lengths = (task.mean_prompt, task.longest)
         for draft in survey.drafts:

@@ -23,7 +23,7 @@ from inference.decode_config import DecodeConfig
 from inference.kernels.packed_linear import packed_linears
 from inference.metrics import divide
 from inference.target import TargetModel
-from inference.tune.drafts import NONE, Draft
+from inference.tune.drafts import Draft
 
 MEASURED = ("draft", "verify", "commit")
 """The phases of a step that have a curve."""
@@ -132,13 +132,29 @@ class StepCosts:
         ratios = {phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase]) for phase in low.ratios}
         return ratios, low.other + share * (high.other - low.other)
 
-    def calibrate(self, draft: Draft, rows: int, length: float, nodes: float, clock: StepClock) -> None:
-        """Take over what `clock` booked while `draft` was decoded in `rows` rows (mean length and nodes of its steps given)."""
-        raw, steps = self.on_curves(draft, rows, length, nodes), clock.passes
-        ratios = {
-            phase: divide(divide(clock.seconds[phase], steps), raw[phase]) if raw[phase] else 1.0 for phase in MEASURED
-        }
-        other = divide(sum(seconds for phase, seconds in clock.seconds.items() if phase not in (*MEASURED, "prefill")), steps)
-        if draft == NONE:  # acceptance and the host's work are booked to both by a loop that drafts nothing
-            other += divide(clock.seconds["draft"] + clock.seconds["commit"], steps)
-        self.calibrations[draft.family, rows] = Calibration(ratios, other)
+    def calibrate(self, family: str, rows: int, runs: Sequence[Run]) -> None:
+        """Take over what the clock booked while drafts of a family were decoded in `rows` rows. Sums over the runs: the ratio of a
+        draft that costs next to nothing says little about one that costs much.
+        """
+        expected, booked, steps, other = dict.fromkeys(MEASURED, 0.0), dict.fromkeys(MEASURED, 0.0), 0, 0.0
+        for run in runs:
+            raw = self.on_curves(run.draft, rows, run.length, run.nodes)
+            steps += run.clock.passes
+            for phase, seconds in run.clock.seconds.items():
+                if phase in MEASURED and raw[phase]:
+                    expected[phase] += run.clock.passes * raw[phase]
+                    booked[phase] += seconds
+                elif phase != "prefill":  # also what a loop without drafter books to drafting
+                    other += seconds
+        ratios = {phase: divide(booked[phase], expected[phase]) if expected[phase] else 1.0 for phase in MEASURED}
+        self.calibrations[family, rows] = Calibration(ratios, divide(other, steps))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what the clock booked."""
+
+    draft: Draft
+    length: float
+    nodes: float
+    clock: StepClock

@@ -27,7 +27,7 @@ from inference.tune.workload import Answered, Steps, batch_steps
 
 REFILLS = 2
 """Prompts per row in a block, so that a batch is decoded as it is refilled."""
-FEWEST_BLOCKS = 3
+FEWEST_BLOCKS = 6
 """Blocks at least: intervals resample them."""
 
 

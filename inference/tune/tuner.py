@@ -26,14 +26,14 @@ from inference.metrics import Totals, divide
 from inference.prompts import Prompt
 from inference.target import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.costs import StepCosts, measure_curves
+from inference.tune.costs import Run, StepCosts, measure_curves
 from inference.tune.drafts import NONE, Draft, described
 from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
-CALIBRATION_ANSWERS = 8
-"""Answers at least that correct the cost curves, per family and batch size."""
+CALIBRATION_TURNS, CALIBRATION_TOKENS = 8, 24
+"""Cost curves are corrected by short answers in many turns: a machine's speed changes within seconds, and all take their share."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +102,32 @@ class Tuner:
                 self.target, self.drafter, drafts, self.decode, batches, lengths, text, self.config.repeats, self.config.seed
             )  # fmt: skip
             self.costs = StepCosts(curves)
-            for batch in batches:
-                self.calibrate(self.costs, batch)
         return self.costs
 
+    def calibrated(self, batch: int) -> StepCosts:
+        """The costs, corrected at a batch size; corrected when first asked for, that is right before its finalists run, since a
+        machine's speed drifts from minute to minute.
+        """
+        costs = self.step_costs()
+        if (NONE.family, batch) not in costs.calibrations:
+            self.calibrate(costs, batch)
+        return costs
+
     def calibrate(self, costs: StepCosts, batch: int) -> None:
-        """Correct the curves at a batch size by decoding with the seemingly best draft of every family."""
+        """Correct the curves at a batch size by decoding with the seemingly best draft of every family, and with another chain."""
         temperature = self.config.temperatures[0]
         self.say(f"fixed time of a step at batch size {batch}")
-        best: dict[str, Prediction] = {}
-        for item in self.predictions(temperature, batch, costs):
-            best.setdefault(item.draft.family, item)
-        drafts = [item.draft for item in best.values()]
-        blocks = self.task.blocks(batch, 1)[: max(2, -(-CALIBRATION_ANSWERS // (2 * batch)))]
-        if batch > 1:
-            blocks = [block[:batch] for block in blocks]  # a step costs the same with empty rows
-        for draft, turns in self.run(drafts, temperature, batch, blocks).items():
+        drafts = representatives([item.draft for item in self.predictions(temperature, batch, costs)])
+        count = len(self.task.requests)
+        blocks = [[(turn * batch + place) % count for place in range(batch)] for turn in range(CALIBRATION_TURNS)]
+        runs: dict[str, list[Run]] = {}
+        for draft, turns in self.run(drafts, temperature, batch, blocks, CALIBRATION_TOKENS).items():
             done = [batch_steps(answered(turn), batch) for turn in turns]
             steps = sum(done[1:], done[0])
-            costs.calibrate(draft, batch, steps.mean_length, self.nodes(draft, steps), _booked(turns))
+            run = Run(draft, steps.mean_length, self.nodes(draft, steps), _booked(turns))
+            runs.setdefault(draft.family, []).append(run)
+        for family, found in runs.items():
+            costs.calibrate(family, batch, found)
 
     # ---- predicting and running ----------------------------------------------------------------------------------------------
 
@@ -142,10 +149,12 @@ class Tuner:
         return steps.mean_nodes if draft.family == "adaptive" else 0.0
 
     def run(
-        self, drafts: Sequence[Draft], temperature: float, batch: int, blocks: Sequence[Sequence[int]]
+        self, drafts: Sequence[Draft], temperature: float, batch: int, blocks: Sequence[Sequence[int]], most: int = 0
     ) -> dict[Draft, list[Turn]]:
-        """Decode blocks with each of these drafts, taking turns."""
+        """Decode blocks with each of these drafts, taking turns. most: tokens of an answer; 0: as the task says."""
         requests = self.task.block_requests(blocks)
+        if most:
+            requests = [[replace(item, max_new_tokens=min(most, item.max_new_tokens)) for item in block] for block in requests]
         decode = replace(self.at(temperature), batch_size=batch)
         room = self.task.longest + max(draft.size for draft in drafts) + 1
         engines = {
@@ -183,12 +192,11 @@ class Tuner:
 
     def tune(self) -> list[dict[str, Any]]:
         """One row per batch size and temperature: the draft chosen, all predictions, and what was measured of the finalists."""
-        costs = self.step_costs()
-        return [self.row(temperature, batch, costs) for temperature in self.config.temperatures for batch in self.config.batches]
+        return [self.row(temperature, batch) for temperature in self.config.temperatures for batch in self.config.batches]
 
-    def row(self, temperature: float, batch: int, costs: StepCosts) -> dict[str, Any]:
+    def row(self, temperature: float, batch: int) -> dict[str, Any]:
         """Predict, run the best few, and choose among them, at one batch size and temperature."""
-        predicted = self.predictions(temperature, batch, costs)
+        predicted = self.predictions(temperature, batch, self.calibrated(batch))
         finalists = [item.draft for item in predicted if item.draft != NONE][: self.config.finalists]
         self.say(f"batch size {batch}, temperature {temperature:g}: running {', '.join(d.label for d in finalists)}")
         blocks = self.task.blocks(batch, self.config.rounds)
@@ -238,6 +246,16 @@ class Tuner:
                 for (family, rows), item in sorted(costs.calibrations.items())
             ],
         }
+
+
+def representatives(ordered: Sequence[Draft]) -> list[Draft]:
+    """The first draft of every family, and the first chain that is at least twice as long, or at most half as long, as that of
+    its family: one level may cost next to nothing, where its token is known from the commit before.
+    """
+    found = list({draft.family: draft for draft in reversed(ordered)}.values())
+    chains = [draft for draft in ordered if draft.family == "chain"]
+    far = [item for item in chains[1:] if item.depth >= 2 * chains[0].depth or 2 * item.depth <= chains[0].depth]
+    return [*found, *far[:1]]
 
 
 def answered(turn: Turn) -> list[Answered]:

@@ -20,10 +20,10 @@ from inference.prompts import Prompt
 from inference.target import TargetModel
 from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
-from inference.tune.costs import StepCosts
+from inference.tune.costs import Run, StepCosts
 from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey
-from inference.tune.tuner import Tuner, answered
+from inference.tune.tuner import Tuner, answered, representatives
 from inference.tune.workload import batch_steps
 from tests.inference.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
@@ -177,23 +177,38 @@ def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
     assert found.phases(draft, 2, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.0})
     clock = StepClock(torch.device("cpu"))
     clock.passes, clock.seconds = 10, {"prefill": 9.0, "draft": 0.6, "verify": 0.3, "commit": 0.9, "other": 0.05}
-    found.calibrate(draft, 1, 30, 0, clock)
+    found.calibrate("chain", 1, [Run(draft, 30, 0, clock)])
     assert found.phases(draft, 1, 50) == pytest.approx({"draft": 0.06, "verify": 0.03, "commit": 0.09, "other": 0.005})
     clock.seconds = {"prefill": 9.0, "draft": 1.2, "verify": 0.3, "commit": 0.9, "other": 0.15}
-    found.calibrate(draft, 3, 30, 0, clock)
+    found.calibrate("chain", 3, [Run(draft, 30, 0, clock)])
     assert found.phases(draft, 2, 10)["draft"] == pytest.approx(0.09)  # between the two
     assert found.phases(draft, 2, 10)["other"] == pytest.approx(0.01)
     assert found.phases(draft, 16, 10)["other"] == pytest.approx(0.015)
     assert found.step(draft, 1, 30, nodes=2) == pytest.approx(0.06 + 0.02 + 0.09 + 0.005)  # a chain that was stopped
+    slow, quick = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
+    slow.passes, slow.seconds = 10, {"draft": 0.9, "verify": 0.3, "commit": 0.3, "other": 0.3}
+    quick.passes, quick.seconds = 30, {"draft": 0.3, "verify": 0.9, "commit": 0.9, "other": 0.1}
+    found.calibrate("chain", 1, [Run(draft, 30, 0, slow), Run(draft, 30, 0, quick)])
+    assert found.phases(draft, 1, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.01})
+    quick.seconds = {"draft": 0.003, "verify": 0.3, "commit": 0.003, "other": 0.1}
+    found.calibrate("none", 1, [Run(NONE, 30, 0, quick)])
+    assert found.phases(NONE, 1, 30) == pytest.approx({"draft": 0.0, "verify": 0.01, "commit": 0.0, "other": 0.106 / 30})
+
+
+def test_a_family_is_represented_by_its_best_and_chains_by_another_length_too() -> None:
+    stopped = Draft("chain", 6, adaptive="confidence", adaptive_threshold=0.3)
+    ordered = [Draft("chain", 3), Draft("chain", 2), NONE, Draft("chain", 6), stopped, Draft("chain", 1)]
+    assert set(representatives(ordered)) == {Draft("chain", 3), NONE, stopped, Draft("chain", 6)}
+    assert representatives([NONE, Draft("chain", 1)]) == [Draft("chain", 1), NONE]
 
 
 def test_blocks_take_every_prompt_and_a_second_visit_samples_anew(target: TargetModel) -> None:
     task = tuner_of(target).task
     blocks = task.blocks(3, 2)
-    assert len(blocks) == 6 and all(len(block) == 6 for block in blocks)
+    assert len(blocks) == 12 and all(len(block) == 6 for block in blocks)
     assert {number for block in blocks for number in block} == set(range(6))
     requests = [request for block in task.block_requests(blocks) for request in block]
-    assert len({request.seed for request in requests}) == len(requests) == 36
+    assert len({request.seed for request in requests}) == len(requests) == 72
     assert [request.index for request in requests[:9]] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert divide(sum(len(r.tokens) for r in task.requests), 6) == pytest.approx(task.mean_prompt, abs=0.5)
 
