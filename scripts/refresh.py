@@ -42,6 +42,10 @@ class RefreshStageConfig:
     """The old drafter: its checkpoint folder, or its name in this run."""
     prompts: int = 256
     """Rows of `data` that the new target answers."""
+    old_target: str = ""
+    """Folder or Hub id of the target that the drafter was trained for. Given, what the target has changed by since is added to the
+    drafter before the training: worth it where drafters begin as copies of the target's layers (distilled, eagle3 and others with
+    head.from_target_layer)."""
     lora_rank: int = 0
     """Rank of low-rank updates, which are then all that is trained; 0 trains all weights."""
     until: str = "restored"
@@ -170,7 +174,8 @@ def train_on(
     from train.refresh import RefreshConfig
 
     assert old.checkpoint is not None
-    start = RefreshConfig(str(old.checkpoint), other_target=True, lora_rank=settings.refresh.lora_rank)
+    chosen = settings.refresh
+    start = RefreshConfig(str(old.checkpoint), True, chosen.old_target, chosen.lora_rank)
     config = replace(settings.train, refresh=start, goal=goal)
     folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = train(

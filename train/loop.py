@@ -146,7 +146,7 @@ class Run:
             job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
             token_counts(self.data, self.target.info.vocab_size),
         ).float()  # fmt: skip
-        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed)
+        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed, job.target)
         self.requests = self.make_requests() if job.config.eval_every else []
 
     def make_requests(self) -> list[Request]:

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.checkpoint import WEIGHTS_FILE, load_weights, read_config
+from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
+from inference.loading import TargetConfig
+from inference.target import TargetModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ class RefreshConfig:
     """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts from; empty: a fresh drafter."""
     other_target: bool = False
     """Accept a drafter of another target with the same tokenizer and sizes, such as the one that the target was fine-tuned from."""
+    old_target: str = ""
+    """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has changed by since is added to the
+    drafter first (`carry`): worth it where drafters begin as copies of the target's layers."""
     lora_rank: int = 0
     """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are trained."""
     lora_alpha: float = 0.0
@@ -49,10 +54,10 @@ class RefreshConfig:
         for name in ("lora_rank", "lora_alpha"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.refresh.{name} must not be negative; given {getattr(self, name)}.")
-        if not self.init_from and (self.lora_rank or self.other_target):
+        if not self.init_from and (self.lora_rank or self.other_target or self.old_target):
             raise UserError(
-                "train.refresh.lora_rank and train.refresh.other_target are for trainings that start from a drafter: give its "
-                "folder as train.refresh.init_from."
+                "train.refresh.lora_rank, train.refresh.other_target and train.refresh.old_target are for trainings that start "
+                "from a drafter: give its folder as train.refresh.init_from."
             )
 
     @property
@@ -61,11 +66,19 @@ class RefreshConfig:
         return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
 
-def prepare_start(drafter: TrainableDrafter, config: RefreshConfig, info: TargetInfo, seed: int) -> None:
-    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint, low-rank updates if asked for."""
+def prepare_start(
+    drafter: TrainableDrafter, config: RefreshConfig, info: TargetInfo, seed: int, target: TargetConfig
+) -> None:
+    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint, low-rank updates if asked for.
+
+    target: how the training's own target was loaded; an old one is loaded likewise.
+    """
     if not config.init_from:
         return
+    fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
     load_start(drafter, Path(config.init_from), info, config.other_target)
+    if config.old_target:
+        carry(drafter, fresh, replace(target, path=config.old_target, revision=None), seed)
     if config.lora_rank:
         add_updates(drafter, config, seed)
 
@@ -98,6 +111,27 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
             ", head.".join(changed),
         )
     load_weights(drafter, folder / WEIGHTS_FILE)
+
+
+@torch.no_grad()
+def carry(drafter: TrainableDrafter, fresh: Mapping[str, Tensor], old_target: TargetConfig, seed: int) -> None:
+    """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the old target, for the same seed.
+
+    What a fresh drafter draws at random is the same in both and falls out; what it copies from the target moves as the target did
+    (the arithmetic of task vectors, 2212.04089). fresh: state of the new target's fresh drafter. Raises `UserError` for a target of
+    other sizes and for drafters that draft from a vocabulary of their own choice.
+    """
+    state = drafter.state_dict()
+    if any(not value.is_floating_point() for value in state.values()):
+        raise UserError(
+            "train.refresh.old_target is not for drafters with a vocabulary of their own: its rows are not those of the target. "
+            "Leave it out."
+        )
+    original = TargetModel.load(old_target)
+    original.info.require_same_sizes(drafter.info)
+    before = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed).float().state_dict()
+    for name, value in state.items():
+        value += fresh[name] - before[name].to(value.device)
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:

@@ -93,6 +93,14 @@ def test_a_drafter_fits_the_changed_target_again_and_the_cost_is_told(
     assert found.checkpoint == new and found.stage_folder == new.parent
 
 
+def test_what_the_target_changed_by_is_carried_over(place: Path, in_folder: Path) -> None:
+    """The drafter is its target over again, so with the target's change it is the new target over again, before any training."""
+    given = (f"refresh.old_target={place / 'target'}", "train.max_steps=1", "optim.lr=1e-12", "run.root=carried")
+    assert main(command(place, *given)) == 0
+    content = json.loads(Path("carried/refresh/refresh/refresh.json").read_text())
+    assert content["before"]["tau"] < 2.0 and content["after"]["tau"] > 4.0
+
+
 def test_a_stopped_refresh_goes_on_to_the_same_weights(
     place: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

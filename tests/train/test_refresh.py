@@ -157,7 +157,7 @@ def test_merged_weights_compute_what_the_updates_do(
     save_drafter(plain, tmp_path, target.info)
     config = RefreshConfig(str(tmp_path), lora_rank=3, lora_alpha=5.0)
     drafter = make(target, kind, **options)
-    prepare_start(drafter, config, target.info, seed=1)
+    prepare_start(drafter, config, target.info, 1, TargetConfig("-"))
     batch = packed_batch(target, drafter.needs, [DOCUMENTS])
     before = drafter.train_logits(batch, 2)
     torch.testing.assert_close(before, plain.train_logits(batch, 2))
@@ -183,7 +183,7 @@ def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Pa
     for process in range(2):
         torch.manual_seed(process)
         drafter = make(target)
-        prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, seed=4)
+        prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-"))
         states.append(drafter.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -191,7 +191,7 @@ def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Pa
 def test_updates_without_effect_are_refused(target: MicroTarget, tmp_path: Path) -> None:
     save_drafter(make(target), tmp_path, target.info)
     drafter: Any = make(target)
-    prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, seed=4)
+    prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-"))
     drafter.logits = lambda states: nn.functional.linear(states, drafter.lm_head.weight)
     loss = drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum
     with pytest.raises(UserError, match=r"\['lm_head'\] directly"):
