@@ -198,10 +198,10 @@ def train_on(
 
 
 def rate(settings: Settings, old: Found) -> float:
-    """The learning rate: the one that is given, else the one that the old drafter was trained with, as far as that is known."""
+    """The learning rate: the one that is given, else half of what the old drafter was trained with, as far as that is known."""
     if given(settings, "optim.lr") or old.stage_folder is None:
         return settings.optim.lr
-    return float((read_stage_config(old.stage_folder).get("optim") or {}).get("lr", settings.optim.lr))
+    return 0.5 * float((read_stage_config(old.stage_folder).get("optim") or {}).get("lr", settings.optim.lr))
 
 
 def given(settings: Settings, key: str) -> bool:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
-STREAMS, LENGTH = 2000, 400
+STREAMS, LENGTH = 1000, 400
 SHARE = 0.1
 """Of the full training's tokens that a refresh may take."""
 
@@ -145,10 +145,11 @@ def train_full(place: Place) -> dict[str, Any]:
 def refresh(place: Place, full: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     """`headstart refresh` within its share of the full training's tokens; returns refresh.json."""
     size = 512
-    steps = int(SHARE * full["tokens"]) // (2 * size)
+    steps = int(SHARE * full["tokens"]) // size
     place.stage(
-        "refresh", f"refresh-{place.row}", "finetuned", f"refresh.drafter={place.old}", "refresh.until=budget",
-        f"train.max_steps={steps}", "train.global_batch=2", "train.micro_batch=2", "train.eval_every=12", "train.patience=0",
+        "refresh", f"refresh-{place.row}", "finetuned", f"refresh.drafter={place.old}", f"refresh.old_target={TARGET}",
+        "refresh.until=budget", f"train.max_steps={steps}", "train.global_batch=1", "train.micro_batch=1", "train.eval_every=26",
+        "train.patience=0",
         "data=embedded", f"data.path={place.prompts / 'train.jsonl'}", f"train.prompts=[{place.prompts / 'validation.jsonl'}]",
         "bench=jsonl", f"bench.prompts={place.prompts / 'measuring.jsonl'}", *changes,
     )  # fmt: skip
@@ -196,6 +197,10 @@ def resampled(place: Place, reference: Reference, name: str, count: int) -> dict
     """Alarms on streams whose reference is drawn from all answers of the unchanged target, and whose fresh answers are drawn from
     these too ("unchanged") or from those of a changed target.
     """
+    path = place.work / f"streams-{place.row}" / f"{name}.json"
+    if path.is_file():
+        known: dict[str, Any] = read_json(path)
+        return known
     folder = place.work / f"watch-{place.row}"
     unchanged = pools(reference, Reference.read(folder / "unchanged" / WATCH_FILE))
     fresh = unchanged if name == "unchanged" else pools(Reference.read(folder / name / WATCH_FILE))
@@ -204,12 +209,14 @@ def resampled(place: Place, reference: Reference, name: str, count: int) -> dict
     streams = Streams(Grid(reference.depth), reference.most, unchanged, fresh, Plan(sizes, LENGTH, tolerance, rate))
     after = streams.run(count)
     raised = sorted(value for value in after if value is not None)
-    return {
+    found = {
         "streams": count, "length": LENGTH, "alarms": len(raised), "share": divide(len(raised), count),
         "share_within_200": divide(sum(value <= WATCHED for value in raised), count),
         "answers_to_alarm": {q: float(np.percentile(raised, q)) for q in (50, 95)} if raised else None,
         "bound": rate, "tolerance": tolerance,
     }  # fmt: skip
+    write_json(path, found)
+    return found
 
 
 # ---- tau -----------------------------------------------------------------------------------------------------------------------
@@ -271,7 +278,8 @@ def report_of(place: Place, given: argparse.Namespace) -> dict[str, Any]:
         "training_tokens_share": divide(refreshed["cost"]["training_tokens"], full["tokens"]),
         "settings": refreshed["settings"],
     }
-    streams = {name: resampled(place, reference, name, given.streams) for name in watched}
+    fewer = given.streams // 5
+    streams = {name: resampled(place, reference, name, given.streams if name == "unchanged" else fewer) for name in watched}
     return {
         "drafter": {"row": place.row, "kind": reference.drafter["kind"]},
         "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
@@ -294,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--changes", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--refresh", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the refresh")
-    parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--streams", type=int, default=STREAMS, help="resampled for the unchanged target; a fifth for others")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "watch.json")
     given = parser.parse_args(arguments)
