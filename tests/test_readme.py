@@ -40,7 +40,8 @@ def test_the_readmes_commands_run(tmp_path: Path, environment: dict[str, str]) -
     report = json.loads((run / "report.json").read_text())
     assert {entry["kind"] for entry in report["drafters"]} == {"medusa", "ngram"}
     assert all(entry["lossless"]["mismatches"] == 0 for entry in report["drafters"])
-    for name in ("report.md", "report.html", "acceptance.png", "speedup.png", "push/medusa/model.safetensors", "train/medusa/log.jsonl"):
+    pages = ("report.md", "report.html", "acceptance.png", "speedup.png")
+    for name in (*pages, "push/medusa/model.safetensors", "train/medusa/log.jsonl"):
         assert (run / name).is_file(), name
     for stage in ("generate", "train/medusa", "measure"):
         record = json.loads((run / stage / "run.json").read_text())
