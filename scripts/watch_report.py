@@ -46,6 +46,8 @@ SYSTEM = "You are a pirate captain. Answer every question in verse, and never wr
 STREAMS, LENGTH = 1000, 400
 SHARE = 0.1
 """Of the full training's tokens that a refresh may take."""
+RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
+"""Versions of the target whose answers are resampled, and into which part of all streams."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def compare(place: Place) -> dict[str, Any]:
 def report_of(place: Place, given: argparse.Namespace) -> dict[str, Any]:
     """All evidence for one drafter."""
     reference = learn(place)
-    watched = {name: watch(place, name) for name in given.changes}
+    watched = {name: watch(place, name) for name in CHANGES if name not in given.skip}
     full = train_full(place)
     refreshed = refresh(place, full, given.refresh)
     tau = compare(place)
@@ -278,8 +280,7 @@ def report_of(place: Place, given: argparse.Namespace) -> dict[str, Any]:
         "training_tokens_share": divide(refreshed["cost"]["training_tokens"], full["tokens"]),
         "settings": refreshed["settings"],
     }
-    fewer = given.streams // 5
-    streams = {name: resampled(place, reference, name, given.streams if name == "unchanged" else fewer) for name in watched}
+    streams = {name: resampled(place, reference, name, given.streams // part) for name, part in RESAMPLED.items()}
     return {
         "drafter": {"row": place.row, "kind": reference.drafter["kind"]},
         "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
@@ -287,8 +288,8 @@ def report_of(place: Place, given: argparse.Namespace) -> dict[str, Any]:
         "resampled": streams,
         "refresh": {"tau": tau, "cost": cost},
         "holds": {
-            "alarm_within_200": (watched["finetuned"]["alarm_after"] or LENGTH) <= WATCHED if "finetuned" in watched else None,
-            "false_alarms_below_1_percent": streams["unchanged"]["share"] < 0.01 if "unchanged" in streams else None,
+            "alarm_within_200": (watched["finetuned"]["alarm_after"] or LENGTH) <= WATCHED,
+            "false_alarms_below_1_percent": watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < 0.01,
             "regains_90_percent": tau["refreshed_by_full"] >= 0.9 and cost["training_tokens_share"] <= SHARE,
         },
     }
@@ -300,9 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "watch_report")
     parser.add_argument("--drafters", type=Path, default=ROOT / "outputs" / "families", help="the families' run")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--changes", nargs="+", choices=list(CHANGES), default=list(CHANGES))
+    parser.add_argument("--skip", nargs="+", choices=("int8", "int4"), default=[], help="where torchao or bitsandbytes is missing")
     parser.add_argument("--refresh", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the refresh")
-    parser.add_argument("--streams", type=int, default=STREAMS, help="resampled for the unchanged target; a fifth for others")
+    parser.add_argument("--streams", type=int, default=STREAMS, help="of the unchanged target; a fifth of others")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reports" / "watch.json")
     given = parser.parse_args(arguments)
