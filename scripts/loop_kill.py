@@ -35,9 +35,11 @@ def kill_and_compare(overrides: Sequence[str], folder: Path, kills: int, seed: i
     begun = time.monotonic()
     finish(overrides, calm)
     lasted = time.monotonic() - begun
-    places = []
+    kept, places = files(calm), []
+    stride = max(1, len(kept) // (kills + 1))
     for _ in range(kills):
-        place = kill(overrides, killed, draw.uniform(0.0, 1.5 * lasted / (kills + 1)))
+        more = draw.randint(max(1, stride // 2), stride)
+        place = kill(overrides, killed, kept, more, draw.uniform(0.0, 0.2))
         if place is None:
             break
         places.append(place)
@@ -81,12 +83,14 @@ def finish(overrides: Sequence[str], folder: Path) -> None:
     assert process.exitcode == 0, f"the loop ended with status {process.exitcode}:\n{log[-3000:]}"
 
 
-def kill(overrides: Sequence[str], folder: Path, delay: float) -> str | None:
-    """Kill the loop `delay` seconds after it has written its first new file; where it was, or None if it ended before."""
-    before = files(folder)
+def kill(overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float) -> str | None:
+    """Kill the loop `delay` seconds after it has written `more` further files of `kept`, those that stay; so that points are spread
+    over its work however fast the machine is. Returns where it was, or None if it ended before.
+    """
+    reached = len(files(folder) & kept) + more
     process = started(overrides, folder)
     log = folder / "log"
-    while process.is_alive() and not files(folder) - before:
+    while process.is_alive() and len(files(folder) & kept) < reached:
         time.sleep(0.005)
     process.join(delay)
     if not process.is_alive():
@@ -97,15 +101,15 @@ def kill(overrides: Sequence[str], folder: Path, delay: float) -> str | None:
     return next((line.strip("[]") for line in reversed(lines) if line.startswith("[")), "start")
 
 
-def files(folder: Path) -> set[tuple[str, int]]:
-    """Every file below the run and when it was last written."""
-    found = set()
-    for path in (folder / "run").rglob("*"):
-        try:
-            if path.is_file() and path.name not in ("run.json", "config.yaml"):
-                found.add((str(path), path.stat().st_mtime_ns))
-        except FileNotFoundError:  # renamed meanwhile
-            continue
+def files(folder: Path) -> set[str]:
+    """Every file below the run, as a path in it."""
+    found: set[str] = set()
+    try:
+        for path in (folder / "run").rglob("*"):
+            if path.is_file():
+                found.add(str(path.relative_to(folder)))
+    except FileNotFoundError:  # a folder was renamed meanwhile: what has been seen counts
+        pass
     return found
 
 
