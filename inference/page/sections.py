@@ -218,16 +218,8 @@ def depths(run: Run, place: int) -> Html:
     deepest = max((len(entry["acceptance"]["unconditional"]) for entry in entries), default=0)
     figures = []
     for key, title, note in (
-        (
-            "unconditional",
-            "Reached and accepted",
-            "Share of all verifications in which a draft of that depth was accepted.",
-        ),
-        (
-            "conditional",
-            "Accepted, given the depth before",
-            "How well the drafter does once it has come so far.",
-        ),
+        ("unconditional", "Reached and accepted", "Share of all verifications in which a draft of that depth was accepted."),
+        ("conditional", "Accepted, given the depth before", "How well the drafter does once it has come so far."),
     ):
         series = [
             Line(
