@@ -278,7 +278,7 @@ def report_of(place: Place, given: argparse.Namespace) -> dict[str, Any]:
         "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **trained},
         "refresh": refreshed["cost"],
         "training_tokens_share": divide(refreshed["cost"]["training_tokens"], full["tokens"]),
-        "settings": refreshed["settings"],
+        "settings": {key: value for key, value in refreshed["settings"].items() if key not in ("drafter", "old_target")},
     }
     streams = {name: resampled(place, reference, name, given.streams // part) for name, part in RESAMPLED.items()}
     return {
