@@ -102,13 +102,14 @@ def known() -> dict[str, Any]:
     """What the report holds already."""
     path = REPORTS / "loop.json"
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1}
-    content["command"] = "headstart loop experiment=families && python -m scripts.loop_report --kills 10"
     content.setdefault("kinds", {})
     return content
 
 
 def write(content: dict[str, Any]) -> None:
     """Write loop.json and loop.md."""
+    kills = " --kills 10" if "killed" in content else ""
+    content["command"] = f"headstart loop experiment=families && python -m scripts.loop_report{kills}"
     write_bytes(REPORTS / "loop.json", (json.dumps(content, indent=1) + "\n").encode())
     write_bytes(REPORTS / "loop.md", markdown(content).encode())
 
