@@ -152,7 +152,7 @@ class _Watcher:
         nodes = verdict.path[0, :count]
         seen = logits[0, nodes].float()  # [M, V]
         tested = [place < record.accepted or record.rejected for place in range(count)]
-        draft = _Draft.of(proposal, nodes, positions, noise, tested, seen.shape[-1])
+        draft = _Draft.of(proposal, nodes, positions, noise, seen.shape[-1])
         shaped = _one_hot(seen) if self.settings.greedy else shape_logits(seen, self.settings).softmax(-1)
         own = seen.softmax(-1)
         overlap = torch.minimum(shaped, draft.shaped(self.settings)).sum(-1).tolist()
@@ -205,9 +205,11 @@ class _Draft:
         nodes: Tensor,
         positions: Tensor,
         noise: SharedNoise,
-        tested: Sequence[bool],
         vocab: int,
     ) -> _Draft:
+        """The drafter's side at `nodes` [M] int64 of the one row of `proposal`. positions [1, N] int64: of all nodes; noise: that
+        of the decoding; vocab: V, the target's.
+        """
         children = _first_children(proposal, nodes)
         if proposal.logits is None:  # certain drafts: all mass on the first child
             tokens = proposal.tokens[0, children]
