@@ -6,7 +6,8 @@
 
 For every drafter and batch size the tuner chooses on validation prompts; then every draft of the grid is decoded on other prompts,
 all taking turns with plain decoding. Reported are the choice's loss against the best of the grid there, and the predicted speed
-against the measured one: on the tuner's own prompts, and on the others. The first command measures acceptance alone, which a busy
+against the measured one: on the tuner's own prompts, and on the others; and the same for the speedup over plain decoding, which
+does not change with the machine's pace. The first command measures acceptance alone, which a busy
 machine can do as well; the second needs the machine to itself. Drafters may be measured one at a time: the report keeps the others.
 The tables in docs/tuning.md are written from the report at the end, and by the third command.
 """
@@ -186,6 +187,7 @@ def judged(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> d
     """What the judge asks: the loss of the choice against the grid's best, and how far the prediction is off."""
     by_draft = {item["draft"]: item for item in everything}
     here = by_draft[row["label"]]
+    expected = next(item["speedup"] for item in row["predictions"] if item["label"] == row["label"])
     return {
         "batch_size": row["batch_size"],
         "chosen": row["label"],
@@ -195,6 +197,9 @@ def judged(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> d
         "predicted_tokens_per_second": row["predicted_tokens_per_second"],
         "measured_tokens_per_second": row["tokens_per_second"],
         "prediction_error": divide(row["predicted_tokens_per_second"], row["tokens_per_second"]) - 1.0,
+        "predicted_speedup": expected,
+        "measured_speedup": row["speedup"],
+        "speedup_error": divide(expected, row["speedup"]) - 1.0,
         "measured_on_other_prompts": here["tokens_per_second"],
         "prediction_error_on_other_prompts": divide(row["predicted_tokens_per_second"], here["tokens_per_second"]) - 1.0,
     }
@@ -227,8 +232,9 @@ def write_page(page: Path, report: Mapping[str, Any]) -> None:
 def tables(report: Mapping[str, Any]) -> list[str]:
     """The report as markdown."""
     lines = [
-        "| drafter | batch size | chosen | best of the grid | loss | predicted tokens/s | measured | error | on other prompts |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| drafter | batch size | chosen | best of the grid | loss | predicted tokens/s | measured | error | on other prompts | "
+        "predicted speedup | measured | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, item in report["summary"].items():
         for row in item["rows"]:
@@ -236,7 +242,8 @@ def tables(report: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"| {name} | {row['batch_size']} | {row['chosen']} | {row['best']} | {row['loss']:.1%} [{low:.1%}, {high:.1%}] | "
                 f"{row['predicted_tokens_per_second']:.0f} | {row['measured_tokens_per_second']:.0f} | "
-                f"{row['prediction_error']:+.1%} | {row['prediction_error_on_other_prompts']:+.1%} |"
+                f"{row['prediction_error']:+.1%} | {row['prediction_error_on_other_prompts']:+.1%} | "
+                f"{row['predicted_speedup']:.2f} | {row['measured_speedup']:.2f} | {row['speedup_error']:+.1%} |"
             )
     lines += ["", "The simulator against the real decoder, relative error:", ""]
     lines += ["| drafter | draft | tokens/s | latency p50 | latency p95 |", "|---|---|---|---|---|"]
