@@ -21,7 +21,7 @@ def run(settings: Settings) -> None:
     from inference.manifest import MANIFEST_FILE
     from inference.verifications import FACTS_FILE
     from train.data.target_facts import TargetFacts
-    from train.feedback import build
+    from train.feedback import BRANCHES, build, write_branches
     from train.recording import RECORDS
 
     config = settings.feedback
@@ -34,6 +34,11 @@ def run(settings: Settings) -> None:
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
                 "generate.records.enabled=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
             )
+    if config.branches and (len(answers), len(records)) != (1, 1):
+        raise UserError(
+            f"feedback.branches goes on from the answers of one folder with its records; given: {len(answers)} folders of answers "
+            f"and {len(records)} of records. Call it once for each, or set feedback.branches=0."
+        )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
     folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
     if folder.complete:
@@ -42,6 +47,8 @@ def run(settings: Settings) -> None:
     if not is_main_process():
         return
     info = TargetFacts.load(settings.target).info if config.sequences else None
+    if config.branches:
+        write_branches(records[0], answers[0], out / BRANCHES, config)
     manifest = build(records, answers, out, config, folder.session, info=info)
     folder.finish()
     print(summary(manifest, out), flush=True)

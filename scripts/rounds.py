@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
-from inference.manifest import write_json
+from inference.manifest import MANIFEST_FILE, write_json
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform
 from scripts.measure import measured
-from scripts.rounds_plan import HARD_PROMPTS, PLAIN, TRIALS, RoundPlan
+from scripts.rounds_plan import BRANCHED, HARD_PROMPTS, PLAIN, TRIALS, RoundPlan
 from scripts.rounds_speed import generation_speed
 from scripts.rounds_table import show
 from scripts.run import shown
-from train.feedback import FeedbackConfig, build
+from train.feedback import FeedbackConfig, build, write_branches
 from train.recording import RECORDS
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 LOOP_FILE = "loop.json"
 FORMAT = 1
-ON_POLICY, HARD = "on_policy", "hard_prompts"
-SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", HARD)
+ON_POLICY, HARD, BRANCHING = "on_policy", "hard_prompts", "branches"
+GENERATED = (HARD, BRANCHING)
+"""Switches that say what is answered."""
+SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
 """The switches of `feedback`; `train.on_policy.share` is one more."""
 KEPT = ("best", "config.yaml", "run.json", "manifest.json", "summary.json", "log.jsonl")
 """What of a round's training is copied to <run>/train/<drafter>/: all but its states."""
@@ -120,6 +122,9 @@ class Rounds:
         if start and self.config.round.checked_answers:
             entry["generation"] = self.speed(step, folder)
         stages = [folder / "generate"]
+        if BRANCHING in learns and self.branch(number, start):
+            stages.append(folder / BRANCHED / "generate")
+            entry["branched"] = facts.answered(stages[-1])
         if number == 1 and self.config.round.trial_steps and asked:
             entry["trials"] = self.try_switches(number, start)
             stages += [*sorted((folder / TRIALS / "train").iterdir()), folder / TRIALS / "measure"]
@@ -149,6 +154,23 @@ class Rounds:
 
         return generation_speed(load_settings(step.stage, step.overrides), folder, self.config.round.checked_answers)
 
+    def branch(self, number: int, start: str) -> bool:
+        """Let the target answer on from tokens that it refused in this round's answers; returns whether there are any."""
+        folder, places = self.plan.folder(number), self.plan.branches(number)
+        if not places.is_file():  # it appears whole, and answers may depend on it already
+            known = [path for path in map(self.plan.branches, range(number)) if path.is_file()]
+            write_branches(folder / "generate" / RECORDS, folder / "generate", places, self.settings.feedback, known)
+        if not places.stat().st_size:
+            return False
+        self.perform(self.plan.branching(number, start))
+        return True
+
+    def answered(self, number: int) -> list[Path]:
+        """The folders of a round's answers."""
+        folder = self.plan.folder(number)
+        own = [folder / "generate", folder / BRANCHED / "generate"]
+        return [place for place in own if (place / MANIFEST_FILE).is_file()]
+
     def hard_prompts(self, number: int) -> Path | None:
         """The prompts that round `number` answers once more, if the round before it has chosen any."""
         path = self.plan.folder(number - 1) / "feedback" / HARD_PROMPTS
@@ -157,14 +179,14 @@ class Rounds:
     def feedback(self, number: int, switches: list[str], out: Path) -> Path:
         """The folder to train on: answers weighed and chosen by the records of their verifications.
 
-        It is the round's own generate folder where nothing is asked of the records and no other round's answers are read.
+        It is the round's own generate folder where nothing is asked of the records and no other answers are read.
         """
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
-        own = [name for name in switches if name != ON_POLICY]
-        if not own and len(read) == 1:
-            return self.plan.folder(number) / "generate"
-        answers = [self.plan.folder(place) / "generate" for place in reversed(read)]
+        own = [name for name in switches if name not in (ON_POLICY, BRANCHING)]
+        answers = [folder for place in reversed(read) for folder in self.answered(place)]
+        if not own and len(answers) == 1:
+            return answers[0]
         build([folder / RECORDS for folder in answers], answers, out, switched(self.settings.feedback, own))
         return out
 
@@ -173,7 +195,7 @@ class Rounds:
     def try_switches(self, number: int, start: str) -> dict[str, Any]:
         """Train shortly with every switch alone and with none; turn off what has no higher tau than none. Returns the gains."""
         folder = self.plan.folder(number) / TRIALS
-        tried = [name for name in self.active if name != HARD]
+        tried = [name for name in self.active if name not in GENERATED]
         checkpoints = {}
         for name in (PLAIN, *tried):
             own = [name] if name in SWITCHES else []

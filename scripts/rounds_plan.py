@@ -19,12 +19,15 @@ from scripts.stages import STAGES
 from scripts.train import stage_folder
 from train.data.config import SourceConfig
 from train.data.sampling import backend_of
+from train.feedback import BRANCHES
 
 if TYPE_CHECKING:
     from scripts.config import Settings
 
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
+BRANCHED = "branches"
+"""A run within a round: the answers to its branches."""
 PLAIN = "plain"
 """The trial without any switch."""
 
@@ -66,6 +69,10 @@ class RoundPlan:
         """The train stage's folder of a round."""
         return self.folder(number) / "train" / self.drafter
 
+    def branches(self, number: int) -> Path:
+        """Where a round's branches stand."""
+        return self.folder(number) / BRANCHED / BRANCHES
+
     def step(self, stage: str, number: int, title: str, *more: str) -> Step:
         """A stage of a round. more: overrides that win over the loop's; those of the round itself win over these."""
         common = stage_overrides(self.settings, stage, self.recipe)
@@ -77,12 +84,25 @@ class RoundPlan:
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
         """Answers to this round's prompts, with the last round's drafter (empty: plainly). hard: prompts to answer again."""
+        return self.step("generate", number, "generate", *self.answering(number, drafter, records), *self.prompts(number, hard))
+
+    def answering(self, number: int, drafter: str, records: bool) -> list[str]:
+        """How a round answers."""
         more = [f"generate.round={max(0, number - 1)}", f"sampling.seed={self.generate.sampling.seed + number}"]
         if drafter:
             decode = self.train.decode
             more += [f"generate.drafter={text(drafter)}", f"generate.records.enabled={grammar(records)}"]
             more += [f"sampling.{key}={grammar(getattr(decode, key))}" for key in DRAFT_KEYS]
-        return self.step("generate", number, "generate", *more, *self.prompts(number, hard))
+        return more
+
+    def branching(self, number: int, drafter: str) -> Step:
+        """Answers to a round's branches, all of them, with the last round's drafter."""
+        found = self.step("generate", number, "generate from branches", *self.answering(number, drafter, True))
+        columns = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
+        usual = {"name": None, "mixture": [], "limit": None, "shuffle": False, "share": [0, 1], **columns}
+        only = [f"data.path={text(self.branches(number))}", *(f"data.{key}={grammar(value)}" for key, value in usual.items())]
+        place = [f"run.root={text(self.folder(number))}", f"run.name={BRANCHED}"]
+        return Step(found.stage, [*found.overrides, *only, *place], found.title)
 
     def prompts(self, number: int, hard: Path | None) -> list[str]:
         """Which prompts a round answers."""

@@ -53,6 +53,16 @@ def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> Non
     assert (data.mixture[1].path, data.mixture[1].kind) == (str(tmp_path / "hard_prompts.jsonl"), "tokens")
 
 
+def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Path) -> None:
+    plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90", "data.shuffle=true", f"run.root={tmp_path}"))
+    step = plan.branching(2, "d")
+    found = load_settings(step.stage, step.overrides)
+    assert (found.data.path, found.data.kind, found.data.mixture) == (str(plan.branches(2)), "tokens", ())
+    assert (found.data.limit, found.data.shuffle, found.data.share) == (None, False, (0, 1))
+    assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == ("d", True, 1)
+    assert found.run.directory == plan.branches(2).parent == plan.folder(2) / "branches"
+
+
 def test_trainings_are_parts_of_one_schedule_and_only_later_rounds_use_the_drafters_words() -> None:
     plan = RoundPlan(settings("train.on_policy.share=0.5", "schedule.begin=0.1"))
     steps = [plan.training_step(n, Path("x"), f"round-{n - 1}/best" if n else "", n > 0) for n in range(3)]
@@ -178,7 +188,7 @@ def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Three rounds on a micro target, left in peace in calm/run and killed three times in killed/run."""
     folder = tmp_path_factory.mktemp("rounds")
-    trials = ["loop.round.trial_steps=2", "feedback.hard_prompts=0.5"]
+    trials = ["loop.round.trial_steps=2", "feedback.hard_prompts=0.5", "feedback.branches=1", "feedback.branch_likely=0.0001"]
     return kill_and_compare([*micro_loop(folder), *trials], folder, kills=3), folder / "calm" / "run"
 
 
@@ -213,6 +223,25 @@ def test_every_round_builds_on_the_best_one_before_it(killed: tuple[dict[str, An
         best = number if found["gain"]["tau"] > 0 else best
     assert content["best"]["round"] == best
     assert len(asked) == 24
+
+
+def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(killed: tuple[dict[str, Any], Path]) -> None:
+    run = killed[1]
+    content = json.loads((run / "loop.json").read_text())
+    earlier: set[str] = set()
+    for number, found in enumerate(content["rounds"]):
+        folder = run / f"round-{number}"
+        if "branched" not in found:
+            assert "branches" not in found["switches"]
+            continue
+        lines = [json.loads(line) for line in (folder / "branches" / "branches.jsonl").read_text().splitlines()]
+        assert 0 < len(lines) <= found["generated"]["answers"] and not earlier & {line["id"] for line in lines}
+        earlier |= {line["id"] for line in lines}
+        trained = read_manifest(folder / "train" / "medusa", "train")
+        answers = read_manifest(folder / "feedback", "generate")
+        assert answers["counts"]["done"] == found["generated"]["answers"] + found["branched"]["answers"]
+        assert found["branched"]["verifications"] > 0 and trained["state"] == "complete"
+    assert "branched" in content["rounds"][1] and "branched" not in content["rounds"][0]
 
 
 def test_trials_say_what_pays_and_turn_off_the_rest(killed: tuple[dict[str, Any], Path]) -> None:

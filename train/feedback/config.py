@@ -42,6 +42,14 @@ class FeedbackConfig:
     hard_prompts: float = 0.0
     """Share of the prompts, those with the most verify passes per token, that are written to hard_prompts.jsonl (0 to 1)."""
 
+    branches: int = 0
+    """Branches per answer: the target answers on from a token that it refused, though it held it likely (0: none). In rounds it
+    does so at once; `headstart feedback` writes them to branches.jsonl for the next generation."""
+    branch_likely: float = 0.05
+    """The least probability that the target must have given to the refused token (above 0, up to 1)."""
+    branch_within: int = 32
+    """Only errors within so many tokens of an answer's begin are branched from: what stands before is not learned again."""
+
     def __post_init__(self) -> None:
         for name in ("error_weight", "root_weight", "replay_before", "replay_after", "domain_power"):
             value = getattr(self, name)
@@ -49,6 +57,13 @@ class FeedbackConfig:
                 raise UserError(f"feedback.{name} must be a number that is not negative; given {value}.")
         if not 0.0 <= self.hard_prompts <= 1.0:
             raise UserError(f"feedback.hard_prompts must lie in [0, 1]; given {self.hard_prompts}.")
+        if not 0.0 < self.branch_likely <= 1.0:
+            raise UserError(f"feedback.branch_likely must lie above 0 and be at most 1; given {self.branch_likely}.")
+        if self.branches < 0 or self.branch_within < 1:
+            raise UserError(
+                "feedback.branches must not be negative, and feedback.branch_within at least 1; given "
+                f"{self.branches} and {self.branch_within}."
+            )
         wrong = {name: share for name, share in self.traffic.items() if not (share >= 0 and math.isfinite(share))}
         if wrong or (self.traffic and not sum(self.traffic.values())):
             raise UserError(f"feedback.traffic needs shares of at least 0, one of them above it; given {dict(self.traffic)}.")

@@ -23,7 +23,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
 
-COLUMNS = ("position", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
+COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
 
 
 @dataclass

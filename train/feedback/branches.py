@@ -1,0 +1,74 @@
+"""Branches: other answers to the same prompts, from the places where drafts failed.
+
+A drafter that fails guesses a token that the target did not pick. Where the target held that token likely too, the text might well
+have gone on with it; so the target is asked to answer on from there. That gives text that no answer holds yet, in contexts that the
+drafter leads into by itself, without a single new prompt. A branch is a prompt of token ids: the prompt, the answer up to the first
+error, and the refused token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from heads.api.target_info import TargetInfo
+from inference.manifest import read_manifest, write_bytes
+from train.feedback.build import Source
+from train.feedback.config import FeedbackConfig
+from train.feedback.evidence import Records
+
+logger = logging.getLogger(__name__)
+
+BRANCHES = "branches.jsonl"
+
+
+def write_branches(records: Path, answers: Path, out: Path, config: FeedbackConfig, known: Iterable[Path] = ()) -> int:
+    """Write up to `config.branches` branches per answer to the file `out`, the likeliest refused tokens first; returns how many.
+
+    records: verifications of the folder `answers`. known: files of earlier branches, which are not written again. A line has `id`
+    (the answer's id, the position and the refused token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of
+    the refused token. Raises `UserError` for damaged input.
+    """
+    info = TargetInfo.from_dict(read_manifest(answers, "generate")["target"])
+    verifications = Records(records, info)
+    before = {json.loads(line)["id"] for path in known for line in path.read_text(encoding="utf-8").splitlines()}
+    found: dict[str, dict[str, Any]] = {}
+    count, ends = 0, set[int]()
+    for document in Source(answers, records).documents(info):
+        count += 1
+        if document.row["finish"] == "stop":
+            ends.add(int(document.tokens[-1]))
+        found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}
+    fresh = [item for name, item in found.items() if name not in before and item["tokens"][-1] not in ends]
+    chosen = heapq.nlargest(config.branches * count, fresh, key=lambda item: (item["log_p"], item["id"]))
+    if len(chosen) < config.branches * count:
+        logger.warning(
+            "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). Redacted records, and those of "
+            "drafters without probabilities, hold none; a lower feedback.branch_likely finds more.",
+            config.branches * count, records, len(chosen), len(found),
+        )  # fmt: skip
+    write_bytes(out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode())
+    return len(chosen)
+
+
+def branches_of(row: dict[str, Any], verifications: list[dict[str, Any]], config: FeedbackConfig) -> Iterator[dict[str, Any]]:
+    """The branches of one answer (a row of answers), from its verifications: at each first error within the first
+    `config.branch_within` tokens of an answer whose refused token the target held likely enough. A verification that the tokens
+    contradict is of another answer to the same prompt, and left out.
+    """
+    tokens, least = row["tokens"], math.log(config.branch_likely)
+    places = [(low, min(high, low + config.branch_within)) for low, high in row["spans"]]
+    for one in verifications:
+        depth = one["error_depth"]
+        at = one["position"] + depth
+        if not depth or one["drafted"] is None or not any(low <= at < high for low, high in places):
+            continue
+        refused, log_p = one["drafted"][depth - 1], one["log_p"][depth - 1]
+        if tokens[at] == one["pick"] and log_p is not None and log_p >= least:
+            name = f"{row['id']}/{at}-{refused}"
+            yield {"id": name, "domain": row["domain"], "tokens": [*tokens[:at], refused], "log_p": log_p}
