@@ -34,10 +34,10 @@ def run(settings: Settings) -> None:
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
                 "generate.records.enabled=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
             )
-    if config.branches and (len(answers), len(records)) != (1, 1):
+    if config.branches and (not answers or len(answers) != len(records)):
         raise UserError(
-            f"feedback.branches goes on from the answers of one folder with its records; given: {len(answers)} folders of answers "
-            f"and {len(records)} of records. Call it once for each, or set feedback.branches=0."
+            f"feedback.branches goes on from answers, of which each folder needs its records; given: {len(answers)} folders of "
+            f"answers and {len(records)} of records. Give the missing ones, or set feedback.branches=0."
         )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
     folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
@@ -48,7 +48,7 @@ def run(settings: Settings) -> None:
         return
     info = TargetFacts.load(settings.target).info if config.sequences else None
     if config.branches:
-        write_branches(records[0], answers[0], out / BRANCHES, config)
+        write_branches(list(zip(answers, records, strict=True)), out / BRANCHES, config)
     manifest = build(records, answers, out, config, folder.session, info=info)
     folder.finish()
     print(summary(manifest, out), flush=True)

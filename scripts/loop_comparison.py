@@ -11,27 +11,28 @@ from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.metrics import gain, tau_estimate
 from scripts.loop_held_out import HeldOut, totals
 from scripts.rounds import LOOP_FILE
-from scripts.rounds_facts import plain
+from scripts.rounds_facts import answers_of, plain
 from scripts.rounds_plan import PLAIN, TRIALS
 
 OPEN, LOOP, DISTINCT, ABLATION = "open", "loop", "distinct", "ablation"
 LOOPS = (LOOP, "answers")
-KEYS = ("round", "generated", "generation", "trials", "switches", "measured", "gain", "rises")
+KEYS = ("round", "generated", "branched", "generation", "trials", "switches", "measured", "gain", "rises")
 """What is said of a round."""
 
 
 @dataclass
 class Comparison:
-    """The rows of a kind that have been played. work: their folders; opened: the open-loop training."""
+    """The rows of a kind that have been played. work: their folders; opened: the open-loop training, on `answers` answers."""
 
     work: Path
     opened: Path
     held_out: HeldOut
+    answers: int = 1440
 
     def content(self) -> dict[str, Any]:
         """`rows`, each against the open loop; `loop_over_distinct`; `ablation`, each switch against none."""
         open_loop = self.measured(OPEN, self.opened / "best")
-        rows = {OPEN: self.row(open_loop, open_loop) | self.training(self.opened)}
+        rows = {OPEN: self.row(open_loop, open_loop) | self.training(self.opened) | {"answers": self.answers}}
         for name in LOOPS:
             if (self.work / name / LOOP_FILE).is_file():
                 rows[name] = self.loop_row(name, open_loop)
@@ -101,7 +102,7 @@ class Comparison:
         return self.row(self.measured(name, self.best(name)), base) | {
             "steps": sum(entry["steps"] for entry in rounds),
             "tokens": content["spent"]["tokens"],
-            "answers": sum(entry["generated"]["answers"] for entry in rounds),
+            "answers": sum(answers_of(entry) for entry in rounds),
             "best_round": content["best"]["round"],
             "ended_by": content["ended_by"],
             "off": content["off"],

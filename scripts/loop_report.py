@@ -8,7 +8,8 @@ same rounds without any feedback; and `distinct`, one open-loop training on all 
 the same number of training tokens or fewer. The ablation trains from the drafter of the loop's first round, on the answers of its
 second: with each switch alone, and with none, as many steps and the same rest of the learning-rate schedule. Everything is measured
 on held-out prompts that decided nothing. It continues where it was interrupted; what has not been played is left out.
-`--kills 10` adds a loop that is killed ten times.
+`--few-prompts` plays and compares rounds from few prompts instead (scripts/loop_few.py). `--kills 10` adds a loop that is killed so
+often.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from inference.manifest import write_bytes
 from inference.target import TargetModel
 from scripts.config import load_settings
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
+from scripts.loop_few import PROMPTS, opened, play_few
 from scripts.loop_held_out import DECODE, HeldOut
 from scripts.loop_kill import kill_and_compare
 from scripts.loop_report_page import markdown
@@ -72,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(content)
         held_out = HeldOut(TargetModel.load(TargetConfig(path=TARGET, dtype="float32")), given.work)
         content["settings"] = settings(held_out)
-        for kind in given.kinds:
+        for kind in given.kinds if given.few_prompts else ():
+            few_prompts(kind, given, held_out, content)
+        for kind in () if given.few_prompts else given.kinds:
             for row in () if given.only_measured else (name for name in ORDER if name in given.rows):
                 play(kind, row, given)
             name, overrides = KINDS[kind]
@@ -93,6 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--switches", nargs="*", default=[*FEEDBACK_SWITCHES, ON_POLICY], help="of the ablation")
     parser.add_argument("--work", type=Path, default=Path("outputs/loop_report"), help="where runs are kept")
     parser.add_argument("--open", type=Path, default=Path("outputs/families/train"), help="open-loop trainings")
+    parser.add_argument("--few-prompts", action="store_true", help="rounds from few prompts instead, with their own open loop")
     parser.add_argument("--only-measured", action="store_true", help="play nothing, report what is there")
     parser.add_argument("--kills", type=int, default=0, help="kill a small loop so many times, and compare")
     return parser.parse_args(arguments)
@@ -109,9 +114,20 @@ def known() -> dict[str, Any]:
 def write(content: dict[str, Any]) -> None:
     """Write loop.json and loop.md."""
     kills = " --kills 10" if "killed" in content else ""
-    content["command"] = f"headstart loop experiment=families && python -m scripts.loop_report{kills}"
+    few = " && python -m scripts.loop_report --few-prompts" if "few_prompts" in content else ""
+    content["command"] = f"headstart loop experiment=families && python -m scripts.loop_report{kills}{few}"
     write_bytes(REPORTS / "loop.json", (json.dumps(content, indent=1) + "\n").encode())
     write_bytes(REPORTS / "loop.md", markdown(content).encode())
+
+
+def few_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]) -> None:
+    """Play and compare rounds from few prompts, for one kind."""
+    overrides, work = KINDS[kind][1], given.work / "few_prompts" / kind
+    more = MORE.get(kind, ())
+    folder = opened(work) if given.only_measured else play_few(overrides, more, work)
+    part = content.setdefault("few_prompts", {"prompts": PROMPTS, "kinds": {}})
+    part["kinds"][kind] = {"overrides": [*overrides, *more], **Comparison(work, folder, held_out, PROMPTS).content()}
+    write(content)
 
 
 def settings(held_out: HeldOut) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inference.report_blocks import markdown_table
+from scripts.rounds_facts import answers_of
 
 LABELS = {
     "open": "open loop: one training on greedy answers, generated once",
@@ -14,6 +15,11 @@ LABELS = {
     "distinct": "one training on all answers that the rounds had",
 }
 HEADER = ["row", "steps", "training tokens", "answers", "tau", "accepted drafts per pass against the open loop", "lossless"]
+FEW = (
+    "Both sides have the same prompts and as many training tokens as above, by `python -m scripts.loop_report --few-prompts`. The "
+    "open loop goes through its greedy answers again and again; the rounds (`experiment=embedded_few_prompts`) also read what the "
+    "target answers from likely tokens that it refused ([branches](../feedback.md))."
+)
 SWITCHES = ["switch alone", "steps", "training tokens", "tau", "accepted drafts per pass against none"]
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain", "learns from"]
 
@@ -22,21 +28,32 @@ def markdown(content: Mapping[str, Any]) -> str:
     """The page."""
     lines = ["# Rounds against one long training", "", *about(content)]
     for kind, entry in content["kinds"].items():
-        lines += [f"## {kind}", "", f"`{' '.join(entry['overrides'])}`", ""]
-        lines += markdown_table(HEADER, [line(name, row) for name, row in entry["rows"].items()])
-        lines += ["", *remarks(entry), ""]
-        if "ablation" in entry:
-            lines += [f"Every switch alone: {content['settings']['ablation_steps']} steps from the drafter of round 0.", ""]
-            lines += markdown_table(SWITCHES, [switch_line(name, row) for name, row in entry["ablation"].items()])
-            lines += [""]
-        loop = entry["rows"].get("loop")
-        if loop:
-            lines += ["The rounds of the recipe:", ""]
-            lines += markdown_table(ROUNDS, [round_line(found) for found in loop["rounds"]])
-            lines += [""]
+        lines += [f"## {kind}", "", *section(entry, content)]
+    few = content.get("few_prompts")
+    if few:
+        lines += [f"# From {few['prompts']} prompts", "", FEW, ""]
+        for kind, entry in few["kinds"].items():
+            lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry, content)]
     if "killed" in content:
         lines += ["## Killed", "", killed(content["killed"]), ""]
     return "\n".join(lines)
+
+
+def section(entry: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+    """A kind's tables."""
+    lines = [f"`{' '.join(entry['overrides'])}`", ""]
+    lines += markdown_table(HEADER, [line(name, row) for name, row in entry["rows"].items()])
+    lines += ["", *remarks(entry), ""]
+    if "ablation" in entry:
+        lines += [f"Every switch alone: {content['settings']['ablation_steps']} steps from the drafter of round 0.", ""]
+        lines += markdown_table(SWITCHES, [switch_line(name, row) for name, row in entry["ablation"].items()])
+        lines += [""]
+    loop = entry["rows"].get("loop")
+    if loop:
+        lines += ["The rounds of the recipe:", ""]
+        lines += markdown_table(ROUNDS, [round_line(found) for found in loop["rounds"]])
+        lines += [""]
+    return lines
 
 
 def about(content: Mapping[str, Any]) -> list[str]:
@@ -62,7 +79,7 @@ def line(name: str, row: Mapping[str, Any]) -> list[str]:
         LABELS[name],
         str(row["steps"]),
         f"{row['tokens']:,.0f}",
-        f"{row['answers']:,}" if "answers" in row else "1,440",
+        f"{row['answers']:,}",
         f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]",
         "-" if name == "open" else percent(gain),
         f"{lossless['identical']}/{lossless['sequences']}"
@@ -113,7 +130,7 @@ def round_line(entry: Mapping[str, Any]) -> list[str]:
         fast = f"x {speed['speedup']:.2f}; {lossless['identical']}/{lossless['sequences']} as plain, {lossless['mismatches']} wrong"
     return [
         str(entry["round"]),
-        f"{entry['generated']['answers']:,}",
+        f"{answers_of(entry):,}",
         fast,
         f"{entry['tokens']:,.0f}",
         f"{measured['tau']:.2f} [{low:.2f}, {high:.2f}]",

@@ -155,11 +155,14 @@ class Rounds:
         return generation_speed(load_settings(step.stage, step.overrides), folder, self.config.round.checked_answers)
 
     def branch(self, number: int, start: str) -> bool:
-        """Let the target answer on from tokens that it refused in this round's answers; returns whether there are any."""
+        """Let the target answer on from tokens that it refused in this round's answers, and in the answers to earlier branches;
+        returns whether there are any.
+        """
         folder, places = self.plan.folder(number), self.plan.branches(number)
         if not places.is_file():  # it appears whole, and answers may depend on it already
-            known = [path for path in map(self.plan.branches, range(number)) if path.is_file()]
-            write_branches(folder / "generate" / RECORDS, folder / "generate", places, self.settings.feedback, known)
+            earlier = [path for path in map(self.plan.branches, range(number)) if path.is_file() and path.stat().st_size]
+            answers = [folder / "generate", *(path.parent / "generate" for path in earlier)]
+            write_branches([(one, one / RECORDS) for one in answers], places, self.settings.feedback, earlier)
         if not places.stat().st_size:
             return False
         self.perform(self.plan.branching(number, start))

@@ -36,6 +36,11 @@ def answered(folder: Path) -> dict[str, Any]:
     }
 
 
+def answers_of(entry: Mapping[str, Any]) -> int:
+    """How many answers a round generated, by its entry in loop.json."""
+    return int(entry["generated"]["answers"] + entry.get("branched", {}).get("answers", 0))
+
+
 def trained(folder: Path) -> dict[str, Any]:
     """Of a train folder: steps, tokens, best step, the checkpoint and the hash of its weights."""
     manifest = read_manifest(folder, "train")

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.report import console
+from scripts.rounds_facts import answers_of
 
 ENDS = {
     "rounds": "all rounds were played",
@@ -42,11 +43,6 @@ def table(content: Mapping[str, Any]) -> Table:
     return found
 
 
-def answers(entry: Mapping[str, Any]) -> int:
-    """How many answers a round generated."""
-    return int(entry["generated"]["answers"] + entry.get("branched", {}).get("answers", 0))
-
-
 def line(entry: Mapping[str, Any]) -> list[str]:
     """The cells of a round."""
     measured, gain, speed = entry["measured"], entry.get("gain"), entry.get("generation")
@@ -60,7 +56,7 @@ def line(entry: Mapping[str, Any]) -> list[str]:
         gained = f"{gain['tau']:+.2f} [{gain['tau_ci95'][0]:+.2f}, {gain['tau_ci95'][1]:+.2f}]"
     return [
         str(entry["round"]),
-        f"{answers(entry):,}",
+        f"{answers_of(entry):,}",
         fast,
         f"{entry['spent']['tokens']:,.0f}",
         f"{measured['tau']:.2f} [{low:.2f}, {high:.2f}]",

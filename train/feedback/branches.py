@@ -12,7 +12,7 @@ import heapq
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,34 @@ logger = logging.getLogger(__name__)
 BRANCHES = "branches.jsonl"
 
 
-def write_branches(records: Path, answers: Path, out: Path, config: FeedbackConfig, known: Iterable[Path] = ()) -> int:
-    """Write up to `config.branches` branches per answer to the file `out`, the likeliest refused tokens first; returns how many.
+def write_branches(
+    folders: Sequence[tuple[Path, Path]], out: Path, config: FeedbackConfig, known: Iterable[Path] = ()
+) -> int:
+    """Write branches to the file `out`, the likeliest refused tokens first; returns how many.
 
-    records: verifications of the folder `answers`. known: files of earlier branches, which are not written again. A line has `id`
-    (the answer's id, the position and the refused token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of
-    the refused token. Raises `UserError` for damaged input.
+    folders: pairs of answers and the records of their verifications; `config.branches` branches are written per answer of the first
+    one, if there are so many. known: files of earlier branches, which are not written again. A line has `id` (the answer's id, the
+    position and the refused token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused token.
+    Raises `UserError` for damaged input.
     """
-    info = TargetInfo.from_dict(read_manifest(answers, "generate")["target"])
-    verifications = Records(records, info)
+    info = TargetInfo.from_dict(read_manifest(folders[0][0], "generate")["target"])
     before = {json.loads(line)["id"] for path in known for line in path.read_text(encoding="utf-8").splitlines()}
     found: dict[str, dict[str, Any]] = {}
-    count, ends = 0, set[int]()
-    for document in Source(answers, records).documents(info):
-        count += 1
-        if document.row["finish"] == "stop":
-            ends.add(int(document.tokens[-1]))
-        found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}
+    ends = set[int]()
+    for answers, records in folders:
+        verifications = Records(records, info)
+        for document in Source(answers, records).documents(info):
+            if document.row["finish"] == "stop":
+                ends.add(int(document.tokens[-1]))
+            found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}
+    wanted = config.branches * sum(entry["rows"] for entry in read_manifest(folders[0][0], "generate")["shards"])
     fresh = [item for name, item in found.items() if name not in before and item["tokens"][-1] not in ends]
-    chosen = heapq.nlargest(config.branches * count, fresh, key=lambda item: (item["log_p"], item["id"]))
-    if len(chosen) < config.branches * count:
+    chosen = heapq.nlargest(wanted, fresh, key=lambda item: (item["log_p"], item["id"]))
+    if len(chosen) < wanted:
         logger.warning(
             "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). Redacted records, and those of "
             "drafters without probabilities, hold none; a lower feedback.branch_likely finds more.",
-            config.branches * count, records, len(chosen), len(found),
+            wanted, folders[0][1], len(chosen), len(found),
         )  # fmt: skip
     write_bytes(out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode())
     return len(chosen)

@@ -58,7 +58,7 @@ def log_probability(tokens: list[int]) -> float:
 def test_the_likeliest_refused_tokens_are_gone_on_from(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
     config = FeedbackConfig(branches=1, branch_likely=0.001, branch_within=12)
-    count = write_branches(records, answers, tmp_path / BRANCHES, config)
+    count = write_branches([(answers, records)], tmp_path / BRANCHES, config)
     found = lines_of(tmp_path / BRANCHES)
     possible = {name: value for name, value in refused(records, 12).items() if value >= math.log(0.001)}
     assert count == len(found) == min(8, len(possible)) and len(possible) > 8
@@ -75,10 +75,10 @@ def test_the_likeliest_refused_tokens_are_gone_on_from(made: tuple[Path, Path], 
 def test_limits_are_kept(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
     near = FeedbackConfig(branches=9, branch_likely=1e-9, branch_within=3)
-    write_branches(records, answers, tmp_path / "near", near)
+    write_branches([(answers, records)], tmp_path / "near", near)
     assert {item["id"] for item in lines_of(tmp_path / "near")} == set(refused(records, 3))
     likely = FeedbackConfig(branches=99, branch_likely=0.01, branch_within=99)
-    write_branches(records, answers, tmp_path / "likely", likely)
+    write_branches([(answers, records)], tmp_path / "likely", likely)
     everything = refused(records, 99)
     assert {item["id"] for item in lines_of(tmp_path / "likely")} == {
         name for name, value in everything.items() if value >= math.log(0.01)
@@ -88,8 +88,8 @@ def test_limits_are_kept(made: tuple[Path, Path], tmp_path: Path) -> None:
 def test_no_branch_is_written_twice(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
     config = FeedbackConfig(branches=1, branch_likely=0.001)
-    write_branches(records, answers, tmp_path / "first", config)
-    write_branches(records, answers, tmp_path / "second", config, [tmp_path / "first"])
+    write_branches([(answers, records)], tmp_path / "first", config)
+    write_branches([(answers, records)], tmp_path / "second", config, [tmp_path / "first"])
     first, second = ({item["id"] for item in lines_of(tmp_path / name)} for name in ("first", "second"))
     assert second and not first & second
 
@@ -98,14 +98,14 @@ def test_records_without_tokens_give_none_and_say_so(tmp_path: Path, caplog: pyt
     completions = decoded(KIND)
     answers = write_answers(tmp_path / "generate", completions)
     records = write_records(answers / "records", completions, KIND, redact=True)
-    assert write_branches(records, answers, tmp_path / BRANCHES, FeedbackConfig(branches=2)) == 0
+    assert write_branches([(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=2)) == 0
     assert (tmp_path / BRANCHES).read_text() == ""
     assert "16 branches were asked for" in caplog.text and "Redacted records" in caplog.text
 
 
 def test_branches_are_read_by_a_generation(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
-    write_branches(records, answers, tmp_path / BRANCHES, FeedbackConfig(branches=1, branch_likely=0.001))
+    write_branches([(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=1, branch_likely=0.001))
     data = DataConfig(path=str(tmp_path / BRANCHES), kind="tokens", column="tokens", id_column="id", domain_column="domain")
     rows = list(Source(data))
     assert [row.tokens for row in rows] == [tuple(item["tokens"]) for item in lines_of(tmp_path / BRANCHES)]
@@ -122,3 +122,18 @@ def test_branches_are_read_by_a_generation(made: tuple[Path, Path], tmp_path: Pa
 def test_settings_without_sense_are_refused(wrong: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         FeedbackConfig(**wrong)
+
+
+def test_answers_to_earlier_branches_are_gone_on_from_too(made: tuple[Path, Path], tmp_path: Path) -> None:
+    answers, records = made
+    completions = tuple(one for one in decoded(KIND) if one.request.index >= 4)
+    first = write_answers(tmp_path / "first", tuple(one for one in decoded(KIND) if one.request.index < 4))
+    own = write_records(first / "records", tuple(one for one in decoded(KIND) if one.request.index < 4), KIND)
+    second = write_answers(tmp_path / "second", completions)
+    others = write_records(second / "records", completions, KIND)
+    config = FeedbackConfig(branches=3, branch_likely=1e-6)
+    together = write_branches([(first, own), (second, others)], tmp_path / "two", config)
+    assert together == 3 * 4  # so many per answer of the first folder, from both
+    write_branches([(answers, records)], tmp_path / "one", config)
+    likeliest = [item["id"] for item in lines_of(tmp_path / "one")][:12]
+    assert [item["id"] for item in lines_of(tmp_path / "two")] == likeliest
