@@ -19,9 +19,10 @@ def run(settings: Settings) -> None:
     """Write the folder; one of the same inputs is left alone."""
     from heads.api.errors import UserError
     from inference.manifest import MANIFEST_FILE
+    from inference.target import TargetModel
     from inference.verifications import FACTS_FILE
     from train.data.target_facts import TargetFacts
-    from train.feedback import BRANCHES, build, write_branches
+    from train.feedback import BRANCHES, VARIATIONS, build, write_branches, write_variations
     from train.recording import RECORDS
 
     config = settings.feedback
@@ -34,10 +35,10 @@ def run(settings: Settings) -> None:
                 f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
                 "generate.records.enabled=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
             )
-    if config.branches and (not answers or len(answers) != len(records)):
+    if (config.branches or config.variations) and (not answers or len(answers) != len(records)):
         raise UserError(
-            f"feedback.branches goes on from answers, of which each folder needs its records; given: {len(answers)} folders of "
-            f"answers and {len(records)} of records. Give the missing ones, or set feedback.branches=0."
+            "feedback.branches and feedback.variations go on from answers, of which each folder needs its records; given: "
+            f"{len(answers)} folders of answers and {len(records)} of records. Give the missing ones, or set both to 0."
         )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
     folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
@@ -47,8 +48,11 @@ def run(settings: Settings) -> None:
     if not is_main_process():
         return
     info = TargetFacts.load(settings.target).info if config.sequences else None
+    pairs = list(zip(answers, records, strict=False))
     if config.branches:
-        write_branches(list(zip(answers, records, strict=True)), out / BRANCHES, config)
+        write_branches(pairs, out / BRANCHES, config)
+    if config.variations:
+        write_variations(TargetModel.load(settings.target), pairs, out / VARIATIONS, config, settings.run.seed)
     manifest = build(records, answers, out, config, folder.session, info=info)
     folder.finish()
     print(summary(manifest, out), flush=True)

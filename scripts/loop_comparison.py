@@ -16,7 +16,7 @@ from scripts.rounds_plan import PLAIN, TRIALS
 
 OPEN, LOOP, DISTINCT, ABLATION = "open", "loop", "distinct", "ablation"
 LOOPS = (LOOP, "answers")
-KEYS = ("round", "generated", "branched", "generation", "trials", "switches", "measured", "gain", "rises")
+KEYS = ("round", "generated", "branches", "variations", "generation", "trials", "switches", "measured", "gain", "rises")
 """What is said of a round."""
 
 

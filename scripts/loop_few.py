@@ -1,7 +1,7 @@
 """Rounds where prompts are few (conf/experiment/embedded_few_prompts.yaml), for docs/reports/loop.json: scripts/loop_report.py.
 
-Both sides have the same 240 prompts and may train on as many tokens as two passes over the answers to all 1,440 take: the open loop
-sees each of its 240 answers twelve times, the rounds let the target answer on from where drafts failed.
+Both sides have the same 96 prompts and may train on as many tokens as two passes over the answers to all 1,440 take: the open loop
+sees each of its answers thirty times, in the rounds the target writes further prompts itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scripts.runner import run_one
 from scripts.stages import STAGES
 
 RECIPE = "experiment=embedded_few_prompts"
-PROMPTS = 240
+PROMPTS = 96
 OPEN_STEPS = 122
 """As the open-loop trainings of experiment=families."""
 

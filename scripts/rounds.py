@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, write_json
+from inference.target import TargetModel
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform
 from scripts.measure import measured
-from scripts.rounds_plan import BRANCHED, HARD_PROMPTS, PLAIN, TRIALS, RoundPlan
+from scripts.rounds_plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan
 from scripts.rounds_speed import generation_speed
 from scripts.rounds_table import show
 from scripts.run import shown
-from train.feedback import FeedbackConfig, build, write_branches
+from train.feedback import FeedbackConfig, build, write_branches, write_variations
 from train.recording import RECORDS
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 LOOP_FILE = "loop.json"
 FORMAT = 1
-ON_POLICY, HARD, BRANCHING = "on_policy", "hard_prompts", "branches"
-GENERATED = (HARD, BRANCHING)
+ON_POLICY, HARD = "on_policy", "hard_prompts"
+GENERATED = (HARD, *MORE)
 """Switches that say what is answered."""
 SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
 """The switches of `feedback`; `train.on_policy.share` is one more."""
@@ -122,9 +123,9 @@ class Rounds:
         if start and self.config.round.checked_answers:
             entry["generation"] = self.speed(step, folder)
         stages = [folder / "generate"]
-        if BRANCHING in learns and self.branch(number, start):
-            stages.append(folder / BRANCHED / "generate")
-            entry["branched"] = facts.answered(stages[-1])
+        for switch in (name for name in MORE if name in learns and self.make(number, name, start)):
+            stages.append(folder / switch / "generate")
+            entry[switch] = facts.answered(stages[-1])
         if number == 1 and self.config.round.trial_steps and asked:
             entry["trials"] = self.try_switches(number, start)
             stages += [*sorted((folder / TRIALS / "train").iterdir()), folder / TRIALS / "measure"]
@@ -154,24 +155,32 @@ class Rounds:
 
         return generation_speed(load_settings(step.stage, step.overrides), folder, self.config.round.checked_answers)
 
-    def branch(self, number: int, start: str) -> bool:
-        """Let the target answer on from tokens that it refused in this round's answers, and in the answers to earlier branches;
+    def make(self, number: int, switch: str, start: str) -> bool:
+        """Make further prompts from this round's answers (branches: also from the answers to earlier branches) and answer them;
         returns whether there are any.
         """
-        folder, places = self.plan.folder(number), self.plan.branches(number)
-        if not places.is_file():  # it appears whole, and answers may depend on it already
-            earlier = [path for path in map(self.plan.branches, range(number)) if path.is_file() and path.stat().st_size]
-            answers = [folder / "generate", *(path.parent / "generate" for path in earlier)]
-            write_branches([(one, one / RECORDS) for one in answers], places, self.settings.feedback, earlier)
-        if not places.stat().st_size:
+        plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
+        made = plan.made_prompts(number, switch)
+        if not made.is_file():  # it appears whole, and answers may depend on it already
+            before = [plan.made_prompts(place, switch) for place in range(number)]
+            before = [path for path in before if path.is_file() and path.stat().st_size]
+            if switch == "branches":
+                answers = [own, *(path.parent / "generate" for path in before)]
+                write_branches([(one, one / RECORDS) for one in answers], made, config, before)
+            else:
+                generate = plan.generate
+                seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
+                target = TargetModel.load(generate.target)
+                write_variations(target, [(own, own / RECORDS)], made, config, seed, before, arguments)
+        if not made.stat().st_size:
             return False
-        self.perform(self.plan.branching(number, start))
+        self.perform(plan.answering_made(number, switch, start))
         return True
 
     def answered(self, number: int) -> list[Path]:
         """The folders of a round's answers."""
         folder = self.plan.folder(number)
-        own = [folder / "generate", folder / BRANCHED / "generate"]
+        own = [folder / "generate", *(folder / switch / "generate" for switch in MORE)]
         return [place for place in own if (place / MANIFEST_FILE).is_file()]
 
     def hard_prompts(self, number: int) -> Path | None:
@@ -186,7 +195,7 @@ class Rounds:
         """
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
-        own = [name for name in switches if name not in (ON_POLICY, BRANCHING)]
+        own = [name for name in switches if name not in (ON_POLICY, *MORE)]
         answers = [folder for place in reversed(read) for folder in self.answered(place)]
         if not own and len(answers) == 1:
             return answers[0]

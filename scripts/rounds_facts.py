@@ -19,6 +19,7 @@ from inference.metrics import Gain, Outcome, Totals, gain
 from inference.records import FINAL_FILE, read_records
 from inference.report_schema import arm_name, read_report
 from inference.requests import PassRecord
+from scripts.rounds_plan import MORE
 from scripts.run import read_record, shown
 from train.summary import SUMMARY_FILE
 
@@ -38,7 +39,7 @@ def answered(folder: Path) -> dict[str, Any]:
 
 def answers_of(entry: Mapping[str, Any]) -> int:
     """How many answers a round generated, by its entry in loop.json."""
-    return int(entry["generated"]["answers"] + entry.get("branched", {}).get("answers", 0))
+    return int(sum(entry[name]["answers"] for name in ("generated", *MORE) if name in entry))
 
 
 def trained(folder: Path) -> dict[str, Any]:

@@ -19,15 +19,14 @@ from scripts.stages import STAGES
 from scripts.train import stage_folder
 from train.data.config import SourceConfig
 from train.data.sampling import backend_of
-from train.feedback import BRANCHES
 
 if TYPE_CHECKING:
     from scripts.config import Settings
 
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
-BRANCHED = "branches"
-"""A run within a round: the answers to its branches."""
+MORE = ("variations", "branches")
+"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
 
@@ -69,9 +68,9 @@ class RoundPlan:
         """The train stage's folder of a round."""
         return self.folder(number) / "train" / self.drafter
 
-    def branches(self, number: int) -> Path:
-        """Where a round's branches stand."""
-        return self.folder(number) / BRANCHED / BRANCHES
+    def made_prompts(self, number: int, switch: str) -> Path:
+        """Where the prompts stand that a round made."""
+        return self.folder(number) / switch / f"{switch}.jsonl"
 
     def step(self, stage: str, number: int, title: str, *more: str) -> Step:
         """A stage of a round. more: overrides that win over the loop's; those of the round itself win over these."""
@@ -95,13 +94,14 @@ class RoundPlan:
             more += [f"sampling.{key}={grammar(getattr(decode, key))}" for key in DRAFT_KEYS]
         return more
 
-    def branching(self, number: int, drafter: str) -> Step:
-        """Answers to a round's branches, all of them, with the last round's drafter."""
-        found = self.step("generate", number, "generate from branches", *self.answering(number, drafter, True))
+    def answering_made(self, number: int, switch: str, drafter: str) -> Step:
+        """Answers to the prompts that a round made, all of them, with the last round's drafter."""
+        found = self.step("generate", number, f"generate from {switch}", *self.answering(number, drafter, True))
         columns = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
         usual = {"name": None, "mixture": [], "limit": None, "shuffle": False, "share": [0, 1], **columns}
-        only = [f"data.path={text(self.branches(number))}", *(f"data.{key}={grammar(value)}" for key, value in usual.items())]
-        place = [f"run.root={text(self.folder(number))}", f"run.name={BRANCHED}"]
+        path = text(self.made_prompts(number, switch))
+        only = [f"data.path={path}", *(f"data.{key}={grammar(value)}" for key, value in usual.items())]
+        place = [f"run.root={text(self.folder(number))}", f"run.name={switch}"]
         return Step(found.stage, [*found.overrides, *only, *place], found.title)
 
     def prompts(self, number: int, hard: Path | None) -> list[str]:

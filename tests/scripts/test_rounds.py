@@ -55,12 +55,12 @@ def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> Non
 
 def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Path) -> None:
     plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90", "data.shuffle=true", f"run.root={tmp_path}"))
-    step = plan.branching(2, "d")
+    step = plan.answering_made(2, "branches", "d")
     found = load_settings(step.stage, step.overrides)
-    assert (found.data.path, found.data.kind, found.data.mixture) == (str(plan.branches(2)), "tokens", ())
+    assert (found.data.path, found.data.kind, found.data.mixture) == (str(plan.made_prompts(2, "branches")), "tokens", ())
     assert (found.data.limit, found.data.shuffle, found.data.share) == (None, False, (0, 1))
     assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == ("d", True, 1)
-    assert found.run.directory == plan.branches(2).parent == plan.folder(2) / "branches"
+    assert found.run.directory == plan.made_prompts(2, "branches").parent == plan.folder(2) / "branches"
 
 
 def test_trainings_are_parts_of_one_schedule_and_only_later_rounds_use_the_drafters_words() -> None:
@@ -231,7 +231,7 @@ def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
     earlier: set[str] = set()
     for number, found in enumerate(content["rounds"]):
         folder = run / f"round-{number}"
-        if "branched" not in found:
+        if "branches" not in found:
             assert "branches" not in found["switches"]
             continue
         lines = [json.loads(line) for line in (folder / "branches" / "branches.jsonl").read_text().splitlines()]
@@ -239,9 +239,9 @@ def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
         earlier |= {line["id"] for line in lines}
         trained = read_manifest(folder / "train" / "medusa", "train")
         answers = read_manifest(folder / "feedback", "generate")
-        assert answers["counts"]["done"] == found["generated"]["answers"] + found["branched"]["answers"]
-        assert found["branched"]["verifications"] > 0 and trained["state"] == "complete"
-    assert "branched" in content["rounds"][1] and "branched" not in content["rounds"][0]
+        assert answers["counts"]["done"] == found["generated"]["answers"] + found["branches"]["answers"]
+        assert found["branches"]["verifications"] > 0 and trained["state"] == "complete"
+    assert "branches" in content["rounds"][1] and "branches" not in content["rounds"][0]
 
 
 def test_trials_say_what_pays_and_turn_off_the_rest(killed: tuple[dict[str, Any], Path]) -> None:

@@ -50,6 +50,16 @@ class FeedbackConfig:
     branch_within: int = 32
     """Only errors within so many tokens of an answer's begin are branched from: what stands before is not learned again."""
 
+    variations: int = 0
+    """Prompts that the target writes itself, per prompt that there is (0: none): they begin as the ones begin whose answers cost
+    the most verify passes per token. In rounds they are answered at once; `headstart feedback` writes them to variations.jsonl."""
+    variation_begin: int = 6
+    """At most so many tokens of the user's text are taken over; how many is drawn for each (at least 1)."""
+    variation_tokens: int = 256
+    """Texts that do not end within so many tokens are left out (at least 1)."""
+    variation_temperature: float = 0.8
+    """Temperature at which the target writes them (above 0)."""
+
     def __post_init__(self) -> None:
         for name in ("error_weight", "root_weight", "replay_before", "replay_after", "domain_power"):
             value = getattr(self, name)
@@ -63,6 +73,12 @@ class FeedbackConfig:
             raise UserError(
                 "feedback.branches must not be negative, and feedback.branch_within at least 1; given "
                 f"{self.branches} and {self.branch_within}."
+            )
+        if self.variations < 0 or self.variation_begin < 1 or self.variation_tokens < 1 or not self.variation_temperature > 0:
+            raise UserError(
+                "feedback.variations must not be negative, variation_begin and variation_tokens at least 1, and "
+                f"variation_temperature above 0; given {self.variations}, {self.variation_begin}, {self.variation_tokens} and "
+                f"{self.variation_temperature}."
             )
         wrong = {name: share for name, share in self.traffic.items() if not (share >= 0 and math.isfinite(share))}
         if wrong or (self.traffic and not sum(self.traffic.values())):

@@ -1,0 +1,130 @@
+"""Variations: prompts that the target writes itself, begun as the prompts begin whose answers cost the most.
+
+A chat model that is given the start of a user's turn goes on as a user would ("Magpie", Xu et al., arXiv 2406.08464). Started with
+the first tokens of a prompt that is there, it keeps to that prompt's kind; prompts are drawn in proportion to the verify passes per
+token that their answers took, so that new ones come where speed is lost. What it writes is a prompt of token ids like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.chat import render_prompt
+from inference.decode_config import DecodeConfig
+from inference.engine import Engine, Request
+from inference.manifest import write_bytes
+from inference.target import TargetModel
+from train.feedback.build import Source
+from train.feedback.config import FeedbackConfig
+
+logger = logging.getLogger(__name__)
+
+VARIATIONS = "variations.jsonl"
+BATCH = 64
+PROBES = ("x", "Another text, of 7 words or so.")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the chat template writes before and behind a single user's text, as token ids."""
+
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Frame:
+        """From two renderings: what they begin and end with alike. arguments: the template's own."""
+        one, two = (render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments) for text in PROBES)
+        return cls(tuple(_common(one, two)), tuple(reversed(_common(one[::-1], two[::-1]))))
+
+    def text_of(self, prompt: Sequence[int]) -> list[int]:
+        """The user's text of a prompt [N]; empty for one of another form, such as several turns."""
+        begin, end = len(self.head), len(prompt) - len(self.tail)
+        if end <= begin or tuple(prompt[:begin]) != self.head or tuple(prompt[end:]) != self.tail:
+            return []
+        text = list(prompt[begin:end])
+        return [] if self.tail[0] in text else text
+
+
+def _common(one: Sequence[int], two: Sequence[int]) -> list[int]:
+    found = []
+    for left, right in zip(one, two, strict=False):
+        if left != right:
+            break
+        found.append(left)
+    return found
+
+
+def write_variations(
+    target: TargetModel,
+    folders: Sequence[tuple[Path, Path]],
+    out: Path,
+    config: FeedbackConfig,
+    seed: int,
+    known: Iterable[Path] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> int:
+    """Let the target write `config.variations` prompts per answer of `folders` into the file `out`; returns how many there are.
+
+    folders: pairs of answers and the records of their verifications. known: files of earlier variations; neither these nor the
+    prompts themselves are written again, nor are texts that do not end. arguments: the chat template's. A line has `id`, `domain`
+    (that of the prompt it begins like) and `tokens`. Raises `UserError` for damaged input.
+    """
+    frame = Frame.of(target.tokenizer, arguments)
+    prompts, seen = list(_prompts(folders, target, frame)), set[tuple[int, ...]]()
+    for path in known:
+        seen |= {tuple(json.loads(line)["tokens"]) for line in path.read_text(encoding="utf-8").splitlines()}
+    lines: list[str] = []
+    if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
+        seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
+        wanted = config.variations * len(prompts)
+        for item in _written(target, frame, prompts, config, seed, wanted):
+            if tuple(item["tokens"]) not in seen:
+                seen.add(tuple(item["tokens"]))
+                lines.append(json.dumps(item, ensure_ascii=False) + "\n")
+    else:
+        logger.warning(
+            "the target writes no variations: %s",
+            "a user's turn does not end with a token that ends its answers, so nothing says where a prompt is over"
+            if prompts
+            else "none of the prompts is a single user's text in the target's chat template",
+        )
+    write_bytes(out, "".join(lines).encode())
+    return len(lines)
+
+
+def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame) -> Iterator[dict[str, Any]]:
+    """Prompts of one user's text, and what their answers cost."""
+    for answers, records in folders:
+        for document in Source(answers, records).documents(target.info):
+            text = frame.text_of(document.row["tokens"][: document.row["spans"][0][0]])
+            if text:
+                yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}
+
+
+def _written(
+    target: TargetModel, frame: Frame, prompts: list[dict[str, Any]], config: FeedbackConfig, seed: int, wanted: int
+) -> Iterator[dict[str, Any]]:
+    """What the target writes, in order; `wanted` texts are begun, those that do not end are left out."""
+    draw = random.Random(f"variations {seed}")
+    chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
+    requests = []
+    for number, item in enumerate(chosen):
+        begun = draw.randint(1, config.variation_begin)
+        start = (*frame.head, *item["text"][:begun])
+        requests.append(Request(number, start, draw.getrandbits(63), config.variation_tokens))
+    decode = DecodeConfig(
+        shape="none", temperature=config.variation_temperature, batch_size=BATCH, max_new_tokens=config.variation_tokens
+    )
+    done = sorted(Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index)
+    for completion in done:
+        if completion.finish == "stop" and completion.tokens[-1] == frame.tail[0]:
+            number = completion.request.index
+            tokens = [*completion.request.tokens, *completion.tokens[:-1], *frame.tail]
+            yield {"id": f"variation-{seed}-{number}", "domain": chosen[number]["domain"], "tokens": tokens}
