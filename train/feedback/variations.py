@@ -84,7 +84,7 @@ def write_variations(
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
         seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
         wanted = config.variations * len(prompts)
-        for item in _written(target, frame, prompts, config, seed, wanted):
+        for item in _written(target, frame, prompts, config, seed, wanted, arguments):
             if tuple(item["tokens"]) not in seen:
                 seen.add(tuple(item["tokens"]))
                 lines.append(json.dumps(item, ensure_ascii=False) + "\n")
@@ -109,9 +109,18 @@ def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: F
 
 
 def _written(
-    target: TargetModel, frame: Frame, prompts: list[dict[str, Any]], config: FeedbackConfig, seed: int, wanted: int
+    target: TargetModel,
+    frame: Frame,
+    prompts: list[dict[str, Any]],
+    config: FeedbackConfig,
+    seed: int,
+    wanted: int,
+    arguments: Mapping[str, Any] | None,
 ) -> Iterator[dict[str, Any]]:
-    """What the target writes, in order; `wanted` texts are begun, those that do not end are left out."""
+    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold special tokens are left out.
+
+    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the tokenizer chooses.
+    """
     draw = random.Random(f"variations {seed}")
     chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
     requests = []
@@ -123,8 +132,10 @@ def _written(
         shape="none", temperature=config.variation_temperature, batch_size=BATCH, max_new_tokens=config.variation_tokens
     )
     done = sorted(Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index)
+    special = set(target.tokenizer.all_special_ids)
     for completion in done:
-        if completion.finish == "stop" and completion.tokens[-1] == frame.tail[0]:
-            number = completion.request.index
-            tokens = [*completion.request.tokens, *completion.tokens[:-1], *frame.tail]
+        number, ids = completion.request.index, [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]]
+        text = target.tokenizer.decode(ids)
+        if completion.finish == "stop" and completion.tokens[-1] == frame.tail[0] and text.strip() and not special & set(ids):
+            tokens = render_prompt(target.tokenizer, [{"role": "user", "content": text}], None, arguments)
             yield {"id": f"variation-{seed}-{number}", "domain": chosen[number]["domain"], "tokens": tokens}
