@@ -49,7 +49,7 @@ class Frame:
         if end <= begin or tuple(prompt[:begin]) != self.head or tuple(prompt[end:]) != self.tail:
             return []
         text = list(prompt[begin:end])
-        return [] if self.tail[0] in text else text
+        return [] if any(end in text for end in self.tail[:1]) else text
 
 
 def _common(one: Sequence[int], two: Sequence[int]) -> list[int]:
