@@ -189,6 +189,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     """Three rounds on a micro target, left in peace in calm/run and killed three times in killed/run."""
     folder = tmp_path_factory.mktemp("rounds")
     trials = ["loop.round.trial_steps=2", "feedback.hard_prompts=0.5", "feedback.branches=1", "feedback.branch_likely=0.0001"]
+    trials += ["feedback.variations=1"]
     return kill_and_compare([*micro_loop(folder), *trials], folder, kills=3), folder / "calm" / "run"
 
 
@@ -237,10 +238,9 @@ def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
         lines = [json.loads(line) for line in (folder / "branches" / "branches.jsonl").read_text().splitlines()]
         assert 0 < len(lines) <= found["generated"]["answers"] and not earlier & {line["id"] for line in lines}
         earlier |= {line["id"] for line in lines}
-        trained = read_manifest(folder / "train" / "medusa", "train")
         answers = read_manifest(folder / "feedback", "generate")
-        assert answers["counts"]["done"] == found["generated"]["answers"] + found["branches"]["answers"]
-        assert found["branches"]["verifications"] > 0 and trained["state"] == "complete"
+        assert answers["counts"]["done"] == rounds_facts.answers_of(found) > found["generated"]["answers"]
+        assert found["branches"]["verifications"] > 0
     assert "branches" in content["rounds"][1] and "branches" not in content["rounds"][0]
 
 

@@ -127,7 +127,8 @@ def _written(
     for number, item in enumerate(chosen):
         begun = draw.randint(1, config.variation_begin)
         start = (*frame.head, *item["text"][:begun])
-        requests.append(Request(number, start, draw.getrandbits(63), config.variation_tokens))
+        most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
+        requests.append(Request(number, start, draw.getrandbits(63), most))
     decode = DecodeConfig(
         shape="none", temperature=config.variation_temperature, batch_size=BATCH, max_new_tokens=config.variation_tokens
     )
