@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LOOP_FILE = "loop.json"
 FORMAT = 1
 ON_POLICY, HARD = "on_policy", "hard_prompts"
+VARIATIONS, BRANCHES = MORE
 GENERATED = (HARD, *MORE)
 """Switches that say what is answered."""
 SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
@@ -123,7 +124,8 @@ class Rounds:
         if start and self.config.round.checked_answers:
             entry["generation"] = self.speed(step, folder)
         stages = [folder / "generate"]
-        for switch in (name for name in MORE if name in learns and self.make(number, name, start)):
+        helper = self.helper(start, learns, entry.get("generation"))
+        for switch in (name for name in MORE if name in learns and self.make(number, name, helper)):
             stages.append(folder / switch / "generate")
             entry[switch] = facts.answered(stages[-1])
         if number == 1 and self.config.round.trial_steps and asked:
@@ -155,16 +157,21 @@ class Rounds:
 
         return generation_speed(load_settings(step.stage, step.overrides), folder, self.config.round.checked_answers)
 
+    def helper(self, start: str, learns: list[str], generation: Mapping[str, Any] | None) -> str:
+        """The drafter that answers made prompts: the round's, unless it slows the machine down and nobody reads its records."""
+        slower = generation is not None and generation["speedup"] < 1.0
+        return "" if slower and set(learns) == {VARIATIONS} else start
+
     def make(self, number: int, switch: str, start: str) -> bool:
-        """Make further prompts from this round's answers (branches: also from the answers to earlier branches) and answer them;
-        returns whether there are any.
+        """Make prompts from this round's answers (branches: also from the answers to earlier branches) and answer them, with
+        the drafter `start` (empty: plainly); returns whether there are any.
         """
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
         if not made.is_file():  # it appears whole, and answers may depend on it already
             before = [plan.made_prompts(place, switch) for place in range(number)]
             before = [path for path in before if path.is_file() and path.stat().st_size]
-            if switch == "branches":
+            if switch == BRANCHES:
                 answers = [own, *(path.parent / "generate" for path in before)]
                 write_branches([(one, one / RECORDS) for one in answers], made, config, before)
             else:

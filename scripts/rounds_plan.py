@@ -95,7 +95,7 @@ class RoundPlan:
         return more
 
     def answering_made(self, number: int, switch: str, drafter: str) -> Step:
-        """Answers to the prompts that a round made, all of them, with the last round's drafter."""
+        """Answers to the prompts that a round made, all of them, with a drafter (empty: plainly)."""
         found = self.step("generate", number, f"generate from {switch}", *self.answering(number, drafter, True))
         columns = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
         usual = {"name": None, "mixture": [], "limit": None, "shuffle": False, "share": [0, 1], **columns}

@@ -166,6 +166,14 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(loop: Ca
     assert loop([([], rise)] * 8).ends() == "rounds"
 
 
+def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records_are_not_read() -> None:
+    rounds = Rounds(settings())
+    slow, fast = {"speedup": 0.8}, {"speedup": 1.2}
+    assert rounds.helper("d", ["variations"], slow) == ""
+    assert rounds.helper("d", ["variations"], fast) == rounds.helper("d", ["variations"], None) == "d"
+    assert rounds.helper("d", ["variations", "branches"], slow) == rounds.helper("d", ["variations", "token_weights"], slow) == "d"
+
+
 def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds]) -> None:
     rise = gained(0.5, 0.2, 0.8)
     for key, enough, short in (("tokens", 300, 299), ("seconds", 30, 29), ("gpu_hours", 1.5, 1.4)):
