@@ -21,13 +21,12 @@ OPEN_STEPS = 122
 """As the open-loop trainings of experiment=families."""
 
 
-def play_few(overrides: Sequence[str], more: Sequence[str], work: Path) -> Path:
-    """Play the rounds and the open-loop training of a kind in `work`; returns the open-loop training's folder.
-
-    more: what only the rounds set. What has been played is left alone.
+def play_few(overrides: Sequence[str], work: Path) -> Path:
+    """Play the rounds and the open-loop training of a kind in `work`; returns the open-loop training's folder. What has been played
+    is left alone.
     """
     place = [f"run.root={work}", "run.threads=1"]
-    Rounds(load_settings(STAGES["loop"], [RECIPE, *overrides, *more, *place, f"run.name={LOOP}"])).run()
+    Rounds(load_settings(STAGES["loop"], [RECIPE, *overrides, *place, f"run.name={LOOP}"])).run()
     answers = work / LOOP / "round-0" / "generate"  # greedy and without a drafter: what an open loop begins with too
     steps = f"train.max_steps={OPEN_STEPS}"
     own = [*place, f"run.name={OPEN}", f"run.drafter={OPEN}", f"run.answers={answers}", steps]

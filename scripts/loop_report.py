@@ -123,10 +123,9 @@ def write(content: dict[str, Any]) -> None:
 def few_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]) -> None:
     """Play and compare rounds from few prompts, for one kind."""
     overrides, work = KINDS[kind][1], given.work / "few_prompts" / kind
-    more = MORE.get(kind, ())
-    folder = opened(work) if given.only_measured else play_few(overrides, more, work)
+    folder = opened(work) if given.only_measured else play_few(overrides, work)
     part = content.setdefault("few_prompts", {"prompts": PROMPTS, "kinds": {}})
-    part["kinds"][kind] = {"overrides": [*overrides, *more], **Comparison(work, folder, held_out, PROMPTS).content()}
+    part["kinds"][kind] = {"overrides": list(overrides), **Comparison(work, folder, held_out, PROMPTS).content()}
     write(content)
 
 
