@@ -3,8 +3,8 @@
 1. Survey: how much of every draft is accepted, from the target's own answers to tuning prompts (`survey`).
 2. Costs: what drafting, verifying and committing take, as curves, corrected by short decodings (`costs`).
 3. Prediction: tokens per second of every draft = tokens of the blocks / sum of their steps' seconds.
-4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding; the fastest is chosen, or none
-   when plain decoding is as fast.
+4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding; the one that prediction and
+   measurement together say is the fastest is chosen, or none when plain decoding is as fast.
 
 Legend: B rows decoded together.
 """
@@ -201,9 +201,9 @@ class Tuner:
         self.say(f"batch size {batch}, temperature {temperature:g}: running {', '.join(d.label for d in finalists)}")
         blocks = self.task.blocks(batch, self.config.rounds)
         measured = self.measured(self.run([NONE, *finalists], temperature, batch, blocks))
-        chosen = next(row for row in measured if row["draft"] == NONE or row["speedup"] > 1.0)
         expected = {item.draft: item for item in predicted}
         plain = expected[NONE].tokens_per_second
+        chosen = choose(measured, {draft: divide(item.tokens_per_second, plain) for draft, item in expected.items()})
         return {
             "batch_size": batch,
             "temperature": temperature,
@@ -246,6 +246,18 @@ class Tuner:
                 for (family, rows), item in sorted(costs.calibrations.items())
             ],
         }
+
+
+def choose(measured: Sequence[dict[str, Any]], predicted: Mapping[Draft, float]) -> dict[str, Any]:
+    """The row of the draft to use. measured: rows of drafts that took turns, plain decoding among them; predicted: speedups.
+
+    A prediction and a short run are two estimates of one speedup, with errors of their own and of like size: their geometric mean
+    decides. To speculate it must lie above 1, and so must what was measured.
+    """
+    means = {row["draft"]: (predicted[row["draft"]] * row["speedup"]) ** 0.5 for row in measured}
+    paying = [row for row in measured if row["draft"] != NONE and min(row["speedup"], means[row["draft"]]) > 1.0]
+    plain = next(row for row in measured if row["draft"] == NONE)
+    return max(paying, key=lambda row: means[row["draft"]], default=plain)
 
 
 def representatives(ordered: Sequence[Draft]) -> list[Draft]:

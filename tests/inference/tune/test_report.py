@@ -12,6 +12,7 @@ from heads.api.errors import UserError
 from scripts.tune_report import BEGIN, END, PAGE, judged, summary, tables, write_page
 
 CHOSEN = {"batch_size": 4, "label": "chain 2", "predicted_tokens_per_second": 110.0, "tokens_per_second": 100.0}
+TUNED = {**CHOSEN, "speedup": 1.2, "predictions": [{"label": "none", "speedup": 1.0}, {"label": "chain 2", "speedup": 1.5}]}
 GRID = [
     {"draft": "chain 3", "tokens_per_second": 125.0, "of_best": 1.0, "of_best_ci95": [1.0, 1.0]},
     {"draft": "chain 2", "tokens_per_second": 120.0, "of_best": 0.96, "of_best_ci95": [0.95, 0.99]},
@@ -20,7 +21,7 @@ GRID = [
 
 def report() -> dict[str, Any]:
     error = {"tokens_per_second": 0.01, "latency_p50": -0.02, "latency_p95": 0.03}
-    rows = [judged(CHOSEN, GRID) | {"tuned": {}, "exhaustive": []}]
+    rows = [judged(CHOSEN, GRID) | {"tuned": TUNED, "exhaustive": []}]
     found = {"mine": {"rows": rows, "traffic": {"ways": [{"draft": "none", "error": error}]}}}
     device = {"name": "a machine", "threads": 1}
     return {"summary": summary(found), "device": device, "command": "python -m scripts.tune_report mine=x"}
@@ -41,7 +42,7 @@ def test_the_page_gets_the_tables_between_its_marks(tmp_path: Path) -> None:
         write_page(page, report())
         text = page.read_text()
         assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
-        assert text.count("| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% |") == 1
+        assert text.count("| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% | 1.50 | 1.20 | +25.0% |") == 1
         assert "| mine | none | +1.0% | -2.0% | +3.0% |" in text
     page.write_text("no marks")
     with pytest.raises(UserError, match="has no place for the tables"):

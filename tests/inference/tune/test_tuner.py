@@ -23,7 +23,7 @@ from inference.tune.config import TuneConfig
 from inference.tune.costs import Run, StepCosts
 from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey
-from inference.tune.tuner import Tuner, answered, representatives
+from inference.tune.tuner import Tuner, answered, choose, representatives
 from inference.tune.workload import batch_steps
 from tests.inference.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
@@ -161,6 +161,20 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(ta
     assert {item["family"] for item in facts["calibrations"]} == {"none", "chain", "tree", "dynamic", "adaptive"}
     assert all(item["other_ms"] == pytest.approx(2.0) for item in facts["calibrations"])
     assert CostCurves.from_dict(facts["costs"]).verify(1, 3, 20) == pytest.approx(0.0103)
+
+
+def test_prediction_and_measurement_choose_together() -> None:
+    short, long = Draft("chain", 1), Draft("chain", 4)
+
+    def chosen(predicted: tuple[float, float], measured: tuple[float, float]) -> Draft:
+        rows = [{"draft": draft, "speedup": found} for draft, found in zip((NONE, short, long), (1.0, *measured), strict=True)]
+        return choose(rows, {NONE: 1.0, short: predicted[0], long: predicted[1]})["draft"]
+
+    assert chosen((1.2, 1.3), (1.2, 1.25)) == long
+    assert chosen((1.2, 1.3), (1.3, 1.1)) == short  # 1.249 against 1.196
+    assert chosen((0.85, 0.8), (1.01, 0.9)) == NONE  # a lucky run of what was predicted to lose
+    assert chosen((1.3, 1.2), (0.95, 0.9)) == NONE  # and a prediction that did not come true
+    assert chosen((1.1, 0.5), (1.1, 1.9)) == short
 
 
 def test_where_drafting_cannot_pay_none_is_chosen(target: TargetModel, clocked: Any) -> None:
