@@ -42,7 +42,8 @@ def test_the_page_gets_the_tables_between_its_marks(tmp_path: Path) -> None:
         write_page(page, report())
         text = page.read_text()
         assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
-        assert text.count("| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% | 1.50 | 1.20 | +25.0% |") == 1
+        line = "| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% | 1.50 | 1.20 | +25.0% |"
+        assert text.count(line) == 1
         assert "| mine | none | +1.0% | -2.0% | +3.0% |" in text
     page.write_text("no marks")
     with pytest.raises(UserError, match="has no place for the tables"):
