@@ -16,7 +16,6 @@ from scripts.runner import run_one
 from scripts.stages import STAGES
 
 RECIPE = "experiment=embedded_few_prompts"
-PROMPTS = 96
 OPEN_STEPS = 122
 """As the open-loop trainings of experiment=families."""
 

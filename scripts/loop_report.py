@@ -29,7 +29,7 @@ from inference.manifest import write_bytes
 from inference.target import TargetModel
 from scripts.config import load_settings
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
-from scripts.loop_few import PROMPTS, opened, play_few
+from scripts.loop_few import opened, play_few
 from scripts.loop_held_out import DECODE, HeldOut
 from scripts.loop_kill import kill_and_compare
 from scripts.loop_report_page import markdown
@@ -124,8 +124,9 @@ def few_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content
     """Play and compare rounds from few prompts, for one kind."""
     overrides, work = KINDS[kind][1], given.work / "few_prompts" / kind
     folder = opened(work) if given.only_measured else play_few(overrides, work)
-    part = content.setdefault("few_prompts", {"prompts": PROMPTS, "kinds": {}})
-    part["kinds"][kind] = {"overrides": list(overrides), **Comparison(work, folder, held_out, PROMPTS).content()}
+    prompts = loop_file(work)["rounds"][0]["generated"]["answers"]
+    part = content.setdefault("few_prompts", {"prompts": prompts, "kinds": {}})
+    part["kinds"][kind] = {"overrides": list(overrides), **Comparison(work, folder, held_out, prompts).content()}
     write(content)
 
 

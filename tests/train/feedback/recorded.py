@@ -17,6 +17,7 @@ from tests.models import VOCAB, random_target
 from train.data.answers import Answer, PartWriter, merge_parts
 
 DOMAINS = ("code", "chat")
+KIND = "layer_skip"
 
 
 @cache

@@ -13,20 +13,10 @@ import torch
 from heads.api.errors import UserError
 from inference.verifications import VERIFICATIONS, read_table
 from tests.models import random_model
-from tests.train.feedback.recorded import decoded, name_of, tokens_of, write_answers, write_records
+from tests.train.feedback.recorded import KIND, decoded, name_of, tokens_of, write_answers, write_records
 from train.data.config import DataConfig
 from train.data.sources import Source
 from train.feedback import BRANCHES, FeedbackConfig, write_branches
-
-KIND = "layer_skip"
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> tuple[Path, Path]:
-    """(answers, records) of one generation."""
-    completions = decoded(KIND)
-    answers = write_answers(tmp_path / "generate", completions)
-    return answers, write_records(answers / "records", completions, KIND)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

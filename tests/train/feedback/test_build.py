@@ -14,23 +14,13 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import read_manifest
-from tests.train.feedback.recorded import decoded, target, write_answers, write_records
+from tests.train.feedback.recorded import KIND, decoded, target, write_answers, write_records
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.data.sources import Row, Source
 from train.feedback import FeedbackConfig, build
 from train.feedback.evidence import Evidence, Records, evidence_of
-
-KIND = "layer_skip"
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> tuple[Path, Path]:
-    """(answers, records) of one generation."""
-    completions = decoded(KIND)
-    answers = write_answers(tmp_path / "generate", completions)
-    return answers, write_records(answers / "records", completions, KIND)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
