@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from inference.manifest import read_manifest
 from scripts.cli import main
-from tests.train.feedback.recorded import decoded, write_answers, write_records
+from tests.train.feedback.recorded import decoded, tokens_of, write_answers, write_records
+from train.feedback import BRANCHES
 
 
 def test_records_of_a_run_become_its_feedback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +29,21 @@ def test_records_of_a_run_become_its_feedback(tmp_path: Path, capsys: pytest.Cap
     assert "is complete; nothing to do" in capsys.readouterr().out
     assert main([*command, "feedback.replay=true"]) == 2
     assert "feedback.replay" in capsys.readouterr().err
+
+
+def test_prompts_for_the_next_generation_are_written_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completions = decoded("eagle3")
+    answers = write_answers(tmp_path / "r" / "generate", completions)
+    write_records(answers / "records", completions, "eagle3")
+    command = ["feedback", f"run.root={tmp_path}", "run.name=r", "feedback.branches=1", "feedback.branch_likely=0.0001"]
+    two = f"feedback.records=[{answers / 'records'},{answers / 'records'}]"
+    assert main([*command, two]) == 2
+    assert "given: 1 folders of answers and 2 of records" in capsys.readouterr().err
+    assert not main(command)
+    lines = (tmp_path / "r" / "feedback" / BRANCHES).read_text(encoding="utf-8").splitlines()
+    texts = [tokens_of(one) for one in completions]
+    assert len(lines) == len(completions)
+    for line in lines:
+        tokens = json.loads(line)["tokens"]
+        assert any(text[: len(tokens) - 1] == tokens[:-1] for text in texts)  # an answer up to the error,
+        assert not any(text[: len(tokens)] == tokens for text in texts)  # and then what no answer has
