@@ -7,7 +7,8 @@ weights, so that the numbers of the features are the only difference. tau is mea
 with a chain. Every training is kept in --work; a rerun does what is missing, and the report holds what has been done so far.
 
 docs/reports/feature_formats.json: `formats` (bytes per token of the heads' store, estimated and real size, share of bf16) and
-`rows` (one per head and way: tau per seed, and its mean and the mean's change against bf16 over the seeds that both have).
+`rows` (one per head and way: tau per seed, its mean, and the mean's change against bf16 over the seeds that both have, with the
+standard error of the changes: a training with other rounding ends elsewhere, whatever the features).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from heads.api.errors import UserError
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for head in given.heads:
                 for way in given.ways:
                     train_one(given, head, way, seed)
-                    write_json(given.out, report(given, stores, sys.argv[1:] if arguments is None else arguments))
+                    write_json(given.out, report(given, stores))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -113,14 +115,16 @@ def train_one(given: argparse.Namespace, head: str, way: str, seed: int) -> None
     )  # fmt: skip
 
 
-def report(given: argparse.Namespace, stores: dict[str, dict[str, Any]], arguments: Sequence[str]) -> dict[str, Any]:
+def report(given: argparse.Namespace, stores: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What has been measured so far."""
+    asked = [("heads", given.heads), ("ways", given.ways), ("seeds", given.seeds), ("steps", [given.steps])]
+    options = [f"--{name} {' '.join(map(str, values))}" for name, values in asked]
     formats = [format_row(given.work / "features" / fmt, manifest, stores["bf16"]) for fmt, manifest in stores.items()]
     rows = [row for head in HEADS for way in (ONLINE, *STORED) if (row := tau_row(given, head, way)) is not None]
     facts = {"steps": given.steps, "rows_per_step": 8, "sequence_length": 512, "prompts": 96, "tokens": given.tokens}
     return {
         "format": 1,
-        "command": " ".join(["python -m scripts.feature_formats", *arguments]),
+        "command": " ".join(["python -m scripts.feature_formats", *options]),
         "answers": file_sha256(given.answers / MANIFEST_FILE),
         "settings": facts,
         "formats": formats,
@@ -153,7 +157,8 @@ def tau_row(given: argparse.Namespace, head: str, way: str) -> dict[str, Any] | 
     if both:
         row["seeds"] = len(both)
         row["change"] = sum(own[seed] for seed in both) / sum(plain[seed] for seed in both) - 1
-        row["changes"] = [own[seed] / plain[seed] - 1 for seed in both]
+        row["changes"] = changes = [own[seed] / plain[seed] - 1 for seed in both]
+        row["standard_error"] = stdev(changes) / len(both) ** 0.5 if len(both) > 1 else None
     if way == ONLINE and both:
         row["same_weights_as_bf16"] = all(
             weights(given, head, way, seed) == weights(given, head, "bf16", seed) for seed in both
@@ -185,6 +190,8 @@ def table(content: dict[str, Any]) -> list[str]:
     for row in content["rows"]:
         each = ", ".join(f"{change:+.2%}" for change in row.get("changes", []))
         change = f"{row['change']:+.2%}" if "change" in row else ""
+        if row.get("standard_error"):
+            change += f" ± {row['standard_error']:.2%}"
         lines.append(f"| {row['head']} | {row['features']} | {len(row['tau'])} | {row['mean']:.3f} | {change} | {each} |")
     return lines
 
