@@ -30,7 +30,7 @@ class Comparison:
     answers: int = 1440
 
     def content(self) -> dict[str, Any]:
-        """`rows`, each against the open loop; `loop_over_distinct`; `ablation`, each switch against none."""
+        """`rows`, each against the open loop; `loop_over_distinct`."""
         open_loop = self.measured(OPEN, self.opened / "best")
         rows = {OPEN: self.row(open_loop, open_loop) | self.training(self.opened) | {"answers": self.answers}}
         for name in LOOPS:
@@ -43,10 +43,10 @@ class Comparison:
             answers = read_manifest(self.work / DISTINCT / "answers", "generate")["counts"]["done"]
             rows[DISTINCT] = self.row(found, open_loop) | self.training(trained.parent) | {"answers": answers}
             content["loop_over_distinct"] = plain(gain(totals(self.measured(LOOP, self.best(LOOP))), totals(found)))
-        return content | self.ablation()
+        return content
 
     def ablation(self) -> dict[str, Any]:
-        """The trainings with one switch and with none."""
+        """The trainings with one switch and with none, by switch; empty where they have not been played."""
         folder = self.work / ABLATION / "round-1" / TRIALS / "train"
         done = {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{MANIFEST_FILE}"))}
         if PLAIN not in done:
@@ -54,12 +54,10 @@ class Comparison:
         found = {name: self.measured(f"{ABLATION}-{name}", path / "best") for name, path in done.items()}
         order = [PLAIN, *(name for name in found if name != PLAIN)]
         return {
-            ABLATION: {
-                name: self.estimate(found[name])
-                | self.training(done[name])
-                | {"over_plain": plain(gain(totals(found[name]), totals(found[PLAIN])))}
-                for name in order
-            }
+            name: self.estimate(found[name])
+            | self.training(done[name])
+            | {"over_plain": plain(gain(totals(found[name]), totals(found[PLAIN])))}
+            for name in order
         }
 
     def best(self, name: str) -> Path:

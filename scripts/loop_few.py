@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.config import load_settings
-from scripts.loop_comparison import LOOP, OPEN
+from scripts.loop_ablation import ablate, overrides, share_first_round
+from scripts.loop_comparison import ABLATION, LOOP, OPEN
 from scripts.rounds import Rounds
 from scripts.runner import run_one
 from scripts.stages import STAGES
@@ -18,19 +19,36 @@ from scripts.stages import STAGES
 RECIPE = "experiment=embedded_few_prompts"
 OPEN_STEPS = 122
 """As the open-loop trainings of experiment=families."""
+MADE = 10
+"""Prompts that variations and branches make per answer in the ablation: as many as the recipe's variations."""
 
 
-def play_few(overrides: Sequence[str], work: Path) -> Path:
-    """Play the rounds and the open-loop training of a kind in `work`; returns the open-loop training's folder. What has been played
-    is left alone.
-    """
-    place = [f"run.root={work}", "run.threads=1"]
-    Rounds(load_settings(STAGES["loop"], [RECIPE, *overrides, *place, f"run.name={LOOP}"])).run()
+def prompts() -> int:
+    """How many prompts the recipe has."""
+    limit = load_settings(STAGES["generate"], [RECIPE]).data.limit
+    assert limit is not None, "the recipe is of few prompts"
+    return limit
+
+
+def rounds_of(own: Sequence[str], work: Path, name: str, *more: str) -> Rounds:
+    """The rounds of a kind, with its overrides `own`, in the run `name`."""
+    place = [f"run.root={work}", f"run.name={name}", "run.threads=1"]
+    return Rounds(load_settings(STAGES["loop"], [RECIPE, *own, *more, *place]))
+
+
+def play_few(own: Sequence[str], work: Path) -> None:
+    """Play the rounds and the open-loop training of a kind in `work`. What has been played is left alone."""
+    rounds_of(own, work, LOOP).run()
     answers = work / LOOP / "round-0" / "generate"  # greedy and without a drafter: what an open loop begins with too
     steps = f"train.max_steps={OPEN_STEPS}"
-    own = [*place, f"run.name={OPEN}", f"run.drafter={OPEN}", f"run.answers={answers}", steps]
-    run_one(load_settings(STAGES["train"], [RECIPE, *overrides, *own]))
-    return opened(work)
+    place = [f"run.root={work}", f"run.name={OPEN}", f"run.drafter={OPEN}", f"run.answers={answers}", "run.threads=1", steps]
+    run_one(load_settings(STAGES["train"], [RECIPE, *own, *place]))
+
+
+def ablate_few(own: Sequence[str], work: Path, switches: Sequence[str]) -> None:
+    """Train a kind in `work` with every one of the switches alone, and with none (scripts/loop_ablation.py)."""
+    share_first_round(work / LOOP, work / ABLATION)
+    ablate(rounds_of(own, work, ABLATION, *overrides(MADE)), switches)
 
 
 def opened(work: Path) -> Path:

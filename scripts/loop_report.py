@@ -5,11 +5,10 @@
 
 Per kind the rows are: `open`, the open-loop training; `loop`, rounds as conf/experiment/embedded_loop.yaml says; `answers`, the
 same rounds without any feedback; and `distinct`, one open-loop training on all answers that `loop` had, generated at once. All have
-the same number of training tokens or fewer. The ablation trains from the drafter of the loop's first round, on the answers of its
-second: with each switch alone, and with none, as many steps and the same rest of the learning-rate schedule. Everything is measured
+the same number of training tokens or fewer. `ablation` tries every switch alone (scripts/loop_ablation.py). Everything is measured
 on held-out prompts that decided nothing. It continues where it was interrupted; what has not been played is left out.
-`--few-prompts` plays and compares rounds from few prompts instead (scripts/loop_few.py). `--kills 10` adds a loop that is killed so
-often.
+`--few-prompts` plays and compares rounds from few prompts instead (scripts/loop_few.py). `--rows ablation` measures that alone and
+keeps the report's other rows. `--kills 10` adds a loop that is killed so often.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from inference.loading import TargetConfig
 from inference.manifest import write_bytes
 from inference.target import TargetModel
 from scripts.config import load_settings
+from scripts.loop_ablation import STEPS, TRIED, ablate, merged, overrides, share_first_round
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
-from scripts.loop_few import opened, play_few
+from scripts.loop_few import ablate_few, opened, play_few, prompts
 from scripts.loop_held_out import DECODE, HeldOut
 from scripts.loop_kill import kill_and_compare
 from scripts.loop_report_page import markdown
-from scripts.rounds import LOOP_FILE, ON_POLICY, Rounds
-from scripts.rounds_plan import PLAIN, TRIALS
+from scripts.rounds import GENERATED, LOOP_FILE, ON_POLICY, Rounds
 from scripts.runner import run_one
 from scripts.stages import STAGES
 from train.feedback import FeedbackConfig, build
@@ -58,10 +57,9 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
 """What rounds of a kind set besides: a switch that only this kind has."""
 ORDER = (*LOOPS, DISTINCT, ABLATION)
+MADE = 1
+"""Prompts that variations and branches make per answer in the ablation: as many as were answered."""
 OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
-FEEDBACK_SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights")
-"""Tried one by one. (What hard_prompts chooses is answered a round later: no training on given answers can try it.)"""
-ABLATION_STEPS = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,14 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(content)
         held_out = HeldOut(TargetModel.load(TargetConfig(path=TARGET, dtype="float32")), given.work)
         content["settings"] = settings(held_out)
-        for kind in given.kinds if given.few_prompts else ():
-            few_prompts(kind, given, held_out, content)
-        for kind in () if given.few_prompts else given.kinds:
-            for row in () if given.only_measured else (name for name in ORDER if name in given.rows):
-                play(kind, row, given)
-            name, overrides = KINDS[kind]
-            found = Comparison(given.work / kind, given.open / name, held_out).content()
-            content["kinds"][kind] = {"overrides": [*overrides, *MORE.get(kind, ())], **found}
+        for kind in given.kinds:
+            (few_prompts if given.few_prompts else all_prompts)(kind, given, held_out, content)
             write(content)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -94,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.loop_report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
-    parser.add_argument("--switches", nargs="*", default=[*FEEDBACK_SWITCHES, ON_POLICY], help="of the ablation")
+    parser.add_argument("--switches", nargs="*", choices=TRIED, default=TRIED, help="of the ablation")
     parser.add_argument("--work", type=Path, default=Path("outputs/loop_report"), help="where runs are kept")
     parser.add_argument("--open", type=Path, default=Path("outputs/families/train"), help="open-loop trainings")
     parser.add_argument("--few-prompts", action="store_true", help="rounds from few prompts instead, with their own open loop")
@@ -120,14 +112,35 @@ def write(content: dict[str, Any]) -> None:
     write_bytes(REPORTS / "loop.md", markdown(content).encode())
 
 
+def all_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]) -> None:
+    """Play and compare the rows of a kind."""
+    for row in () if given.only_measured else (name for name in ORDER if name in given.rows):
+        play(kind, row, given)
+    name, own = KINDS[kind]
+    comparison = Comparison(given.work / kind, given.open / name, held_out)
+    content["kinds"][kind] = compared(content["kinds"].get(kind, {}), comparison, [*own, *MORE.get(kind, ())], given.rows)
+
+
 def few_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]) -> None:
     """Play and compare rounds from few prompts, for one kind."""
-    overrides, work = KINDS[kind][1], given.work / "few_prompts" / kind
-    folder = opened(work) if given.only_measured else play_few(overrides, work)
-    prompts = loop_file(work)["rounds"][0]["generated"]["answers"]
-    part = content.setdefault("few_prompts", {"prompts": prompts, "kinds": {}})
-    part["kinds"][kind] = {"overrides": list(overrides), **Comparison(work, folder, held_out, prompts).content()}
-    write(content)
+    own, work = KINDS[kind][1], given.work / "few_prompts" / kind
+    if LOOP in given.rows and not given.only_measured:
+        play_few(own, work)
+    if ABLATION in given.rows and not given.only_measured:
+        ablate_few(own, work, [name for name in given.switches if name in GENERATED])
+    part = content.setdefault("few_prompts", {"prompts": prompts(), "kinds": {}})
+    comparison = Comparison(work, opened(work), held_out, prompts())
+    part["kinds"][kind] = compared(part["kinds"].get(kind, {}), comparison, list(own), given.rows)
+
+
+def compared(known: dict[str, Any], comparison: Comparison, own: list[str], rows: Sequence[str]) -> dict[str, Any]:
+    """What the report says of a kind: `known`, with what has been played of `rows`. own: the kind's overrides."""
+    content = {**known, "overrides": own}
+    if set(rows) != {ABLATION}:
+        content |= comparison.content()
+    if found := comparison.ablation():
+        content[ABLATION] = merged(known.get(ABLATION, {}), found)
+    return content
 
 
 def settings(held_out: HeldOut) -> dict[str, Any]:
@@ -139,7 +152,7 @@ def settings(held_out: HeldOut) -> dict[str, Any]:
         "temperature": DECODE.temperature,
         "depth": DECODE.depth,
         "max_new_tokens": DECODE.max_new_tokens,
-        "ablation_steps": ABLATION_STEPS,
+        "ablation_steps": STEPS,
     }
 
 
@@ -150,7 +163,8 @@ def play(kind: str, row: str, given: argparse.Namespace) -> None:
     if row == DISTINCT:
         train_distinct(kind, work)
     elif row == ABLATION:
-        ablate(kind, work, [name for name in given.switches if name != ON_POLICY or kind in MORE])
+        switches = [name for name in given.switches if name != ON_POLICY or kind in MORE]
+        ablate(rounds_of(kind, work, ABLATION, *overrides(MADE)), switches)
     else:
         rounds_of(kind, work, row, *(() if row == LOOP else OFF)).run()
 
@@ -163,14 +177,6 @@ def rounds_of(kind: str, work: Path, name: str, *more: str) -> Rounds:
     return Rounds(load_settings(STAGES["loop"], [RECIPE, *KINDS[kind][1], *MORE.get(kind, ()), *more, *place]))
 
 
-def share_first_round(source: Path, run: Path) -> None:
-    """The first round, and the second one's answers, are the same in all rows of a kind: they are played once."""
-    for name in ("round-0", "round-1/generate", "round-1/speed.json"):
-        if (source / name).exists() and not (run / name).exists():
-            (run / name).parent.mkdir(parents=True, exist_ok=True)
-            (run / name).symlink_to((source / name).resolve())
-
-
 def train_distinct(kind: str, work: Path) -> None:
     """One training on all answers that the rounds had, with as many steps as they together."""
     rounds = loop_file(work)["rounds"]
@@ -180,17 +186,6 @@ def train_distinct(kind: str, work: Path) -> None:
     steps = sum(entry["training"]["steps"] for entry in rounds)
     place = [f"run.root={work}", f"run.name={DISTINCT}", f"run.answers={run / 'answers'}", "run.threads=1"]
     run_one(load_settings(STAGES["train"], [RECIPE, *KINDS[kind][1], f"train.max_steps={steps}", *place]))
-
-
-def ablate(kind: str, work: Path, switches: Sequence[str]) -> None:
-    """Train on the answers of the second round with every switch alone, and with none."""
-    on = [f"feedback.{name}=true" for name in FEEDBACK_SWITCHES]
-    rounds = rounds_of(kind, work, ABLATION, *on, f"loop.round.trial_steps={ABLATION_STEPS}")
-    start = loop_file(work)["rounds"][0]["training"]["checkpoint"]
-    folder = rounds.plan.folder(1) / TRIALS
-    for name in (PLAIN, *switches):
-        answers = rounds.feedback(1, [name] if name in FEEDBACK_SWITCHES else [], folder / f"feedback-{name}")
-        rounds.perform(rounds.plan.trial(1, name, answers, start, name == ON_POLICY))
 
 
 def loop_file(work: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ LABELS = {
 HEADER = ["row", "steps", "training tokens", "answers", "tau", "accepted drafts per pass against the open loop", "lossless"]
 FEW = (
     "Both sides have the same prompts and as many training tokens as above, by `python -m scripts.loop_report --few-prompts`. The "
-    "open loop goes through its greedy answers again and again; the rounds (`experiment=embedded_few_prompts`) also read what the "
-    "target answers from likely tokens that it refused ([branches](../feedback.md))."
+    "open loop goes through its greedy answers again and again; in the rounds (`experiment=embedded_few_prompts`) the target also "
+    "writes prompts of the same kind itself and answers them ([variations](../feedback.md))."
 )
 SWITCHES = ["switch alone", "steps", "training tokens", "tau", "accepted drafts per pass against none"]
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain", "learns from"]

@@ -201,7 +201,7 @@ def _tally(sources: Sequence[Source], info: TargetInfo, config: FeedbackConfig) 
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
                 costs.append(document.cost)
-    if not tally.tested.any():
+    if not tally.tested.any() and any(source.records for source in sources):
         logger.warning("no verification fits these answers: every token weighs the same")
     if tally.unfit:
         logger.warning("%d verifications do not fit the answers and are left out", tally.unfit)
