@@ -34,6 +34,8 @@ from inference.tune.workload import Answered, Steps, batch_steps
 Say = Callable[[str], None]
 CALIBRATION_TURNS, CALIBRATION_TOKENS = 8, 24
 """Cost curves are corrected by short answers in many turns: a machine's speed changes within seconds, and all take their share."""
+TIE = 0.02
+"""Drafts whose speeds differ by less than this share are equally fast: a check of minutes measures no finer."""
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,15 @@ def choose(measured: Sequence[dict[str, Any]], predicted: Mapping[Draft, float])
     """The row of the draft to use. measured: rows of drafts that took turns, plain decoding among them; predicted: speedups.
 
     A prediction and a short run are two estimates of one speedup, with errors of their own and of like size: their geometric mean
-    decides. To speculate it must lie above 1, and so must what was measured.
+    decides. To speculate it must lie above 1, and so must what was measured. Of drafts within `TIE` of the best the one with the
+    fewest nodes is taken: they cannot be told apart, and it loses the least where other prompts accept less or more rows run.
     """
     means = {row["draft"]: (predicted[row["draft"]] * row["speedup"]) ** 0.5 for row in measured}
     paying = [row for row in measured if row["draft"] != NONE and min(row["speedup"], means[row["draft"]]) > 1.0]
     plain = next(row for row in measured if row["draft"] == NONE)
-    return max(paying, key=lambda row: means[row["draft"]], default=plain)
+    best = max((means[row["draft"]] for row in paying), default=0.0)
+    tied = [row for row in paying if means[row["draft"]] >= best * (1.0 - TIE)]
+    return min(tied, key=lambda row: (row["draft"].size, -means[row["draft"]]), default=plain)
 
 
 def representatives(ordered: Sequence[Draft]) -> list[Draft]:

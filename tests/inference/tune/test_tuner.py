@@ -177,6 +177,19 @@ def test_prediction_and_measurement_choose_together() -> None:
     assert chosen((1.1, 0.5), (1.1, 1.9)) == short
 
 
+def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:
+    drafts = [NONE, *(Draft("chain", depth) for depth in (1, 2, 3))]
+
+    def chosen(*speedups: float) -> Draft:
+        rows = [{"draft": draft, "speedup": found} for draft, found in zip(drafts, (1.0, *speedups), strict=True)]
+        return choose(rows, {row["draft"]: row["speedup"] for row in rows})["draft"]
+
+    assert chosen(1.19, 1.195, 1.20) == Draft("chain", 1)
+    assert chosen(1.10, 1.18, 1.20) == Draft("chain", 2)
+    assert chosen(1.10, 1.15, 1.20) == Draft("chain", 3)
+    assert chosen(0.995, 1.001, 0.9) == Draft("chain", 2)  # what does not pay is no tie
+
+
 def test_where_drafting_cannot_pay_none_is_chosen(target: TargetModel, clocked: Any) -> None:
     clocked(dear_verification)
     rows = tuner_of(target, nodes=(), thresholds=()).tune()
