@@ -28,14 +28,13 @@ import torch
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
 from inference import metrics
-from inference.batch_profile import Turn
 from inference.bench import device_facts
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine
 from inference.kernels.packed_linear import packed_linears
 from inference.loading import TargetConfig
 from inference.manifest import file_sha256, write_bytes, write_json
-from inference.metrics import Totals, divide
+from inference.metrics import divide
 from inference.prompts import load_prompts
 from inference.target import TargetModel
 from inference.traffic.advice import Way, seen_by_users
@@ -45,7 +44,7 @@ from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey, Task
-from inference.tune.tuner import Tuner
+from inference.tune.tuner import Tuner, summed
 from scripts import drafters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,18 +55,13 @@ GRID = TuneConfig(
     nodes=(8,),
     thresholds=(0.3,),
     prompts="assets/prompts/training/validation.jsonl",
-    prompts_per_domain=6,
+    prompts_per_domain=8,
     max_new_tokens=48,
     repeats=7,
     finalists=3,
-    rounds=2,
 )
-HELD_OUT = {1: 24, 4: 64, 16: 192}
-"""Batch size -> answers on other prompts that every draft gives."""
-CLOSE, MORE = 0.1, 2
-"""Drafts within this share of the fastest, and plain decoding, give so many times as many answers again: of several that are
-equally fast the luckiest of a short run would pass for the best.
-"""
+HELD_OUT = {1: 48, 4: 96, 16: 192}
+"""Batch size -> other prompts that every draft answers once, and those close to the fastest three times."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
 """The played traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""
 
@@ -167,33 +161,20 @@ def measured(tuner: Tuner, held_out: Path) -> dict[str, Any]:
 
 def exhaustive(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
     """Every draft of the grid on prompts that the tuner has not seen, the fastest first; and each one's speed relative to the
-    fastest, with an interval over blocks. Those close to the fastest run longer (`CLOSE`).
+    fastest, with an interval over blocks. Those close to the fastest run longer, as the tuner's finalists do.
     """
-    other = Tuner.prepare(
-        replace(tuner.config, prompts_per_domain=-(-HELD_OUT[batch] // 3)), tuner.target, tuner.drafter, load_prompts(held_out),
-        tuner.decode,
-    )  # fmt: skip
-    count = max(2, HELD_OUT[batch] // (2 * batch))
-    blocks = other.task.blocks(batch, 1 + MORE)[: (1 + MORE) * count]
-    turns = other.run(tuner.survey(0.0).drafts, 0.0, batch, blocks[:count])
-    first = other.measured(turns)
-    least = (1.0 - CLOSE) * first[0]["tokens_per_second"]
-    close = [row["draft"] for row in first if row["tokens_per_second"] >= least or row["draft"] == NONE]
-    again = other.run(close, 0.0, batch, blocks[count:])
-    longer = {draft: [*turns[draft], *again[draft]] for draft in close}
-    found = [*other.measured(longer), *(row for row in first if row["draft"] not in close)]
-    best = next(row["draft"] for row in found if row["draft"] in longer)
+    grid = replace(tuner.config, prompts_per_domain=-(-HELD_OUT[batch] // 3), rounds=1, close_rounds=2)
+    other = Tuner.prepare(grid, tuner.target, tuner.drafter, load_prompts(held_out), tuner.decode)
+    turns = other.compared(tuner.survey(0.0).drafts, 0.0, batch)
+    found = other.measured(turns)
+    longest = max(row["turns"] for row in found)
+    best = next(row["draft"] for row in found if row["turns"] == longest)
     for row in found:
         draft = row["draft"]
-        taken = longer if draft in longer else turns
-        ratio, interval = metrics.speedup(summed(draft, taken[draft]), summed(draft, taken[best]), tuner.config.seed)
-        row |= {"draft": draft.label, "turns": len(taken[draft]), "of_best": ratio, "of_best_ci95": list(interval)}
+        taken = turns[draft]
+        ratio, interval = metrics.speedup(summed(draft, taken), summed(best, turns[best][: len(taken)]), grid.seed)
+        row |= {"draft": draft.label, "of_best": ratio, "of_best_ci95": list(interval)}
     return sorted(found, key=lambda row: -float(row["of_best"]))
-
-
-def summed(draft: Draft, turns: Sequence[Turn]) -> Totals:
-    """Sums over the turns of a draft, which intervals resample."""
-    return Totals.collect([turn.outcome(number) for number, turn in enumerate(turns)], draft.depth)
 
 
 def judged(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class TuneConfig:
     """Drafts with the best predictions that are run."""
     rounds: int = 2
     """How often the finalists answer all prompts, taking turns with plain decoding."""
+    close_rounds: int = 4
+    """How often on top those finalists do that the first rounds cannot tell from the fastest; 0: not at all."""
     seed: int = 0
     """Chooses the prompts, and draws the bootstrap samples."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -62,5 +64,7 @@ class TuneConfig:
         for name in ("tree_depth", "width", "prompts_per_domain", "repeats", "finalists", "rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"tune.{name} must be at least 1; given: {getattr(self, name)}.")
+        if self.close_rounds < 0:
+            raise UserError(f"tune.close_rounds must not be negative; given: {self.close_rounds}.")
         if self.max_new_tokens < 2:
             raise UserError(f"tune.max_new_tokens must be at least 2; given: {self.max_new_tokens}.")

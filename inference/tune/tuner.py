@@ -3,14 +3,15 @@
 1. Survey: how much of every draft is accepted, from the target's own answers to tuning prompts (`survey`).
 2. Costs: what drafting, verifying and committing take, as curves, corrected by short decodings (`costs`).
 3. Prediction: tokens per second of every draft = tokens of the blocks / sum of their steps' seconds.
-4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding; the one that prediction and
-   measurement together say is the fastest is chosen, or none when plain decoding is as fast.
+4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding, those close to the fastest more
+   often; the one that prediction and measurement together say is the fastest is chosen, or none when plain decoding is as fast.
 
 Legend: B rows decoded together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -32,10 +33,14 @@ from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
-CALIBRATION_TURNS, CALIBRATION_TOKENS = 8, 24
+CALIBRATION_TURNS, CALIBRATION_TOKENS = 16, 24
 """Cost curves are corrected by short answers in many turns: a machine's speed changes within seconds, and all take their share."""
 TIE = 0.02
 """Drafts whose speeds differ by less than this share are equally fast: a check of minutes measures no finer."""
+CLOSE = 0.1
+"""Drafts within this share of the fastest run longer: of several that are equally fast the luckiest of a short run would win."""
+PREDICTION_ERROR = 0.06
+"""Standard deviation of log(predicted / measured speedup), as docs/reports/tune.json has shown it."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,35 @@ class Tuner:
         """Nodes verified per row and step on average; 0 where the draft's size says so."""
         return steps.mean_nodes if draft.family == "adaptive" else 0.0
 
+    def compared(self, drafts: Sequence[Draft], temperature: float, batch: int) -> dict[Draft, list[Turn]]:
+        """Drafts answer all prompts `rounds` times, taking turns with plain decoding, and those close to the fastest
+        `close_rounds` times on top; plain decoding always does.
+        """
+        blocks = self.task.blocks(batch, self.config.rounds + self.config.close_rounds)
+        first = len(self.task.blocks(batch, self.config.rounds))
+        turns = self.run(list(dict.fromkeys([NONE, *drafts])), temperature, batch, blocks[:first])
+        rows = self.measured(turns)
+        least = (1.0 - CLOSE) * rows[0]["tokens_per_second"]
+        close = [row["draft"] for row in rows if row["tokens_per_second"] >= least]
+        if len(close) > 1 and blocks[first:]:
+            self.say(f"cannot be told apart yet: {', '.join(draft.label for draft in close)}")
+            again = self.run(list(dict.fromkeys([NONE, *close])), temperature, batch, blocks, skip=first)
+            turns = {draft: [*taken, *again.get(draft, [])] for draft, taken in turns.items()}
+        return turns
+
     def run(
-        self, drafts: Sequence[Draft], temperature: float, batch: int, blocks: Sequence[Sequence[int]], most: int = 0
+        self,
+        drafts: Sequence[Draft],
+        temperature: float,
+        batch: int,
+        blocks: Sequence[Sequence[int]],
+        most: int = 0,
+        skip: int = 0,
     ) -> dict[Draft, list[Turn]]:
-        """Decode blocks with each of these drafts, taking turns. most: tokens of an answer; 0: as the task says."""
-        requests = self.task.block_requests(blocks)
+        """Decode blocks with each of these drafts, taking turns. most: tokens of an answer; 0: as the task says. skip: the first
+        blocks, which were decoded before: a prompt that comes again samples with another seed.
+        """
+        requests = self.task.block_requests(blocks)[skip:]
         if most:
             requests = [[replace(item, max_new_tokens=min(most, item.max_new_tokens)) for item in block] for block in requests]
         decode = replace(self.at(temperature), batch_size=batch)
@@ -170,22 +199,22 @@ class Tuner:
             return take_turns(engines, requests, batch)
 
     def measured(self, turns: Mapping[Draft, Sequence[Turn]]) -> list[dict[str, Any]]:
-        """Speeds of drafts that took turns, with intervals over blocks; the fastest first. Plain decoding is among them."""
-        totals = {
-            draft: Totals.collect([turn.outcome(number) for number, turn in enumerate(taken)], draft.depth)
-            for draft, taken in turns.items()
-        }
+        """Speeds of drafts that took turns, with intervals over blocks; the fastest first. Plain decoding is among them, and took
+        no fewer turns than any: each draft is compared with it over the draft's own blocks.
+        """
         rows = []
-        for draft, total in totals.items():
-            ratio, interval = metrics.speedup(total, totals[NONE], self.config.seed)
+        for draft, taken in turns.items():
+            total, seed = summed(draft, taken), self.config.seed
+            ratio, interval = metrics.speedup(total, summed(NONE, turns[NONE][: len(taken)]), seed)
             rows.append(
                 {
                     "draft": draft,
+                    "turns": len(taken),
                     "tokens_per_second": metrics.tokens_per_second(total),
-                    "tokens_per_second_ci95": list(metrics.tokens_per_second_ci95(total, self.config.seed)),
+                    "tokens_per_second_ci95": list(metrics.tokens_per_second_ci95(total, seed)),
                     "speedup": ratio,
                     "speedup_ci95": list(interval),
-                    "tau": metrics.tau_estimate(total, self.config.seed).tau,
+                    "tau": metrics.tau_estimate(total, seed).tau,
                 }
             )
         return sorted(rows, key=lambda row: -float(row["tokens_per_second"]))
@@ -201,8 +230,7 @@ class Tuner:
         predicted = self.predictions(temperature, batch, self.calibrated(batch))
         finalists = [item.draft for item in predicted if item.draft != NONE][: self.config.finalists]
         self.say(f"batch size {batch}, temperature {temperature:g}: running {', '.join(d.label for d in finalists)}")
-        blocks = self.task.blocks(batch, self.config.rounds)
-        measured = self.measured(self.run([NONE, *finalists], temperature, batch, blocks))
+        measured = self.measured(self.compared(finalists, temperature, batch))
         expected = {item.draft: item for item in predicted}
         plain = expected[NONE].tokens_per_second
         chosen = choose(measured, {draft: divide(item.tokens_per_second, plain) for draft, item in expected.items()})
@@ -253,16 +281,33 @@ class Tuner:
 def choose(measured: Sequence[dict[str, Any]], predicted: Mapping[Draft, float]) -> dict[str, Any]:
     """The row of the draft to use. measured: rows of drafts that took turns, plain decoding among them; predicted: speedups.
 
-    A prediction and a short run are two estimates of one speedup, with errors of their own and of like size: their geometric mean
-    decides. To speculate it must lie above 1, and so must what was measured. Of drafts within `TIE` of the best the one with the
-    fewest nodes is taken: they cannot be told apart, and it loses the least where other prompts accept less or more rows run.
+    A prediction and a measurement are two estimates of one speedup (`weighed`). To speculate it must lie above 1, and so must what
+    was measured. Of drafts within `TIE` of the best the one with the fewest nodes is taken: they cannot be told apart, and it loses
+    the least where other prompts accept less or more rows run.
     """
-    means = {row["draft"]: (predicted[row["draft"]] * row["speedup"]) ** 0.5 for row in measured}
+    means = {row["draft"]: weighed(predicted[row["draft"]], row["speedup"], row["speedup_ci95"]) for row in measured}
     paying = [row for row in measured if row["draft"] != NONE and min(row["speedup"], means[row["draft"]]) > 1.0]
     plain = next(row for row in measured if row["draft"] == NONE)
     best = max((means[row["draft"]] for row in paying), default=0.0)
     tied = [row for row in paying if means[row["draft"]] >= best * (1.0 - TIE)]
     return min(tied, key=lambda row: (row["draft"].size, -means[row["draft"]]), default=plain)
+
+
+def weighed(predicted: float, measured: float, interval: Sequence[float]) -> float:
+    """Geometric mean of a speedup's prediction and its measurement, each weighed by the inverse of its variance in logarithms: the
+    longer the measurement, the less a prediction says. interval: the measurement's, 95%.
+    """
+    low, high = interval
+    if min(predicted, measured, low) <= 0.0:
+        return measured
+    variance = ((math.log(high) - math.log(low)) / (2 * 1.96)) ** 2
+    share = PREDICTION_ERROR**2 / (PREDICTION_ERROR**2 + variance)
+    return math.exp(share * math.log(measured) + (1.0 - share) * math.log(predicted))
+
+
+def summed(draft: Draft, turns: Sequence[Turn]) -> Totals:
+    """Sums over the turns of a draft, which intervals resample."""
+    return Totals.collect([turn.outcome(number) for number, turn in enumerate(turns)], draft.depth)
 
 
 def representatives(ordered: Sequence[Draft]) -> list[Draft]:

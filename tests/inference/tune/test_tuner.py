@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from inference.tune.config import TuneConfig
 from inference.tune.costs import Run, StepCosts
 from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey
-from inference.tune.tuner import Tuner, answered, choose, representatives
+from inference.tune.tuner import PREDICTION_ERROR, Tuner, answered, choose, representatives, weighed
 from inference.tune.workload import batch_steps
 from tests.inference.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
@@ -40,6 +41,7 @@ CONFIG = TuneConfig(
     repeats=1,
     finalists=3,
     rounds=1,
+    close_rounds=1,
 )
 
 
@@ -163,11 +165,54 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(ta
     assert CostCurves.from_dict(facts["costs"]).verify(1, 3, 20) == pytest.approx(0.0103)
 
 
+def ran(draft: Draft, speedup: float, width: float) -> dict[str, Any]:
+    return {"draft": draft, "speedup": speedup, "speedup_ci95": [speedup / width, speedup * width]}
+
+
+def test_a_measurement_counts_by_how_sure_it_is() -> None:
+    """Against the posterior mean of two normal estimates of log speedup, summed over a fine grid."""
+    grid = torch.linspace(-1.0, 1.0, 20001, dtype=torch.float64)
+    for predicted, measured, width in ((1.2, 1.0, 1.02), (0.8, 1.1, 1.3), (1.5, 1.4, 1.1)):
+        deviation = math.log(width) / 1.96
+        distances = (grid - math.log(predicted)) / PREDICTION_ERROR, (grid - math.log(measured)) / deviation
+        density = torch.softmax(-0.5 * (distances[0] ** 2 + distances[1] ** 2), 0)
+        expected = math.exp(float((density * grid).sum()))
+        assert weighed(predicted, measured, (measured / width, measured * width)) == pytest.approx(expected, rel=1e-6)
+    assert weighed(1.2, 1.1, (1.1, 1.1)) == pytest.approx(1.1)
+    assert weighed(1.2, 0.0, (0.0, 0.0)) == 0.0  # nothing was committed
+
+
+def dear_trees(phase: str, nodes: float, rows: int) -> float:
+    """Chains cost next to nothing, trees of five nodes half a pass."""
+    return {"verify": 0.010, "draft": 0.005 if nodes == 5 else 0.0001, "commit": 0.0001, "other": 0.0}[phase]
+
+
+def test_drafts_close_to_the_fastest_run_longer_on_other_visits(target: TargetModel, clocked: Any) -> None:
+    clocked(dear_trees)
+    tuner = tuner_of(target, batches=(3,), close_rounds=2)
+    drafts = tuner.survey(0.0).drafts
+    once = {row["draft"]: row for row in tuner.measured(tuner.run(drafts, 0.0, 3, tuner.task.blocks(3, 1)))}
+    least = 0.9 * max(row["tokens_per_second"] for row in once.values())
+    turns = tuner.compared([draft for draft in drafts if draft != NONE], 0.0, 3)
+    counts = {draft: len(taken) for draft, taken in turns.items()}
+    blocks = len(tuner.task.blocks(3, 1))
+    for draft, row in once.items():
+        close = draft == NONE or row["tokens_per_second"] >= least
+        assert counts[draft] == (3 if close else 1) * blocks, draft.label
+    assert set(counts.values()) == {blocks, 3 * blocks}
+    seeds = {done.request.seed for turn in turns[NONE] for done in turn.completions}
+    assert len(seeds) == sum(len(turn.completions) for turn in turns[NONE])
+    assert next(row for row in tuner.measured(turns) if row["draft"] == NONE)["speedup"] == 1.0
+    assert set(map(len, tuner_of(target, close_rounds=0).compared(drafts, 0.0, 3).values())) == {blocks}
+
+
 def test_prediction_and_measurement_choose_together() -> None:
     short, long = Draft("chain", 1), Draft("chain", 4)
 
     def chosen(predicted: tuple[float, float], measured: tuple[float, float]) -> Draft:
-        rows = [{"draft": draft, "speedup": found} for draft, found in zip((NONE, short, long), (1.0, *measured), strict=True)]
+        drafts, speedups = (NONE, short, long), (1.0, *measured)
+        # As uncertain as a prediction: each counts as much.
+        rows = [ran(draft, found, math.exp(1.96 * PREDICTION_ERROR)) for draft, found in zip(drafts, speedups, strict=True)]
         return choose(rows, {NONE: 1.0, short: predicted[0], long: predicted[1]})["draft"]
 
     assert chosen((1.2, 1.3), (1.2, 1.25)) == long
@@ -181,7 +226,7 @@ def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:
     drafts = [NONE, *(Draft("chain", depth) for depth in (1, 2, 3))]
 
     def chosen(*speedups: float) -> Draft:
-        rows = [{"draft": draft, "speedup": found} for draft, found in zip(drafts, (1.0, *speedups), strict=True)]
+        rows = [ran(draft, found, 1.1) for draft, found in zip(drafts, (1.0, *speedups), strict=True)]
         return choose(rows, {row["draft"]: row["speedup"] for row in rows})["draft"]
 
     assert chosen(1.19, 1.195, 1.20) == Draft("chain", 1)
@@ -249,6 +294,7 @@ def test_blocks_take_every_prompt_and_a_second_visit_samples_anew(target: Target
         ({"temperatures": (-1.0,)}, r"tune\.temperatures must not be negative"),
         ({"max_new_tokens": 1}, r"tune\.max_new_tokens must be at least 2"),
         ({"rounds": 0}, r"tune\.rounds must be at least 1"),
+        ({"close_rounds": -1}, r"tune\.close_rounds must not be negative; given: -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
