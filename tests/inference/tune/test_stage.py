@@ -49,7 +49,8 @@ def run(stage: str, folders: tuple[Path, Path], prompts: Path, *more: str) -> No
 def test_tune_leaves_decode_yaml_and_what_it_rests_on(
     folders: tuple[Path, Path], prompts: Path, in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = ["tune.depths=[1,2]", "tune.nodes=[4]", "tune.thresholds=[0.5]", "tune.finalists=1", "tune.rounds=1", "tune.close_rounds=0"]
+    grid = ["tune.depths=[1,2]", "tune.nodes=[4]", "tune.thresholds=[0.5]"]
+    grid += ["tune.finalists=1", "tune.rounds=1", "tune.close_rounds=0"]
     run("tune", folders, prompts, f"tune.drafter={folders[1]}", "tune.batches=[1,2]", *grid)
     tuned = read_tuned(folders[1])
     assert tuned is not None and [row.batch_size for row in tuned.rows] == [1, 2]
