@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.baselines import BaselinesConfig
@@ -23,8 +22,8 @@ from inference.bench_data import DatasetConfig
 from inference.cost import CostConfig
 from inference.engine import DecodeConfig
 from inference.lost.config import LostConfig
-from inference.manifest import file_sha256
 from inference.prompts import Prompt, select_prompts
+from inference.verifications import checkpoint_hash
 
 BASELINE = "baseline"
 OWN_NOISE = " (own noise)"
@@ -86,8 +85,7 @@ class Arm:
     @property
     def weights_sha256(self) -> str:
         """Hash of the checkpoint's weights file; empty for a drafter without one."""
-        file = Path(self.path) / WEIGHTS_FILE if self.path else None
-        return file_sha256(file) if file is not None and file.is_file() else ""
+        return checkpoint_hash(self.path)
 
     def digest(self) -> str:
         """Hash of the drafter's weights as they are in memory; empty for a kind without weights."""

@@ -40,7 +40,10 @@ def write_records(
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
         log = VerificationLog(
-            out / RECORDS / arm.name.replace("/", "_"), record_facts(engine, arm.name), config.max_bytes, config.redact
+            out / RECORDS / arm.name.replace("/", "_"),
+            record_facts(engine, arm.name, arm.weights_sha256),
+            config.max_bytes,
+            config.redact,
         )
         timed = {record.prompt: record for record in measured[arm.name] if record.repeat == 0}
         forget(arm.drafter)

@@ -134,6 +134,7 @@ LOOP = {
 }
 TERM = {"name": str, "factor": float, "ci95": "interval"}
 SPLIT = {"ceiling": float, "speedup": float, "tau": float, "terms": [TERM]}
+ECE: dict[str, Any] = {"ece": float, "ece_ci95": "interval"}
 STATES: dict[str, Any] = {
     "tested": int,
     **{
@@ -145,15 +146,14 @@ STATES: dict[str, Any] = {
 LOST_ARM: dict[str, Any] = {
     **SPLIT,
     "widening": float,
-    "domains": {"*": SPLIT},
+    "domains": {"*": {**SPLIT, "calibration": ECE}},
     "depths": {"*": [STATES]},
-    "positions": [{"first": int, "end": int, **STATES}],
-    "temperatures": [{"temperature": float, "tau": float, "tau_ci95": "interval", "ece": float, **STATES}],
+    "positions": [{"first": int, "end": int, "calibration": ECE, **STATES}],
+    "temperatures": [{"temperature": float, "tau": float, "tau_ci95": "interval", **ECE, **STATES}],
     "tree": {"nodes": int, "own": float, "best": float, "choices": "anything"},
     "calibration": {
         "estimate": str,
-        "ece": float,
-        "ece_ci95": "interval",
+        **ECE,
         "bins": [{"count": int, "confidence": float, "accepted": float}],
     },
 }
@@ -189,7 +189,9 @@ def validate_report(report: Any, source: str = "report") -> dict[str, Any]:
     return dict(report)
 
 
-OPTIONAL = {"name", "noise", "choices", "weights_sha256", "gap", "version", "calibration", *BLOCKS, *PROVENANCE}
+OPTIONAL = {
+    "name", "noise", "choices", "weights_sha256", "gap", "version", "calibration", "ece_ci95", *BLOCKS, *PROVENANCE,
+}  # fmt: skip
 
 
 def _check(value: Any, form: Any, key: str, source: str) -> None:

@@ -6,8 +6,9 @@ of which target and drafter they are, and whether they are redacted. Anything th
 
     datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
 
-Redacted records hold no token and no text: what a person wrote, or read, cannot be found in them. Equal prompts of one process
-can still be recognised, by a hash whose key is drawn at random and written nowhere.
+Redacted records hold no token and no text: what a person wrote, or read, does not stand in them. Equal prompts of one process can
+still be recognised, by a hash whose key is drawn at random and written nowhere; and whoever has both models and guesses a prompt
+can test the guess, for the numbers that stay (lengths, what was accepted, log p and log q) follow from the text.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import write_bytes, write_json
+from inference.manifest import file_sha256, write_bytes, write_json
 from inference.requests import Completion, PassRecord
 
 if TYPE_CHECKING:
@@ -213,14 +215,25 @@ class VerificationLog:
         self.written += len(rows)
 
 
-def record_facts(engine: Engine, drafter: str) -> dict[str, Any]:
-    """What the records of an engine are of. drafter: its name."""
+def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> dict[str, Any]:
+    """What the records of an engine are of. drafter: its name; weights_sha256: of its checkpoint's weights, empty without any."""
     info, own = engine.target.info, engine.drafter
     return {
         "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
-        "drafter": {"name": drafter, "kind": None if own is None else own.kind},
-        "draft": {"shape": engine.decode.shape, "depth": engine.tree.max_depth, "nodes": engine.tree.num_nodes},
+        "drafter": {"name": drafter, "kind": None if own is None else own.kind, "weights_sha256": weights_sha256},
+        "draft": {
+            "shape": engine.decode.shape,
+            "depth": engine.tree.max_depth,
+            "nodes": engine.tree.num_nodes,
+            "adaptive": engine.decode.adaptive,
+        },
     }
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """SHA-256 of the weights file in a checkpoint's folder; empty where there is none."""
+    path = Path(folder) / WEIGHTS_FILE
+    return file_sha256(path) if folder and path.is_file() else ""
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from scripts.run import prepare_process
 if TYPE_CHECKING:
     from inference.engine import Engine, PassRecord, Request
     from scripts.config import Settings
+    from scripts.drafters import Found
 
 NO_DRAFTER = "none"
 GREEN, PLAIN = "\033[32m", "\033[0m"
@@ -61,15 +62,18 @@ def run(settings: Settings) -> None:
     print(summary(answer, name), file=sys.stderr)
 
 
+def chosen(settings: Settings, given: str) -> Found | None:
+    """The drafter `given` (see `ChatConfig.drafter`); None where none is wanted, or trained."""
+    given = given or next(iter(drafters.trained(settings.run)), NO_DRAFTER)
+    return None if given == NO_DRAFTER else drafters.find(given, settings.run)
+
+
 def build_engine(settings: Settings, given: str) -> tuple[Engine, str]:
     """The decoder with the drafter `given` (see `ChatConfig.drafter`), and that drafter's name."""
     from inference.engine import Engine
     from inference.target import TargetModel
 
-    if not given:
-        known = drafters.trained(settings.run)
-        given = next(iter(known), NO_DRAFTER)
-    found = None if given == NO_DRAFTER else drafters.find(given, settings.run)
+    found = chosen(settings, given)
     target = TargetModel.load(settings.target)
     if found is None:
         return Engine(target, None, settings.decode), "no drafter"

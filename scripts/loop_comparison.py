@@ -17,7 +17,7 @@ from scripts.rounds_plan import PLAIN, TRIALS
 OPEN, LOOP, DISTINCT, ABLATION = "open", "loop", "distinct", "ablation"
 LOOPS = (LOOP, "answers")
 KEYS = ("round", "generated", "branches", "variations", "generation", "trials", "switches", "measured", "gain", "rises")
-"""What is said of a round."""
+"""What is said of a round. Of its measurement not the speedup: rounds are played beside other work, on a machine that pauses."""
 
 
 @dataclass
@@ -94,6 +94,7 @@ class Comparison:
         content = json.loads((self.work / name / LOOP_FILE).read_text(encoding="utf-8"))
         rounds = [
             {key: entry[key] for key in KEYS if key in entry}
+            | {"measured": {key: value for key, value in entry["measured"].items() if not key.startswith("speedup")}}
             | {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
             for entry in content["rounds"]
         ]

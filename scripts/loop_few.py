@@ -30,6 +30,11 @@ def prompts() -> int:
     return limit
 
 
+def other(seed: int) -> list[str]:
+    """What makes a repetition: other prompts, as many, and another seed for everything that is drawn. 0: the recipe's own."""
+    return ["data.shuffle=true", f"data.seed={seed}", f"run.seed={seed}"] if seed else []
+
+
 def rounds_of(own: Sequence[str], work: Path, name: str, *more: str) -> Rounds:
     """The rounds of a kind, with its overrides `own`, in the run `name`."""
     place = [f"run.root={work}", f"run.name={name}", "run.threads=1"]

@@ -8,7 +8,8 @@ same rounds without any feedback; and `distinct`, one open-loop training on all 
 the same number of training tokens or fewer. `ablation` tries every switch alone (scripts/loop_ablation.py). Everything is measured
 on held-out prompts that decided nothing. It continues where it was interrupted; what has not been played is left out.
 `--few-prompts` plays and compares rounds from few prompts instead (scripts/loop_few.py). `--rows ablation` measures that alone and
-keeps the report's other rows. `--kills 10` adds a loop that is killed so often.
+keeps the report's other rows; `--few-prompts --seed 1` repeats it with other prompts. `--kills 10` adds a loop that is killed so
+often.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from inference.target import TargetModel
 from scripts.config import load_settings
 from scripts.loop_ablation import STEPS, TRIED, ablate, merged, overrides, share_first_round
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
-from scripts.loop_few import ablate_few, opened, play_few, prompts
+from scripts.loop_few import ablate_few, opened, other, play_few, prompts
 from scripts.loop_held_out import DECODE, HeldOut
 from scripts.loop_kill import kill_and_compare
-from scripts.loop_report_page import markdown
+from scripts.loop_report_page import REPEATED, markdown
 from scripts.rounds import GENERATED, LOOP_FILE, ON_POLICY, Rounds
 from scripts.runner import run_one
 from scripts.stages import STAGES
 from train.feedback import FeedbackConfig, build
 
+SCRIPT = "python -m scripts.loop_report"
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "docs" / "reports"
 TARGET = "assets/tiny-target"
@@ -83,13 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.loop_report", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=SCRIPT, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
     parser.add_argument("--switches", nargs="*", choices=TRIED, default=TRIED, help="of the ablation")
     parser.add_argument("--work", type=Path, default=Path("outputs/loop_report"), help="where runs are kept")
     parser.add_argument("--open", type=Path, default=Path("outputs/families/train"), help="open-loop trainings")
     parser.add_argument("--few-prompts", action="store_true", help="rounds from few prompts instead, with their own open loop")
+    parser.add_argument("--seed", type=int, default=0, help="with --few-prompts: other prompts, and all draws anew")
     parser.add_argument("--only-measured", action="store_true", help="play nothing, report what is there")
     parser.add_argument("--kills", type=int, default=0, help="kill a small loop so many times, and compare")
     return parser.parse_args(arguments)
@@ -106,8 +109,10 @@ def known() -> dict[str, Any]:
 def write(content: dict[str, Any]) -> None:
     """Write loop.json and loop.md."""
     kills = " --kills 10" if "killed" in content else ""
-    few = " && python -m scripts.loop_report --few-prompts" if "few_prompts" in content else ""
-    content["command"] = f"headstart loop experiment=families && python -m scripts.loop_report{kills}{few}"
+    few = content.get("few_prompts", {"kinds": {}})["kinds"].values()
+    seeds = sorted({int(seed) for entry in few for seed in entry.get(REPEATED, {})})
+    commands = [f"{SCRIPT} --few-prompts{f' --seed {seed}' if seed else ''}" for seed in ([0, *seeds] if few else [])]
+    content["command"] = " && ".join(["headstart loop experiment=families", f"{SCRIPT}{kills}", *commands])
     write_bytes(REPORTS / "loop.json", (json.dumps(content, indent=1) + "\n").encode())
     write_bytes(REPORTS / "loop.md", markdown(content).encode())
 
@@ -123,14 +128,19 @@ def all_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content
 
 def few_prompts(kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]) -> None:
     """Play and compare rounds from few prompts, for one kind."""
-    own, work = KINDS[kind][1], given.work / "few_prompts" / kind
+    work = given.work / "few_prompts" / (f"{kind}-{given.seed}" if given.seed else kind)
+    own = [*KINDS[kind][1], *other(given.seed)]
     if LOOP in given.rows and not given.only_measured:
         play_few(own, work)
     if ABLATION in given.rows and not given.only_measured:
         ablate_few(own, work, [name for name in given.switches if name in GENERATED])
     part = content.setdefault("few_prompts", {"prompts": prompts(), "kinds": {}})
     comparison = Comparison(work, opened(work), held_out, prompts())
-    part["kinds"][kind] = compared(part["kinds"].get(kind, {}), comparison, list(own), given.rows)
+    if given.seed:
+        repeated = part["kinds"].setdefault(kind, {}).setdefault(REPEATED, {})
+        repeated[str(given.seed)] = compared({}, comparison, own, given.rows)
+    else:
+        part["kinds"][kind] = compared(part["kinds"].get(kind, {}), comparison, own, given.rows)
 
 
 def compared(known: dict[str, Any], comparison: Comparison, own: list[str], rows: Sequence[str]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 from inference.report_blocks import markdown_table
 from scripts.rounds_facts import answers_of
 
+REPEATED = "repeated"
+"""Key of a kind from few prompts: seed -> the same with other prompts."""
 LABELS = {
     "open": "open loop: one training on greedy answers, generated once",
     "loop": "**rounds, as the recipe says**",
@@ -44,6 +46,10 @@ def section(entry: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
     lines = [f"`{' '.join(entry['overrides'])}`", ""]
     lines += markdown_table(HEADER, [line(name, row) for name, row in entry["rows"].items()])
     lines += ["", *remarks(entry), ""]
+    for seed, again in entry.get(REPEATED, {}).items():
+        lines += [f"Repeated with other prompts, as many, and seed {seed}:", ""]
+        lines += markdown_table(HEADER, [line(name, row) for name, row in again["rows"].items()])
+        lines += ["", *remarks(again), ""]
     if "ablation" in entry:
         lines += [f"Every switch alone: {content['settings']['ablation_steps']} steps from the drafter of round 0.", ""]
         lines += markdown_table(SWITCHES, [switch_line(name, row) for name, row in entry["ablation"].items()])

@@ -9,18 +9,21 @@ goes on from its weights. What does not pay is turned off. Everything is decided
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, write_json
+from inference.manifest import MANIFEST_FILE, file_sha256, write_json
 from inference.target import TargetModel
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform
 from scripts.measure import measured
-from scripts.rounds_plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan
+from scripts.rounds_open import open_loop
+from scripts.rounds_plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, text
 from scripts.rounds_speed import generation_speed
 from scripts.rounds_table import show
 from scripts.run import shown
@@ -59,6 +62,9 @@ class Rounds:
     stale: int = 0
     """Rounds in a row that brought no rise, for which no switch could be blamed."""
 
+    open_loop: dict[str, Any] = field(default_factory=dict)
+    """What the rounds are compared with, once that is known."""
+
     def __post_init__(self) -> None:
         self.plan = RoundPlan(self.settings)
         self.config = self.settings.loop
@@ -83,6 +89,9 @@ class Rounds:
             ended_by = self.ends()
             show(self.content(ended_by))
         self.keep_best()
+        if self.config.round.open_loop:
+            self.open_loop = open_loop(self.plan, self.done, self.best, self.perform, self.measure)
+            show(self.content(ended_by))
         return self.write(ended_by)
 
     def ends(self) -> str:
@@ -138,7 +147,7 @@ class Rounds:
         entry["training"] = facts.trained(training)
         self.measure(plan.judged(number, [entry["training"]["checkpoint"]]))
         entry["measured"] = facts.measured(folder / "measure", plan.drafter)
-        entry["spent"] = facts.spent([*stages, training, folder / "measure"])
+        entry["spent"] = facts.spent([*stages, training, folder / "measure"], facts.other_seconds(folder))
         return entry
 
     def perform(self, step: Step) -> None:
@@ -169,6 +178,7 @@ class Rounds:
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
         if not made.is_file():  # it appears whole, and answers may depend on it already
+            begun = time.monotonic()
             before = [plan.made_prompts(place, switch) for place in range(number)]
             before = [path for path in before if path.is_file() and path.stat().st_size]
             if switch == BRANCHES:
@@ -179,6 +189,7 @@ class Rounds:
                 seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
                 target = TargetModel.load(generate.target)
                 write_variations(target, [(own, own / RECORDS)], made, config, seed, before, arguments)
+            write_json(made.with_name(facts.MADE_FILE), {"seconds": time.monotonic() - begun})
         if not made.stat().st_size:
             return False
         self.perform(plan.answering_made(number, switch, start))
@@ -221,7 +232,8 @@ class Rounds:
             answers = self.feedback(number, own, folder / f"feedback-{name}")
             self.perform(self.plan.trial(number, name, answers, start, name == ON_POLICY))
             checkpoints[name] = shown(folder / "train" / name / "best")
-        self.measure(self.plan.judged(number, list(checkpoints.values()), trials=True))
+        place = [f"run.root={text(self.plan.folder(number))}", f"run.name={TRIALS}"]
+        self.measure(self.plan.judged(number, list(checkpoints.values()), place))
         found = {}
         for name in tried:
             gain = facts.gained((folder / "measure", name), (folder / "measure", PLAIN))
@@ -268,6 +280,7 @@ class Rounds:
             },
             "rounds": self.done,
             "best": {"round": self.best, "checkpoint": best["training"]["checkpoint"], "tau": best["measured"]["tau"]},
+            **({"open_loop": self.open_loop} if self.open_loop else {}),
             "off": self.off,
             "ended_by": ended_by,
             "spent": self.spent(),
@@ -283,6 +296,9 @@ class Rounds:
         """Copy the best round's training to <run>/train/<drafter>/, whole: it is the run's drafter for every later stage."""
         source = self.plan.training(self.best)
         out = self.settings.run.directory / "train" / self.plan.drafter
+        there = out / "best" / WEIGHTS_FILE
+        if there.is_file() and file_sha256(there) == self.done[self.best]["training"]["weights_sha256"]:
+            return  # with what other stages have put beside it since: decode.yaml, watch.json
         fresh, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)

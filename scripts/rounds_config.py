@@ -48,6 +48,9 @@ class RoundConfig:
     trial_steps: int = 0
     """In the first round that learns from records every switch is tried alone: trainings of so many steps from the same start,
     with it and without any. A switch whose trial has no higher tau is off from then on. 0: no trials."""
+    open_loop: bool = False
+    """After the rounds train once more, without feedback and on the answers to all prompts, with as many tokens as all rounds had,
+    and compare: what the rounds are worth. The budget does not count it."""
     checked_answers: int = 16
     """Answers of a round that are decoded plainly as well, to see what the drafter gains there and that it changes nothing; 0:
     none."""

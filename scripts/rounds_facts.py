@@ -23,6 +23,7 @@ from scripts.rounds_plan import MORE
 from scripts.run import read_record, shown
 from train.summary import SUMMARY_FILE
 
+MADE_FILE, SPEED_FILE = "made.json", "speed.json"
 SPENT = ("seconds", "tokens", "gpu_hours")
 
 
@@ -80,12 +81,23 @@ def plain(found: Gain) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(found).items()}
 
 
-def spent(stages: Sequence[Path]) -> dict[str, float]:
+def other_seconds(folder: Path) -> float:
+    """What a round's process did beside its stages: writing prompts, and decoding a sample of the answers in two ways."""
+    total = 0.0
+    for path in (*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE):
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            total += sum(content.get(name, 0.0) for name in ("seconds", "plain_seconds", "drafted_seconds"))
+    return total
+
+
+def spent(stages: Sequence[Path], other: float = 0.0) -> dict[str, float]:
     """What stages cost, from their folders: seconds, tokens trained on, and seconds times processes as hours.
 
-    Seconds of a training are those of all its sessions, of another stage those of the session that completed it.
+    Seconds of a training are those of all its sessions, of another stage those of the session that completed it. other: seconds of
+    one process beside them.
     """
-    total = dict.fromkeys(SPENT, 0.0)
+    total = dict.fromkeys(SPENT, 0.0) | {"seconds": other, "gpu_hours": other / 3600}
     for folder in stages:
         record = read_record(folder) or {}
         last: Mapping[str, Any] = (record.get("sessions") or [{}])[-1]

@@ -150,8 +150,8 @@ class RoundPlan:
         more = [f"train.refresh.init_from={text(start)}"] if start else []
         return more if on_policy else [*more, "train.on_policy.share=0"]
 
-    def judged(self, number: int, checkpoints: Sequence[str], trials: bool = False) -> Settings:
-        """The settings of the measurement that judges a round's drafter, or its trials."""
+    def judged(self, number: int, checkpoints: Sequence[str], place: Sequence[str] = ()) -> Settings:
+        """The settings of the measurement that judges a round's drafter, or others as that one. place: where, for these."""
         prompts = self.train.train.prompts
         if len(prompts) != 1 and not any(item.startswith("bench.prompts=") for item in self.settings.loop.round.judge):
             raise UserError(
@@ -160,7 +160,6 @@ class RoundPlan:
             )
         more = [*(f"bench.prompts={text(prompts[0])}" for _ in prompts[:1]), "bench.compare_noise=false"]
         step = self.step("measure", number, "measure", *more, *self.settings.loop.round.judge)
-        place = [f"run.root={text(self.folder(number))}", f"run.name={TRIALS}"] if trials else []
         others = [item for item in step.overrides if not item.startswith("bench=")]  # a group is chosen once
         found = load_settings(step.stage, ["bench=jsonl", *others, *place])
         chosen = {"name": "measure", "drafters": list(checkpoints), "kinds": [], "heads": {}, "drafts": {}}

@@ -19,11 +19,10 @@ from inference.engine import Engine, Request
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
 from inference.metrics import divide
 from inference.target import TargetModel
+from scripts.rounds_facts import SPEED_FILE
 
 if TYPE_CHECKING:
     from scripts.config import Settings
-
-SPEED_FILE = "speed.json"
 
 
 def generation_speed(settings: Settings, folder: Path, count: int) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def show(content: Mapping[str, Any]) -> None:
         out.print(f"{name} is off: {reason}", soft_wrap=True)
     if not content["ended_by"]:
         return
+    if "open_loop" in content:
+        out.print(compared(content["open_loop"]), soft_wrap=True)
     best, spent = content["best"], content["spent"]
     out.print(
         f"best: round {best['round']}, tau {best['tau']:.2f}; {best['checkpoint']}\n"
@@ -40,7 +42,19 @@ def table(content: Mapping[str, Any]) -> Table:
         found.add_column(name, justify="left" if name == "learns from" else "right")
     for entry in content["rounds"]:
         found.add_row(*line(entry))
+    if "open_loop" in content:
+        found.add_row(*line({"round": "open loop", "switches": [], **content["open_loop"], "gain": None}))
     return found
+
+
+def compared(entry: Mapping[str, Any]) -> str:
+    """What the best round gained over the open loop."""
+    gain = entry["gain"]
+    low, high = gain["accepted_ci95"]
+    return (
+        f"best round against one open-loop training of {entry['training']['tokens']:,.0f} tokens: accepted drafts per pass "
+        f"{gain['accepted']:+.1%} [{low:+.1%}, {high:+.1%}]"
+    )
 
 
 def line(entry: Mapping[str, Any]) -> list[str]:

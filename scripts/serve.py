@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
-from scripts.chat import build_engine
+from scripts.chat import build_engine, chosen
 from scripts.run import prepare_process, shown
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def run(settings: Settings) -> int:
     except ImportError as error:
         raise UserError(f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'.") from error
     from inference.server.config import read_secret
+    from inference.verifications import checkpoint_hash
 
     config = settings.serve
     secret = read_secret(config)
@@ -31,7 +32,9 @@ def run(settings: Settings) -> int:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
         engine, drafter = build_engine(settings, config.drafter)
         records = Path(config.records or settings.run.directory / "records") if config.log_rejections else None
-        service = Service(config, engine, drafter, secret, records)
+        found = chosen(settings, config.drafter) if records else None
+        weights = checkpoint_hash(found.checkpoint or "") if found else ""
+        service = Service(config, engine, drafter, secret, records, weights)
     except BaseException:
         listening.close()
         raise

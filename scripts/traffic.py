@@ -49,8 +49,9 @@ def run(settings: Settings) -> None:
     prepare_process(settings.run)
     screen = console()
     target = TargetModel.load(settings.target)
-    arrivals = read_traffic(config, target.tokenizer)
-    context = needed_context(config, arrivals, target.info.max_position_embeddings)
+    limit = target.info.max_position_embeddings
+    arrivals = read_traffic(config, target.tokenizer, min(config.context or limit, limit))
+    context = needed_context(config, arrivals, limit)
     prompts = load_prompts(config.prompts)
     loaded = {item.name: drafters.load(item, target) for item in found}
     ways = ways_to_serve(config, target, loaded, prompts, settings.decode, context, screen.print)

@@ -316,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     recipes = {name: read_json(places[0].work / name / making.MADE_FILE) for name in making.RECIPES}
-    write_json(given.out, {"format": 1, "command": "python -m scripts.watch_report", "git": git_state().get("revision", ""),
+    command = "python -m scripts.watch_report" + (f" --rows {' '.join(given.rows)}" if given.rows != list(ROWS) else "")
+    write_json(given.out, {"format": 1, "command": command, "git": git_state().get("revision", ""),
                            "targets": recipes, "system": SYSTEM, "rows": rows})  # fmt: skip
     return 0
 

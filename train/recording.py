@@ -22,6 +22,7 @@ from inference.verifications import (
     VERIFICATIONS,
     RecordsConfig,
     VerificationLog,
+    checkpoint_hash,
     record_facts,
 )
 from train.data.answering import Talk
@@ -46,9 +47,8 @@ class PartRecords:
 
     def __init__(self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int) -> None:
         self.temperature = engine.decode.temperature
-        self.log = VerificationLog(
-            out / RECORDS, record_facts(engine, drafter), config.max_bytes // world, config.redact, held=None
-        )
+        facts = record_facts(engine, drafter, checkpoint_hash(drafter))
+        self.log = VerificationLog(out / RECORDS, facts, config.max_bytes // world, config.redact, held=None)
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
 

@@ -33,7 +33,7 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.report_schema import read_report
-from inference.tune.decode_file import DECODE_FILE, read_tuned
+from inference.tune.decode_file import DECODE_FILE, read_current
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
@@ -70,7 +70,7 @@ def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
     partial.mkdir(parents=True)
     images = [path.name for path in plot_all(own, partial)]
     engines = [Engine(name, told["serve"]) for name, told in exports.items()]
-    tuned = read_tuned(sources.checkpoint)
+    tuned = read_current(sources.checkpoint)
     text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint), tuned)
     for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
         shutil.copyfile(sources.checkpoint / name, partial / name)

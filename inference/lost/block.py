@@ -143,7 +143,7 @@ def _arm_block(
     counts = sample.count(watched, depth)
     groups = {"all": counts, **{name: counts.take(rows) for name, rows in counts.domain_rows().items()}}
     domains = {
-        name: split(measured.take(name), group, seed)
+        name: {**split(measured.take(name), group, seed), **_calibrated(watched, group, seed)}
         for name, group in groups.items()
         if name != "all" and measured.take(name).arm.passes.any() and group.passes.any()
     }
@@ -187,8 +187,17 @@ def _positions(sample: Sample, watched: Sequence[Watched], depth: int, seed: int
 
         counts = count(watched, sample.ids, sample.domains, depth, inside)
         if counts.tested.any():
-            found.append({"first": first, "end": end, **state_rates(counts, draws(counts, seed))})
+            states = state_rates(counts, draws(counts, seed))
+            found.append({"first": first, "end": end, **states, **_calibrated(watched, counts, seed)})
     return found
+
+
+def _calibrated(watched: Sequence[Watched], counts: Counts, seed: int) -> dict[str, Any]:
+    """`calibration` of some of the states, without its bins; empty where drafts have no confidence."""
+    if not any(answer.estimate for answer in watched):
+        return {}
+    found = calibration(counts, draws(counts, seed))
+    return {"calibration": {name: found[name] for name in ("ece", "ece_ci95")}}
 
 
 def _temperature(counts: Counts, temperature: float, seed: int) -> dict[str, Any]:
@@ -201,5 +210,6 @@ def _temperature(counts: Counts, temperature: float, seed: int) -> dict[str, Any
         "tau": tau,
         "tau_ci95": interval,
         "ece": said["ece"],
+        "ece_ci95": said["ece_ci95"],
         **state_rates(counts, weights),
     }

@@ -120,9 +120,12 @@ def read_rounds(folder: Path) -> list[Training]:
     content = _parsed(path.read_text(encoding="utf-8", errors="replace"))
     rows = content.get("rounds") if isinstance(content, dict) else None
     points = []
+    best = content.get("best") if isinstance(content, dict) else None
+    kept = best.get("round") if isinstance(best, dict) else None
     for place, row in enumerate(rows if isinstance(rows, list) else []):
         found = row.get("measured", row) if isinstance(row, dict) else row
-        point = _point({**found, "round": place} if isinstance(found, dict) else found, "round")
+        about = {"round": place, "best": place == kept}
+        point = _point({**found, **about} if isinstance(found, dict) else found, "round")
         if point is not None:
             points.append(point)
     name = content.get("kind", "rounds") if isinstance(content, dict) else "rounds"

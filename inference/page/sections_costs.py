@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from inference.page.charts import SHAPES, Axes, Line, lines
 from inference.page.data import Run
 from inference.page.markup import Content, Html, folded, number, table
@@ -47,15 +49,16 @@ def _verify_curve(run: Run, block: Mapping[str, Any]) -> Html:
     rings = []
     if run.best is not None and series:
         nodes = run.best["draft"]["nodes"]
-        at = min(series[0].points, key=lambda point: abs(point[0] - nodes))
-        if at[0] == nodes:
-            rings.append((at[0], at[1], f"{arm_name(run.best)}, {nodes} nodes"))
+        sizes, times = zip(*series[0].points, strict=True)
+        if sizes[0] <= nodes <= sizes[-1]:  # between the sizes that were timed the cost is taken as linear
+            rings.append((float(nodes), float(np.interp(nodes, sizes, times)), f"{arm_name(run.best)}, {nodes} nodes"))
     marks = sorted({point["nodes"] for point in block["verify"]})
     shown = [n for n in marks if n & (n - 1) == 0]
     axes = Axes(
         "nodes of a verification (logarithmic)", "milliseconds", shown, log=True, rings=rings, height=250.0
     )
-    note = "Lines are named rows × cached tokens; whiskers are quartiles. The ring is the width of the fastest drafter's draft."
+    note = "Lines are named rows × cached tokens; whiskers are quartiles. The ring is the draft that was chosen: "
+    "the one that the fastest drafter was measured with."
     return figure(
         "Verification, by nodes", lines("Milliseconds of a verification by nodes", series, axes), note
     )

@@ -82,6 +82,7 @@ def lost(run: Run, place: int) -> Html:
                 class_="note",
             ),
             grid(*(_reliability(name, arm) for name, arm in list(calibrated.items())[:SHOWN])),
+            _calibration_groups(calibrated),
             _calibration_table(calibrated),
         ]
     return section("lost", place, title, parts, lead=lead)
@@ -169,7 +170,7 @@ def _temperature_table(arms: Mapping[str, Any]) -> Html:
             number(row["tau"]),
             interval(*row["tau_ci95"]),
             *_states(row),
-            f"{100 * row['ece']:.1f}%",
+            _ece(row),
         ]
         for name, arm in arms.items()
         for row in arm["temperatures"]
@@ -201,6 +202,30 @@ def _reliability(name: str, arm: Mapping[str, Any]) -> Html:
     source = ESTIMATES.get(found["estimate"], found["estimate"])
     note = f"ECE {100 * found['ece']:.1f}% ({100 * low:.1f} to {100 * high:.1f}), {source}."
     return figure(name, reliability(name, found["bins"]), note, level="h4")
+
+
+def _ece(found: Mapping[str, Any] | None) -> str:
+    """An ECE with its interval, as far as a report has them."""
+    if not found:
+        return "-"
+    low, high = found.get("ece_ci95", (None, None))
+    return f"{100 * found['ece']:.1f}%" + ("" if low is None else f" ({100 * low:.0f} to {100 * high:.0f})")
+
+
+def _calibration_groups(arms: Mapping[str, Any]) -> Html:
+    """ECE by domain and by place in the answer."""
+    rows = []
+    for name, arm in arms.items():
+        places = {_place(row): row for row in arm["positions"]}
+        for group, found in {"all": arm, **arm["domains"], **places}.items():
+            rows.append([name, group, _ece(found.get("calibration"))])
+    caption = "Calibration by domain and by place in the answer"
+    return folded(f"Table: {caption}", table(["Drafter", "Drafts", "ECE"], rows, caption, texts=2))
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """The places in an answer that a row is of."""
+    return f"tokens {row['first']} to {row['end'] - 1}" if row["end"] else f"tokens {row['first']} and on"
 
 
 def _calibration_table(arms: Mapping[str, Any]) -> Html:

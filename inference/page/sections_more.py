@@ -90,7 +90,7 @@ def _course(one: Training, unit: str, top: float, level: str) -> Html:
         if len(steps) <= 6
         else [m for m in ticks(min(steps), max(steps), 5) if min(steps) <= m <= max(steps)]
     )
-    rings = [(best.at, best.tau, number(best.tau))] if unit == "step" else []
+    rings = [(best.at, best.tau, number(best.tau))]
     axes = Axes(unit, "τ", marks, top=top, height=190.0, rings=rings)
     drawn = Line("", points, 0, [(point.low, point.high) for point in one.points])
     return figure(

@@ -93,8 +93,15 @@ class Service:
     """One server: its engine, its limits, its numbers. All methods but `post` belong to the event loop's thread."""
 
     def __init__(
-        self, config: ServeConfig, engine: Engine, drafter: str, secret: Secret | None, records: Path | None = None
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        drafter: str,
+        secret: Secret | None,
+        records: Path | None = None,
+        weights: str = "",
     ) -> None:
+        """drafter, weights: its name and the hash of its weights, for the records."""
         self.config, self.engine, self.secret = config, engine, secret
         info = engine.target.info
         self.name = config.name or (Path(info.id).resolve().name if Path(info.id).is_dir() else info.id)
@@ -105,7 +112,7 @@ class Service:
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, engine.drafter is not None)
         self.metrics.info.set(1, self.name, drafter, engine.decode.shape, "1")
         self.metrics.rows.set(engine.decode.batch_size)
-        self.recorder = None if records is None else Recorder(records, config, engine, drafter, self.metrics)
+        self.recorder = None if records is None else Recorder(records, config, engine, drafter, weights, self.metrics)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None

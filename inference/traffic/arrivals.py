@@ -2,8 +2,8 @@
 
 Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt (`prompt`, `messages` or `tokens`, or
 its length as `prompt_tokens`), the answer's length as `answer_tokens` where it is known, and optionally `domain`. The text of a
-server's /metrics (docs/server.md) has sums alone: then requests are drawn that arrive at its rate (a Poisson process) with its mean
-lengths (geometrically distributed), and with its domains' shares of the answers.
+server's /metrics (`headstart serve`, vLLM, SGLang) has sums alone: then requests are drawn that arrive at its rate (a Poisson
+process) with its mean lengths (geometrically distributed), and with its domains' shares of the answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,22 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 ANSWERED = ("stop", "length")
 
 
+class Counters(NamedTuple):
+    """What a server's counters are called: answered requests, the label that says how they ended (empty: all count), tokens."""
+
+    requests: str
+    outcome: str
+    prompts: str
+    answers: str
+
+
+COUNTERS = (
+    Counters("headstart_requests_total", "outcome", "headstart_prompt_tokens_total", "headstart_generated_tokens_total"),
+    Counters("vllm:request_success_total", "finished_reason", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"),
+    Counters("sglang:num_requests_total", "", "sglang:prompt_tokens_total", "sglang:generation_tokens_total"),
+)
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A request: seconds since the first one, tokens of prompt and answer, domain (empty where none is known)."""
@@ -39,8 +55,11 @@ class Arrival:
     domain: str = ""
 
 
-def read_traffic(config: TrafficConfig, tokenizer: Any) -> list[Arrival]:
-    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming file and line."""
+def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Arrival]:
+    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming file and line.
+
+    context: positions that a row holds. What is drawn by mean lengths is cut there, as the counting server did.
+    """
     if not config.file:
         raise UserError("traffic.file is not set: give a .jsonl of requests with times, or the text of a server's /metrics.")
     path = Path(config.file).expanduser()
@@ -53,7 +72,7 @@ def read_traffic(config: TrafficConfig, tokenizer: Any) -> list[Arrival]:
     if not lines:
         raise UserError(f"traffic.file '{config.file}' is empty.")
     if not lines[0][1].lstrip().startswith("{"):
-        return drawn(config, samples(text, config.file))
+        return drawn(config, samples(text, config.file), context)
     found = [_request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines]
     found.sort(key=lambda arrival: arrival.time)
     first = found[0].time
@@ -126,18 +145,24 @@ def samples(text: str, source: str) -> dict[str, dict[tuple[tuple[str, str], ...
     return found
 
 
-def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]) -> list[Arrival]:
+def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]], context: int) -> list[Arrival]:
     """Requests like those that a server counted: their rate, mean lengths and domains; see the module."""
 
     def by(label: str, name: str) -> dict[str, float]:
-        return {dict(labels).get(label, ""): value for labels, value in read.get(name, {}).items()}
+        found: dict[str, float] = {}
+        for labels, value in read.get(name, {}).items():
+            key = dict(labels).get(label, "")
+            found[key] = found.get(key, 0.0) + value
+        return found
 
-    answered = sum(value for outcome, value in by("outcome", "headstart_requests_total").items() if outcome in ANSWERED)
-    prompts, answers = by("domain", "headstart_prompt_tokens_total"), by("domain", "headstart_generated_tokens_total")
+    names = next((one for one in COUNTERS if one.requests in read), COUNTERS[0])
+    outcomes = by(names.outcome, names.requests)
+    answered = sum(value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED)
+    prompts, answers = by("domain", names.prompts), by("domain", names.answers)
     if not answered or not sum(prompts.values()) or not sum(answers.values()):
         raise UserError(
-            f"traffic.file '{config.file}' counts no answered requests (headstart_requests_total, headstart_prompt_tokens_total, "
-            "headstart_generated_tokens_total). Take /metrics of `headstart serve` after it has answered some."
+            f"traffic.file '{config.file}' counts no answered requests ({names.requests}, {names.prompts}, {names.answers}). Take "
+            "/metrics of `headstart serve`, vLLM or SGLang after it has answered some."
         )
     busy = sum(read.get("headstart_engine_seconds_total", {}).values())
     seconds = config.seconds or busy
@@ -146,15 +171,16 @@ def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str
     rng = np.random.default_rng(config.seed)
     count, rate = config.requests, divide(answered, seconds)
     times = np.cumsum(rng.exponential(1.0, count)) * divide(1.0, rate)
-    names = sorted(answers)
-    shares = np.array([answers[name] for name in names])
-    domains = rng.choice(len(names), count, p=shares * divide(1.0, float(shares.sum())))
+    known = sorted(answers)
+    shares = np.array([answers[name] for name in known])
+    domains = rng.choice(len(known), count, p=shares * divide(1.0, float(shares.sum())))
     mean_prompt = max(1.0, divide(sum(prompts.values()), answered))
     mean_answer = max(1.0, divide(sum(answers.values()), answered))
     lengths = rng.geometric(divide(1.0, mean_prompt), count), rng.geometric(divide(1.0, mean_answer), count)
-    longest = int(8 * max(mean_prompt, mean_answer))  # a tail that no context holds says nothing
-    drawn_lengths = np.minimum(np.stack(lengths, 1), longest).tolist()
+    prompt_lengths = np.minimum(lengths[0], context - 1)  # a tail that no row holds was refused, or cut, when it was counted
+    answer_lengths = np.minimum(lengths[1], context - prompt_lengths)
+    drawn_lengths = np.stack([prompt_lengths, answer_lengths], 1).tolist()
     return [
-        Arrival(float(time - times[0]), prompt, answer, names[domain])
+        Arrival(float(time - times[0]), prompt, answer, known[domain])
         for time, (prompt, answer), domain in zip(times, drawn_lengths, domains, strict=True)
     ]

@@ -6,6 +6,7 @@ decodes and was told no draft takes the row nearest to what is decoded (`Tuned.r
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, write_bytes
 from inference.tune.drafts import NONE, Draft
+from inference.verifications import checkpoint_hash
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 DECODE_FILE = "decode.yaml"
@@ -60,8 +64,7 @@ class Tuned:
         """Why it must not be used for the checkpoint in `folder`, this target and device; empty when it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
-        weights = folder / WEIGHTS_FILE
-        if weights.is_file() and file_sha256(weights) != self.weights_sha256:
+        if checkpoint_hash(folder) not in ("", self.weights_sha256):
             return "the weights have changed since it was tuned"
         if self.device["kind"] != device_kind:
             return f"it was tuned on {self.device['kind']}"
@@ -155,10 +158,20 @@ def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, t
     return Advice(row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}")
 
 
+def read_current(folder: Path) -> Tuned | None:
+    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves this machine must be true."""
+    tuned = read_tuned(folder)
+    if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
+        path = folder / DECODE_FILE
+        logger.warning("%s is left out: the weights have changed since it was tuned (`headstart tune` writes it anew)", path)
+        return None
+    return tuned
+
+
 def draft_length(folder: Path) -> int:
     """Drafted tokens per step for an engine that asks for one number: the deepest level of the greedy row with the smallest
-    batch that speculates; 0 where decode.yaml says none, or is not there.
+    batch that speculates; 0 where decode.yaml says none, is of other weights, or is not there.
     """
-    tuned = read_tuned(folder)
+    tuned = read_current(folder)
     rows = sorted(tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size))
     return next((row.draft.depth for row in rows if row.draft != NONE), 0)

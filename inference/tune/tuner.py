@@ -40,7 +40,7 @@ TIE = 0.02
 CLOSE = 0.1
 """Drafts within this share of the fastest run longer: of several that are equally fast the luckiest of a short run would win."""
 PREDICTION_ERROR = 0.06
-"""Standard deviation of log(predicted / measured speedup), as docs/reports/tune.json has shown it."""
+"""Standard deviation of log(predicted / measured speedup) in a measurement before that of docs/reports/tune.json."""
 
 
 @dataclass(frozen=True)

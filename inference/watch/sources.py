@@ -85,12 +85,13 @@ def recorded(folder: Path, reference: Reference) -> list[Fresh]:
     kind, known = (facts.get("drafter") or {}).get("kind"), reference.drafter.get("kind")
     if kind != known:
         raise UserError(f"'{folder}' holds records of a drafter of kind '{kind}'; the reference is of kind '{known}'.")
-    depth = (facts.get("draft") or {}).get("depth", reference.depth)
-    if depth != reference.depth:
+    weights, known = (facts.get("drafter") or {}).get("weights_sha256"), reference.drafter.get("weights_sha256")
+    if weights and weights != known:
         raise UserError(
-            f"'{folder}' holds records of drafts {depth} deep; the reference's were {reference.depth} deep, so they cannot be "
-            "compared. Make a reference of that depth with watch.learn=true."
+            f"'{folder}' holds records of another drafter of kind '{kind}': its weights are {weights[:12]}..., the reference's "
+            f"{str(known)[:12]}.... Watch the drafter that was recorded."
         )
+    require_same_draft(folder, facts.get("draft") or {}, reference)
     ended = read_table(folder, SEQUENCES)
     if not ended.num_rows:
         raise UserError(f"'{folder}' has no finished answer yet. Let the server answer some requests first.")
@@ -107,6 +108,24 @@ def recorded(folder: Path, reference: Reference) -> list[Fresh]:
         Fresh(row["domain"], first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most))
         for row in fitting.sort_by("time").select(["sequence", "domain"]).to_pylist()
     ]
+
+
+def require_same_draft(folder: Path, draft: Mapping[str, Any], reference: Reference) -> None:
+    """Raise `UserError` where records are of another draft than the reference: more drafted tokens, more accepted ones."""
+    choices = reference.draft.get("choices") or ()
+    nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
+    known = {
+        "shape": reference.draft.get("shape"),
+        "depth": reference.depth,
+        "nodes": nodes.get(str(reference.draft.get("shape")), len(choices) + 1 if choices else None),
+        "adaptive": "none",
+    }
+    for name, value in known.items():
+        if None not in (value, draft.get(name)) and draft[name] != value:
+            raise UserError(
+                f"'{folder}' holds records of drafts with {name} {draft[name]}; the reference's had {name} {value}, so they cannot "
+                "be compared. Make a reference of that draft with watch.learn=true, or record with the reference's."
+            )
 
 
 def _passes(folder: Path) -> dict[str, list[int]]:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from scripts.loop_report_page import markdown
+from scripts.config import load_settings
+from scripts.loop_few import RECIPE, other, prompts
+from scripts.loop_report_page import REPEATED, markdown
+from scripts.stages import STAGES
+from train.data.sources import Mixture
 
 REPORTS = Path(__file__).resolve().parents[2] / "docs" / "reports"
 
@@ -25,7 +29,8 @@ def test_the_page_is_written_from_the_json(content: dict[str, Any]) -> None:
 
 def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
     """In the committed report: accepted drafted tokens per pass are tau - 1, and a row's gain is over its own open loop."""
-    kinds = [*content["kinds"].values(), *content.get("few_prompts", {}).get("kinds", {}).values()]
+    few = list(content.get("few_prompts", {}).get("kinds", {}).values())
+    kinds = [*content["kinds"].values(), *few, *(again for entry in few for again in entry.get(REPEATED, {}).values())]
     assert kinds
     for entry in kinds:
         opened = entry["rows"]["open"]["tau"] - 1
@@ -36,3 +41,24 @@ def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
         for row in entry.get("ablation", {}).values():
             plain = entry["ablation"]["plain"]["tau"] - 1
             assert row["over_plain"]["accepted"] == pytest.approx((row["tau"] - 1) / plain - 1, abs=1e-9)
+
+
+def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, Any]) -> None:
+    kind, entry = next(iter(content["few_prompts"]["kinds"].items()))
+    again = {"overrides": entry["overrides"], "rows": {name: entry["rows"][name] for name in ("open", "loop")}}
+    few = {"prompts": 96, "kinds": {kind: {**entry, REPEATED: {"7": again}}}}
+    page = markdown({**content, "kinds": {}, "few_prompts": few})
+    assert "Repeated with other prompts, as many, and seed 7:" in page
+    row = next(line for line in page.splitlines() if line.startswith("| **rounds"))
+    assert page.count(row) == 2  # the kind's own, and the repetition's
+
+
+def test_a_repetition_takes_other_prompts() -> None:
+    """As many of the same dataset, in an order that the seed chooses."""
+    ids = {}
+    for seed in (0, 1):
+        settings = load_settings(STAGES["generate"], [RECIPE, *other(seed)])
+        ids[seed] = {row.id for _, row in Mixture(settings.data).read()}
+        assert len(ids[seed]) == prompts() == 96
+        assert settings.run.seed == seed
+    assert len(ids[0] & ids[1]) < 30

@@ -16,9 +16,10 @@ from inference.metrics import Gain
 from inference.verifications import read_facts
 from scripts import rounds_facts
 from scripts.config import Settings, load_settings
-from scripts.loop_kill import kill_and_compare
+from scripts.loop_kill import kill_and_compare, timeless
 from scripts.rounds import Rounds, switched
 from scripts.rounds_plan import RoundPlan, grammar, text
+from scripts.rounds_table import compared, table
 from scripts.stages import STAGES
 from tests.scripts.loops import micro_loop
 from train.feedback import FeedbackConfig
@@ -192,13 +193,17 @@ def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
 # ---- a whole loop ----------------------------------------------------------------------------------------------------------------
 
 
+MADE = [
+    "loop.round.trial_steps=2", "feedback.hard_prompts=0.5", "feedback.branches=1", "feedback.branch_likely=0.0001",
+    "feedback.variations=1",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Three rounds on a micro target, left in peace in calm/run and killed three times in killed/run."""
     folder = tmp_path_factory.mktemp("rounds")
-    trials = ["loop.round.trial_steps=2", "feedback.hard_prompts=0.5", "feedback.branches=1", "feedback.branch_likely=0.0001"]
-    trials += ["feedback.variations=1"]
-    return kill_and_compare([*micro_loop(folder), *trials], folder, kills=3), folder / "calm" / "run"
+    return kill_and_compare([*micro_loop(folder), *MADE], folder, kills=3), folder / "calm" / "run"
 
 
 def test_killed_at_random_points_it_ends_the_same(killed: tuple[dict[str, Any], Path]) -> None:
@@ -274,6 +279,44 @@ def test_the_best_round_is_the_runs_drafter(killed: tuple[dict[str, Any], Path])
     report = json.loads((run / "measure" / "report.json").read_text())
     assert [item["draft"]["weights_sha256"] for item in report["drafters"]] == [best["weights_sha256"]]
     assert not (run / "train" / "medusa" / "checkpoints").exists()
+
+
+def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(
+    killed: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished loop, repeated with the switch: nothing is played again but the comparison, and the best drafter stays."""
+    run = killed[1]
+    monkeypatch.chdir(run.parent)
+    (run / "train" / "medusa" / "best" / "decode.yaml").write_text("what another stage has written\n")
+    before = json.loads((run / "loop.json").read_text())
+    overrides = [*micro_loop(run.parents[1]), *MADE, "run.root=.", "run.name=run", "loop.round.open_loop=true"]
+    Rounds(load_settings(STAGES["loop"], overrides)).run()
+    content = json.loads((run / "loop.json").read_text())
+    found = content.pop("open_loop")
+    assert content.pop("settings")["round"]["open_loop"] and not before.pop("settings")["round"]["open_loop"]
+    assert timeless(content) == timeless(before)
+    assert (run / "train" / "medusa" / "best" / "decode.yaml").is_file()
+    tokens = sum(entry["spent"]["tokens"] for entry in content["rounds"])
+    assert found["training"]["tokens"] == pytest.approx(tokens, rel=0.2)  # rows of a few documents differ much
+    assert found["generated"]["answers"] == 24 and found["generated"]["verifications"] == 0  # all prompts, answered plainly
+    manifest = read_manifest(run / "open-loop" / "train" / "medusa", "train")
+    assert "refresh" not in manifest["head"]  # it begins as the first round did
+    best = content["rounds"][content["best"]["round"]]["measured"]["tau"]
+    assert found["gain"]["tau"] == pytest.approx(best - found["measured"]["tau"])
+    assert found["measured"]["prompts"] == content["rounds"][0]["measured"]["prompts"]
+    shown = "".join(str(cell) for column in table({**content, "open_loop": found}).columns for cell in column.cells)
+    assert "open loop" in shown and "accepted drafts per pass" in compared(found)
+
+
+def test_what_a_rounds_process_does_beside_its_stages_is_spent_too(killed: tuple[dict[str, Any], Path]) -> None:
+    run = killed[1]
+    entry = json.loads((run / "loop.json").read_text())["rounds"][1]
+    assert rounds_facts.other_seconds(run / "round-1") > entry["generation"]["plain_seconds"] > 0.0
+    assert rounds_facts.other_seconds(run / "round-0") == 0.0
+    stages = [run / "round-1" / place for place in ("generate", "branches/generate", "train/medusa", "measure", "trials/measure")]
+    stages += list((run / "round-1" / "trials" / "train").iterdir())
+    alone = rounds_facts.spent([stage for stage in stages if stage.is_dir()])
+    assert entry["spent"]["seconds"] == pytest.approx(alone["seconds"] + rounds_facts.other_seconds(run / "round-1"), rel=1e-6)
 
 
 def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from inference.loading import TargetConfig
 from inference.prompts import load_prompts, to_requests
 from inference.report_schema import write_report
 from inference.target import TargetModel
-from inference.verifications import VerificationLog, record_facts
+from inference.verifications import VerificationLog, checkpoint_hash, record_facts
 from inference.watch.reference import Reference
 from scripts.cli import main
 from tests.inference.example_report import example_report
@@ -127,6 +129,28 @@ def test_records_are_watched_like_answers(place: Path, reference: Path, capsys: 
     assert "holds no records" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("drafter", "weights_sha256", "0" * 64, r"records of another drafter of kind 'distilled': its weights are 000000000000"),
+        ("draft", "shape", "tree", r"records of drafts with shape tree; the reference's had shape chain"),
+        ("draft", "nodes", 9, r"records of drafts with nodes 9; the reference's had nodes 5"),
+        ("draft", "adaptive", "confidence", r"records of drafts with adaptive confidence"),
+    ],
+)
+def test_records_of_another_draft_are_refused(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str], part: str, key: str, value: Any, message: str
+) -> None:
+    write_records(place, "target", Path("records"))
+    path = Path("records/records.json")
+    facts = json.loads(path.read_text())
+    assert facts[part][key] not in ("", None, value)
+    facts[part][key] = value
+    path.write_text(json.dumps(facts))
+    assert main(command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.records=records")) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
 def write_records(place: Path, name: str, folder: Path) -> None:
     """What a server with `place / name` would have written about the fresh prompts."""
     from heads.api.checkpoint import load_drafter
@@ -136,7 +160,7 @@ def write_records(place: Path, name: str, folder: Path) -> None:
     decode = DecodeConfig(max_new_tokens=TOKENS, batch_size=4)
     prompts = load_prompts(place / "fresh.jsonl")
     engine = Engine(target, drafter, decode, details=True)
-    log = VerificationLog(folder, record_facts(engine, "drafter"), 10**8)
+    log = VerificationLog(folder, record_facts(engine, "drafter", checkpoint_hash(place / "drafter")), 10**8)
     for done in engine.run(to_requests(prompts, target.tokenizer, decode)):
         prompt = prompts[done.request.index]
         log.completion(prompt.id, prompt.domain, done, 0.0)

@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.checkpoint import WEIGHTS_FILE, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config
 from inference.engine import DecodeConfig
 from inference.loading import TargetConfig
-from inference.manifest import read_manifest
+from inference.manifest import file_sha256, read_manifest
 from inference.target import TargetModel
 from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig, read_table
 from tests.inference.tokenizers import save_micro_target
@@ -110,7 +110,9 @@ def test_sequences_and_the_manifest_say_what_is_on_record(calm: Path, given: dic
         "folder": "records", "verifications": len(rows_of(calm)), "sequences": ROWS, "missing": 0
     }  # fmt: skip
     facts = json.loads((calm / "records" / "records.json").read_text())
-    assert (facts["drafter"], facts["draft"]["depth"]) == ({"name": given["drafter"], "kind": "medusa"}, 2)
+    assert (facts["drafter"], facts["draft"]["depth"]) == (
+            {"name": given["drafter"], "kind": "medusa", "weights_sha256": file_sha256(Path(given["drafter"]) / WEIGHTS_FILE)}, 2,
+        )  # fmt: skip
 
 
 def test_recording_changes_no_answer(calm: Path, given: dict[str, Any], tmp_path: Path) -> None:

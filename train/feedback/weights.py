@@ -157,12 +157,14 @@ def domain_factors(config: FeedbackConfig, tally: Tally) -> dict[str, float]:
 
 
 def replayed(found: Evidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
-    """Which of the supervised tokens [N] stay so in replay: first errors and what is near them. A document without records keeps
-    all.
+    """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end from their roots on, and what is
+    near. (A block is drafted from its root, so a head that drafts blocks sees the error only where the root counts.) A document
+    without records keeps all.
     """
     if not found.passes:
         return supervised
     near = np.zeros(len(supervised), dtype=bool)
     for at in np.flatnonzero(found.failed):
-        near[max(0, at - config.replay_before) : at + config.replay_after + 1] = True
+        before = max(config.replay_before, int(found.depth[at]))
+        near[max(0, at - before) : at + config.replay_after + 1] = True
     return near & supervised

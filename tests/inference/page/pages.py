@@ -79,7 +79,7 @@ def folder(root: Path, words: str) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in [{"step": 1, "loss": 3.0}, *log]) + '{"step": 40, "ta')
     rounds = [{"measured": {"prompts": 4, **line}, "rises": True} for line in log]
-    (root / "loop.json").write_text(json.dumps(clean({"kind": words, "rounds": rounds})))
+    (root / "loop.json").write_text(json.dumps(clean({"kind": words, "rounds": rounds, "best": {"round": 1}})))
     return root
 
 

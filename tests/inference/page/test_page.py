@@ -139,6 +139,7 @@ def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
     assert [point.best for point in training.points][-1]
     (rounds,) = read_rounds(root)
     assert [(point.at, point.tau) for point in rounds.points] == [(0, 2.1), (1, 2.2), (2, 2.3)]
+    assert [point.best for point in rounds.points] == [False, True, False]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}'])

@@ -16,10 +16,10 @@ from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig
 
 
-def read(tmp_path: Path, text: str, tokenizer: Any = None, **changes: Any) -> list[Arrival]:
+def read(tmp_path: Path, text: str, tokenizer: Any = None, context: int = 4096, **changes: Any) -> list[Arrival]:
     file = tmp_path / "traffic"
     file.write_text(text, encoding="utf-8")
-    return read_traffic(TrafficConfig(file=str(file), **changes), tokenizer)
+    return read_traffic(TrafficConfig(file=str(file), **changes), tokenizer, context)
 
 
 def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_what_is_no_traffic_is_refused(tmp_path: Path, text: str, message: str) 
     with pytest.raises(UserError, match=message):
         read(tmp_path, text)
     with pytest.raises(UserError, match=r"cannot be read \(No such file"):
-        read_traffic(TrafficConfig(file=str(tmp_path / "absent")), None)
+        read_traffic(TrafficConfig(file=str(tmp_path / "absent")), None, 100)
     with pytest.raises(UserError, match=r"traffic\.file is not set"):
-        read_traffic(TrafficConfig(), None)
+        read_traffic(TrafficConfig(), None, 100)
 
 
 def exported(seconds: float) -> str:
@@ -78,10 +78,38 @@ def test_a_servers_sums_become_requests_like_its_own(tmp_path: Path) -> None:
     assert sum(item.prompt for item in found) / 4000 == pytest.approx(20, rel=0.1)
     assert sum(item.answer for item in found) / 4000 == pytest.approx(60, rel=0.1)
     assert sum(item.domain == "code" for item in found) / 4000 == pytest.approx(0.75, abs=0.05)
+    cut = read(tmp_path, exported(40.0), requests=4000, context=100)  # half of the answers' lengths lie beyond 42
+    assert max(item.prompt + item.answer for item in cut) == 100 and min(item.answer for item in cut) >= 1
     slower = read(tmp_path, exported(40.0), requests=4000, seconds=400.0)
     assert slower[-1].time == pytest.approx(10 * found[-1].time)
     with pytest.raises(UserError, match=r"traffic\.seconds is not set"):
         read(tmp_path, exported(0.0))
+
+
+VLLM = """# TYPE vllm:request_success_total counter
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 100.0
+vllm:request_success_total{engine="1",finished_reason="stop",model_name="m"} 50.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 50.0
+vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"} 40.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 3000.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 1000.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 12000.0
+"""
+SGLANG = """sglang:num_requests_total{model_name="m"} 200.0
+sglang:prompt_tokens_total{model_name="m"} 4e+03
+sglang:generation_tokens_total{model_name="m"} 1.2e+04
+"""
+
+
+@pytest.mark.parametrize("text", [VLLM, SGLANG])
+def test_counters_of_other_servers_are_read_too(tmp_path: Path, text: str) -> None:
+    found = read(tmp_path, text, requests=4000, seconds=40.0)
+    assert found[-1].time == pytest.approx(4000 / (200 / 40), rel=0.1)
+    assert sum(item.prompt for item in found) / 4000 == pytest.approx(20, rel=0.1)
+    assert sum(item.answer for item in found) / 4000 == pytest.approx(60, rel=0.1)
+    assert {item.domain for item in found} == {""}
+    with pytest.raises(UserError, match=r"traffic\.seconds is not set"):
+        read(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from inference.export.card import _how_to_draft
 from inference.export.engine_folder import ExportConfig, prepare, write_layout
 from inference.export.layouts.base import Target as ExportTarget
 from inference.target import TargetModel
-from inference.tune.decode_file import DECODE_FILE, advice, draft_length, read_tuned, write_tuned
+from inference.tune.decode_file import (
+    DECODE_FILE,
+    advice,
+    draft_length,
+    read_current,
+    read_tuned,
+    write_tuned,
+)
 from inference.tune.drafts import NONE, Draft
 from scripts import drafters
 from scripts.chat import build_engine
@@ -144,6 +151,17 @@ def test_an_engine_that_asks_for_one_number_gets_the_depth(target: TargetModel, 
     assert draft_length(checkpoint(target, tmp_path, ROWS[1:])) == 3
     assert draft_length(checkpoint(target, tmp_path, [ROWS[2]])) == 0
     assert draft_length(tmp_path / "elsewhere") == 0
+
+
+def test_what_was_tuned_with_other_weights_leaves_no_machine(
+    target: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(target, tmp_path)
+    assert read_current(folder) == read_tuned(folder) is not None
+    other = new_drafter("medusa", get_kind("medusa").config_class(num_heads=2), target.info, target.weights, seed=1)
+    save_drafter(other, folder, target.info)
+    assert read_current(folder) is None and draft_length(folder) == 0
+    assert "decode.yaml is left out: the weights have changed since it was tuned" in caplog.text
 
 
 def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None:

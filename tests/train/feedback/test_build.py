@@ -110,17 +110,19 @@ def test_roots_weigh_by_where_their_draft_failed(made: tuple[Path, Path], tmp_pa
 def test_replay_keeps_errors_and_their_surroundings(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
     build([records], [answers], tmp_path / "out", FeedbackConfig(replay=True, replay_before=1, replay_after=0))
-    kept = {row["id"]: row for row in rows_of(tmp_path / "out")}
+    kept, deepest = {row["id"]: row for row in rows_of(tmp_path / "out")}, 0
     for row, found in evidence(answers, records):
         errors = np.flatnonzero(found.failed).tolist()
-        near = sorted({at for error in errors for at in (error - 1, error) if at in set(supervised(row))})
+        drafts = {at for error in errors for at in range(error - max(1, found.depth[error]), error + 1)}  # from their roots on
+        near = sorted(drafts & set(supervised(row)))
+        deepest = max([deepest, *(int(found.depth[error]) for error in errors)])
         if not errors:
             assert row["id"] not in kept
             continue
         out = kept[row["id"]]
         assert supervised(out) == near
         assert out["tokens"] == row["tokens"][: near[-1] + 1], "nothing is read behind the last error"
-    assert kept
+    assert kept and deepest > 1
 
 
 def test_domains_weigh_by_the_passes_that_their_traffic_loses(made: tuple[Path, Path], tmp_path: Path) -> None:
