@@ -94,8 +94,8 @@ def other_seconds(folder: Path) -> float:
 def spent(stages: Sequence[Path], other: float = 0.0) -> dict[str, float]:
     """What stages cost, from their folders: seconds, tokens trained on, and seconds times processes as hours.
 
-    Seconds of a training are those of all its sessions, of another stage those of the session that completed it. other: seconds of
-    one process beside them.
+    Seconds of a training are those of all its sessions, setup included; of another stage those of the session that completed it.
+    other: seconds of one process beside them.
     """
     total = dict.fromkeys(SPENT, 0.0) | {"seconds": other, "gpu_hours": other / 3600}
     for folder in stages:
@@ -104,12 +104,13 @@ def spent(stages: Sequence[Path], other: float = 0.0) -> dict[str, float]:
         summary = folder / SUMMARY_FILE
         if summary.is_file():
             content = json.loads(summary.read_text(encoding="utf-8"))
-            seconds = content["wall_seconds"]
+            seconds, hours = content["wall_seconds"] + content["setup_seconds"], content["device_hours"]
             total["tokens"] += content["tokens"]
         elif record.get("finished"):
             seconds = (datetime.fromisoformat(record["finished"]) - datetime.fromisoformat(last["started"])).total_seconds()
+            hours = seconds * last.get("processes", 1) / 3600
         else:
             continue
         total["seconds"] += seconds
-        total["gpu_hours"] += seconds * last.get("processes", 1) / 3600
+        total["gpu_hours"] += hours
     return total

@@ -107,3 +107,9 @@ def test_the_comparison_with_speculators_holds_the_reports_numbers() -> None:
             speed, best = sides[side]["tokens_per_second"], sides[fastest]["tokens_per_second"]
             memory = sides[side]["peak_bytes"] / 1e9
             assert f"| {label} | {side} | {speed:,.0f} | {speed / best:.2f} | {memory:.2f} |" in page
+        bytes_of = {side: sides[side]["peak_bytes"] / sides[fastest]["peak_bytes"] for side in ("ours", "ours, one row at a time")}
+        told = {"eagle3": "{:.2f} times as much with eight rows at once and {:.2f} times with one",
+                "dspark": "{:.2f} times with eight rows at once; with one row at a time it is below ({:.2f})"}  # fmt: skip
+        assert told[kind].format(*bytes_of.values()) in page
+    ours, theirs = (timing["eagle3"]["sides"][side]["trained_weights"] for side in ("ours", "speculators, rows of 512"))
+    assert ours - theirs == 4096 * 256 and f"(4096 x 256, of {ours:,} trained weights)" in page and f"({theirs:,})" in page

@@ -10,7 +10,7 @@ as the host runs ahead, which shifts time between two lines of the log and loses
     update          clipping and AdamW
     data            waiting for rows, or for features that come from elsewhere
     communication   inside collectives, waiting for slower processes included (what overlaps with computing counts as that)
-    evaluation      measuring tau
+    evaluation      measuring tau, and the last comparison of training with decoding
     saving          states and best checkpoints
     other           everything else of the loop
 """
@@ -84,6 +84,11 @@ class Clock:
     def of(cls, device: torch.device) -> Clock:
         """The clock for a training on `device`."""
         return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
+
+    def restart(self) -> None:
+        """Begin again, in the part that is open: what came before belongs to nobody."""
+        self._open.clear()
+        self._last = self.timeline.mark()
 
     @property
     def current(self) -> str:

@@ -1,4 +1,4 @@
-"""What a training is told, and what identifies it when it continues."""
+"""What a training is told, what of it makes no sense together, and what identifies it when it continues."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from inference.engine import DecodeConfig
 from inference.loading import TargetConfig
@@ -67,7 +68,7 @@ class TrainConfig:
     """
     peak_tflops: float = 0.0
     """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0: known GPUs by name, and a CPU
-    is measured by a short matrix product.
+    is measured by a short matrix product, at the start and again at the end.
     """
     parity: bool = True
     """Compare the training path with the decoding path before the first step and after the last."""
@@ -78,7 +79,7 @@ class TrainConfig:
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """Starting from an existing drafter."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Weights & Biases."""
+    """Where figures go besides log.jsonl: Weights & Biases, TensorBoard."""
 
     def __post_init__(self) -> None:
         for name, least in (("global_batch", 1), ("micro_batch", 1), ("sequence_length", 2), ("eval_prompts", 1),
@@ -115,6 +116,23 @@ class Job:
     schedule: ScheduleConfig
     decode: DecodeConfig
     joint: JointConfig = field(default_factory=JointConfig)
+
+
+def refuse_senseless(job: Job) -> None:
+    """Raise `UserError` for settings that together make no training."""
+    kind, mode = get_kind(job.kind), job.features.mode
+    if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
+        raise UserError(
+            f"a drafter of kind '{job.kind}' with these settings has no weights of its own, so there is nothing to train. "
+            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
+        )
+    if job.config.eval_every and job.decode.shape == "none":
+        raise UserError("decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree.")
+    if job.joint.on and mode != "online":
+        raise UserError(
+            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is {mode}. Use "
+            "features=online."
+        )
 
 
 def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:

@@ -1,24 +1,33 @@
-"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left, and a line per evaluation."""
+"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left, and a line per evaluation.
+
+Where there is no terminal (a log file, a scheduler), the same figures come as a plain line every half minute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from inference.memory import gib
 from train.clock import PARTS
 
 REFRESHES_PER_SECOND = 4
+PLAIN_SECONDS = 30.0
+"""Between two plain lines."""
 
 
 class Display:
     """Live progress on a terminal, plain lines elsewhere. Use as a context manager; `active=False` shows nothing."""
 
     def __init__(
-        self, title: str, steps: int, done: int, console: Console | None = None, *, active: bool = True
-    ) -> None:
+        self, title: str, steps: int, done: int, console: Console | None = None, *, active: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.console = console or Console(stderr=True, quiet=not active)
         self.active, self.steps = active, steps
         self.tau = ""
@@ -31,6 +40,9 @@ class Display:
             TimeRemainingColumn(),
         )
         live = active and self.console.is_terminal
+        self.plain, self.now = active and not live, now
+        self._first: tuple[int, float] | None = None  # step and time of this session's first figures
+        self._told = 0.0
         self._bar = Progress(
             *columns, console=self.console, refresh_per_second=REFRESHES_PER_SECOND, disable=not live
         )
@@ -45,11 +57,22 @@ class Display:
 
     def step(self, step: int, loss: float, tokens_per_second: float, costs: Mapping[str, float]) -> None:
         """Show the figures of a finished step. costs: see `train.meter.Meter.step`."""
-        self._bar.update(
-            self._task,
-            completed=step,
-            figures=f"loss {loss:.3f}{self.tau}  {tokens_per_second:,.0f} tokens/s  {spread(costs)}",
-        )
+        figures = f"loss {loss:.3f}{self.tau}  {tokens_per_second:,.0f} tokens/s  {spread(costs)}"
+        self._bar.update(self._task, completed=step, figures=figures)
+        if self.plain:
+            self.tell(step, f"{figures}  memory {gib(int(costs.get('peak_memory', 0)))}")
+
+    def tell(self, step: int, figures: str) -> None:
+        """A plain line with the time left: for the first step of a session, the last of all, and every `PLAIN_SECONDS`."""
+        now = self.now()
+        first, begun = self._first = self._first or (step, now)
+        if first < step < self.steps and now - self._told < PLAIN_SECONDS:
+            return
+        self._told = now
+        left = ""
+        if first < step < self.steps:  # as long per step as in this session so far, measuring and saving included
+            left = f"  left {timedelta(seconds=round((now - begun) / (step - first) * (self.steps - step)))}"
+        self.say(f"step {step}/{self.steps}: {figures}{left}")
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -30,13 +30,15 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 class World:
     """This process among all of the run. A plain value: the group itself is process-wide.
 
-    group: where only some processes of the launch train (train/feature_group.py), theirs; None: all of them.
+    group: where only some processes of the launch train (train/feature_group.py), theirs; None: all of them. helpers: how many of
+    the launch do not train but run the target for those that do; `size` does not count them.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
+    helpers: int = 0
 
     @property
     def is_main(self) -> bool:

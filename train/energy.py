@@ -1,6 +1,7 @@
 """What NVIDIA GPUs have used, where NVML tells: joules since the last reading.
 
-The `pynvml` module (package nvidia-ml-py) is optional; without it, on CPUs, and where the driver refuses, there is no figure.
+The `pynvml` module (package nvidia-ml-py, the extra `gpu`) is optional; without it, on CPUs, and where the driver refuses, there is
+no figure.
 """
 
 from __future__ import annotations

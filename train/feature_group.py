@@ -76,7 +76,7 @@ def run_in_group(job: Job, world: World, train: Callable[[World], dict[str, Any]
     if world.rank in ranks:
         finished = False
         try:
-            manifest = train(replace(world, size=division.trainers, group=group))
+            manifest = train(replace(world, size=division.trainers, group=group, helpers=division.targets))
             finished = True
         finally:
             send_header(BYE, division.target_of(world.rank), status=int(not finished))

@@ -67,9 +67,9 @@ class JointRun(Run):
 
     drafter: JointDrafter
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
         refuse_combinations(job)
-        super().__init__(job, world)
+        super().__init__(job, world, begun)
         require_trainable_features(self.drafter)
         self.original = self.target.info
         self.backbone = Backbone(self.target, job.joint, job.config.seed)

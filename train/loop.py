@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +29,6 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from heads.api.registry import get_kind
 from inference.engine import DecodeConfig, Request
 from inference.loading import TargetConfig, pick_device
 from inference.manifest import MANIFEST_FILE, read_manifest, write_manifest
@@ -36,7 +36,7 @@ from inference.measure import quick_tau
 from inference.parity import check_parity
 from inference.prompts import load_prompts, select_prompts, to_requests
 from train.clock import Clock, timing_collectives
-from train.config import Job, TrainConfig, require_same, run_facts
+from train.config import Job, TrainConfig, refuse_senseless, require_same, run_facts
 from train.data.loader import StepLoader
 from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
@@ -55,6 +55,7 @@ from train.on_policy import OnPolicyFeatures
 from train.optim import OptimConfig, ScheduleConfig, learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
 from train.state import StateStore
+from train.stopping import Stopped, StopRequest
 from train.summary import SUMMARY_FILE, summarise, write_summary
 from train.target_sharding import load_target
 from train.tracker import LOG_FILE, Tracker
@@ -90,6 +91,7 @@ def train(
     <out>/target; see train/joint_run.py). Raises `UserError` for anything that was given wrongly, and
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
+    begun = time.perf_counter()
     job = Job(kind, head, target, data, out, config, features, engine, optim, schedule, decode, joint or JointConfig())
     if (out / MANIFEST_FILE).is_file():
         return read_manifest(out, "train")
@@ -101,34 +103,17 @@ def train(
     if job.joint.on:
         from train.joint_run import JointRun  # builds on this module
 
-        return JointRun(job, world).run(provenance)
+        return JointRun(job, world, begun).run(provenance)
     if features.mode == "group":
-        return run_in_group(job, world, lambda trainers: Run(job, trainers).run(provenance))
-    return Run(job, world).run(provenance)
-
-
-def refuse_senseless(job: Job) -> None:
-    """Raise `UserError` for settings that together make no training."""
-    kind, mode = get_kind(job.kind), job.features.mode
-    if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
-        raise UserError(
-            f"a drafter of kind '{job.kind}' with these settings has no weights of its own, so there is nothing to train. "
-            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
-        )
-    if job.config.eval_every and job.decode.shape == "none":
-        raise UserError("decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree.")
-    if job.joint.on and mode != "online":
-        raise UserError(
-            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is {mode}. Use "
-            "features=online."
-        )
+        return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
+    return Run(job, world, begun).run(provenance)
 
 
 class Run:
-    """One training, set up: the target, the data, the drafter, where it stands."""
+    """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
 
-    def __init__(self, job: Job, world: World) -> None:
-        self.job, self.world = job, world
+    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
+        self.job, self.world, self.begun = job, world, begun
         seed_everything(job.config.seed + world.rank)
         self.target, self.access = load_target(job, world)
         self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
@@ -188,11 +173,18 @@ class Run:
                 self.check(engine.weights(), display)
                 if snapshot is not None:
                     snapshot.restore(engine, world)
-                reason = self.fit(engine, store, progress, display, clock)
-                weights = engine.weights()
-                self.check(weights, display)
+                try:
+                    reason = self.fit(engine, store, progress, display, clock)
+                except Stopped as stopped:
+                    if world.is_main:
+                        with StopRequest():  # another signal must not change the exit status
+                            self.conclude(progress, stopped.name, display)
+                    raise
+                with clock.part("evaluation"):
+                    weights = engine.weights()
+                    self.check(weights, display)
             if not self.requests:
-                with self.access.led():
+                with clock.part("saving"), self.access.led():
                     if world.is_main:
                         self.keep_best(weights)
             engine.close()
@@ -204,8 +196,9 @@ class Run:
         return read_manifest(job.out, "train")
 
     def conclude(self, progress: Progress, reason: str, display: Display) -> None:
-        """Write the summary and show it."""
+        """Write the summary and show it, also of a run that a signal has stopped."""
         meter = self.meter
+        meter.finish()
         content = summarise(self.job, progress, reason, self.world, self.data.report, meter.peak, self.job.out / LOG_FILE)
         display.console.print(write_summary(content, self.job.out))
 
@@ -261,13 +254,12 @@ class Run:
             job.out,
             length=progress.log_bytes,
             settings=self.facts,
-            run_id=progress.tracker_id,
             active=self.world.is_main,
         )
         with tracker, in_use(self.features()) as features:
             self.meter = Meter(
                 self.world.device, job.engine.dtype, progress.spent,
-                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main,
+                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main, begun=self.begun,
             )  # fmt: skip
             return Trainer(
                 engine=engine,

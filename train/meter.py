@@ -5,12 +5,16 @@ rows have one length, and only the share of supervised tokens varies. Counted ar
 process really computes: the target's forward pass over all positions, the drafter's forward and backward pass, what is computed
 a second time included. Utilisation is their number over (the device's peak x the time of the steps, waiting included,
 measuring tau and saving excluded).
+
+Energy is read by every process for its own GPU. What was used since goes along with the sums of the next step, and of a save, so
+that the main process puts down what all of them used.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,8 +32,9 @@ ASIDE = ("evaluation", "saving")
 
 
 class Meter:
-    """Measures one process. spent: the sums of earlier sessions, which are continued: seconds by part, `flops`, `joules`,
-    `peak_memory` (bytes). main: only the main process counts FLOPs.
+    """Measures one process. spent: the sums of earlier sessions, which are continued: seconds by part, `setup` (seconds before the
+    loop), `flops`, `joules` (of all processes; `unmetered` where one could not tell), `peak_memory` (bytes). main: only the main
+    process counts FLOPs. begun: `time.perf_counter()` when the training was asked for; the time since then is its setup.
     """
 
     def __init__(
@@ -41,13 +46,17 @@ class Meter:
         peak_tflops: float = 0.0,
         clock: Clock | None = None,
         main: bool = True,
+        begun: float | None = None,
     ) -> None:
         self.device, self.spent, self.main = device, spent, main
-        self.peak = find_peak(device, dtype, peak_tflops) if main else Peak(0.0, "")
+        self._asked = (device, dtype, peak_tflops)
+        self.peak = find_peak(*self._asked) if main else Peak(0.0, "")
         self.energy = EnergyMeter(device)
         self.clock = clock or Clock.of(device)
-        self.clock.take()  # what came before belongs to nobody
-        self._flops, self._since_count = 0.0, COUNT_EVERY
+        self._flops, self._since_count, self._joules = 0.0, COUNT_EVERY, 0.0
+        if begun is not None:
+            spent["setup"] = spent.get("setup", 0.0) + time.perf_counter() - begun
+        self.clock.restart()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -72,26 +81,40 @@ class Meter:
         if self.peak.flops and self._flops and seconds > 0:
             figures["mfu"] = self._flops / (seconds * self.peak.flops)
         figures["peak_memory"] = int(self.spent["peak_memory"])
-        if "joules" in self.spent:
-            figures["joules"] = self.spent["joules"]
+        joules = energy_used(self.spent)
+        if joules is not None:
+            figures["joules"] = joules
         return figures
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call, added to the sums together with energy and memory."""
+        """Seconds by part since the last call, added to the sums together with memory; reads the energy too."""
         taken, spent = self.clock.take(), self.spent
         for name, seconds in taken.items():
             spent[name] = spent.get(name, 0.0) + seconds
-        joules = self.energy.take()
-        if joules is not None:
-            spent["joules"] = spent.get("joules", 0.0) + joules
+        self._joules += self.energy.take() or 0.0
         spent["peak_memory"] = max(spent.get("peak_memory", 0), peak_memory(self.device))
         return taken
 
+    def own_energy(self) -> list[float]:
+        """[joules of this process's GPU up to the last reading, each handed out once; 1 if it cannot tell, else 0]: summed over all
+        processes, for `add_energy`.
+        """
+        joules, self._joules = self._joules, 0.0
+        return [joules, float(not self.energy.available)]
+
+    def add_energy(self, joules: float, silent: float) -> None:
+        """Put down what all processes used; once any of them could not tell there is no figure."""
+        if silent:
+            self.spent["unmetered"] = 1.0
+        self.spent["joules"] = self.spent.get("joules", 0.0) + joules
+
     def finish(self) -> None:
-        """Add what is still under way; waits for the device, once."""
+        """Add what is still under way, which waits for the device once, and look at a measured peak again."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.take()
+        if self.main:
+            self.peak = find_peak(*self._asked, again=True)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -105,6 +128,11 @@ def peak_memory(device: torch.device) -> int:
 def total_seconds(spent: dict[str, float]) -> float:
     """All time of the training that is accounted for."""
     return sum(spent.get(name, 0.0) for name in PARTS)
+
+
+def energy_used(spent: dict[str, float]) -> float | None:
+    """Joules of all processes' GPUs, or None where not all of them were known all the time."""
+    return None if "unmetered" in spent else spent.get("joules")
 
 
 def utilisation(spent: dict[str, float], peak: float) -> float | None:

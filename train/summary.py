@@ -1,7 +1,7 @@
 """What a training cost and what came out of it: `summary.json`, `tau.png` and a table.
 
-All seconds are those of the main process, whose clock stands for all. Time and energy that a killed session spent after its last
-saved state are not in it.
+All seconds are those of the main process, whose clock stands for all; device-hours count every process of the launch. Time and
+energy that a killed session spent after its last saved state are not in it. A run that a signal stopped leaves a summary too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inference.manifest import write_json
 from inference.memory import gib
 from train.clock import PARTS
 from train.devices import Peak
-from train.meter import total_seconds, utilisation
+from train.meter import energy_used, total_seconds, utilisation
 from train.tracker import read_log
 
 if TYPE_CHECKING:
@@ -37,14 +37,15 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of summary.json; see docs/formats.md."""
     spent = progress.spent
-    seconds = total_seconds(spent)
+    seconds, setup = total_seconds(spent), spent.get("setup", 0.0)
+    processes = world.size + world.helpers
     taus = [
         {key: line[key] for key in ("step", "tau", "tau_ci95", "best")} for line in read_log(log) if "tau" in line
     ]
     return {
         "format": FORMAT,
         "kind": job.kind,
-        "device": {**describe(world.device), "processes": world.size},
+        "device": {**describe(world.device), "processes": processes, "trainers": world.size},
         "engine": {"name": job.engine.name, "zero_stage": job.engine.zero_stage, "precision": job.engine.precision},
         "features": job.features.mode,
         "steps": progress.step,
@@ -55,17 +56,28 @@ def summarise(
         "seconds": {name: spent.get(name, 0.0) for name in PARTS},
         "shares": {name: spent.get(name, 0.0) / seconds if seconds else 0.0 for name in PARTS},
         "wall_seconds": seconds,
-        "device_hours": seconds * world.size / 3600,
+        "setup_seconds": setup,
+        "device_hours": (setup + seconds) * processes / 3600,
         "flops": spent.get("flops", 0.0),
         "mfu": utilisation(spent, peak.flops),
         "peak": {"tflops": peak.flops / 1e12, "source": peak.source},
         "peak_memory_bytes": int(spent.get("peak_memory", 0)),
-        "energy_joules": spent["joules"] * world.size if "joules" in spent else None,
+        "energy_joules": energy_used(spent),
+        "energy_source": energy_source(world, energy_used(spent)),
         "best": {"step": progress.best_step, "tau": progress.tau, "tau_ci95": list(progress.tau_ci95)}
         if progress.tau is not None
         else None,
         "taus": taus,
     }
+
+
+def energy_source(world: World, joules: float | None) -> str:
+    """Whose energy it is, or why there is none."""
+    if joules is not None:
+        return f"NVML, the GPUs of {world.size} training process{'es' * (world.size > 1)}"
+    if world.device.type != "cuda":
+        return "NVML tells of NVIDIA GPUs alone"
+    return "NVML did not tell in every process and session; it is read through the package nvidia-ml-py"
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -99,9 +111,12 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and text of every line of the table."""
     device, best = content["device"], content["best"]
     speed, mfu, joules = content["tokens_per_second"], content["mfu"], content["energy_joules"]
+    helpers = device["processes"] - device["trainers"]
+    running = f", of which {helpers} run{'s' * (helpers == 1)} the target" if helpers else ""
     shares = ", ".join(f"{name} {share:.1%}" for name, share in content["shares"].items() if share >= 0.0005)
     found = [
-        ("device-hours", f"{content['device_hours']:.4g} ({device['processes']} x {device['name']})"),
+        ("device-hours", f"{content['device_hours']:.4g} ({device['processes']} x {device['name']}{running})"),
+        ("setup", f"{content['setup_seconds']:,.1f} s before the first step, {content['wall_seconds']:,.1f} s from there"),
         ("tokens", f"{content['tokens']:,}" + (f", {speed:,.0f} per second" if speed else "")),
         ("padding", f"{content['padding']:.1%}"),
         ("time", shares),
@@ -112,7 +127,7 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, str]]:
             else f"unknown ({content['peak']['source']})",
         ),
         ("peak memory", gib(content["peak_memory_bytes"])),
-        ("energy", f"{joules / 3.6e6:.3f} kWh" if joules is not None else "unknown (no NVML here)"),
+        ("energy", f"{'unknown' if joules is None else f'{joules / 3.6e6:.3f} kWh'} ({content['energy_source']})"),
     ]
     if best is not None:
         low, high = best["tau_ci95"]

@@ -2,6 +2,9 @@
 
 One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
 written later is cut off first, so that nothing is there twice.
+
+The Weights & Biases run belongs to the folder: its id is written there before the run starts, so that the same command continues
+the same run however early it was killed.
 """
 
 from __future__ import annotations
@@ -9,15 +12,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError, suggest
+from inference.manifest import write_bytes
 from train.tensorboard import EventFile, scalars
 
 LOG_FILE = "log.jsonl"
+ID_FILE = "wandb-id.txt"
 WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
@@ -33,6 +39,8 @@ class TrackerConfig:
     """Weights & Biases project."""
     name: str = ""
     """Name of the run there; empty: the kind of drafter."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run there."""
     tensorboard: bool = False
     """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
 
@@ -53,14 +61,9 @@ class Tracker:
         *,
         length: int,
         settings: Mapping[str, Any],
-        run_id: str = "",
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out.
-
-        run_id: of the Weights & Biases run to continue; `run_id` then holds that of the run in use.
-        """
-        self.run_id = run_id
+        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out."""
         self._file: Any = None
         self._wandb: Any = None
         self._events: EventFile | None = None
@@ -86,19 +89,19 @@ class Tracker:
         try:
             self._wandb = wandb.init(
                 project=config.project,
-                name=config.name or None,
+                name=config.name or settings.get("kind"),
                 dir=str(out),
                 mode="online" if config.wandb == "online" else "offline",
                 config=without_secrets(settings),
-                id=self.run_id or None,
-                resume="allow" if self.run_id else None,
+                tags=list(config.tags) or None,
+                id=run_id(out),
+                resume="allow",
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
         except wandb.errors.Error as error:
             raise UserError(
                 f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled."
             ) from error
-        self.run_id = str(self._wandb.id)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Append one line; it is on the disk's way when this returns (flushed, not synchronised)."""
@@ -136,6 +139,14 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def run_id(out: Path) -> str:
+    """The id of the folder's Weights & Biases run; a new one is written down first."""
+    path = out / ID_FILE
+    if not path.is_file():
+        write_bytes(path, f"{secrets.token_hex(4)}\n".encode())
+    return path.read_text(encoding="utf-8").strip()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

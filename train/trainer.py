@@ -65,7 +65,6 @@ class Progress:
     stale: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    tracker_id: str = ""
     log_bytes: int = 0
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -161,7 +160,7 @@ class Trainer:
             if self.evaluate is not None and progress.evaluated_step != progress.step:
                 self.measure()
             self.save()
-        self.meter.finish()
+            self.add_energy()
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
@@ -255,13 +254,14 @@ class Trainer:
             pairs = [output.metrics[name] for output in outputs if name in output.metrics]
             for place in (0, 1):
                 sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
-        host = torch.tensor([tokens, stop], dtype=torch.float64, device=device)
+        host = torch.tensor([*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device)
         values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
         metrics = {
             name: values[1 + 2 * place] / values[2 + 2 * place]
             for place, name in enumerate(names)
             if values[2 + 2 * place] > 0
         }
+        self.meter.add_energy(*values[-4:-2])
         return StepFigures(values[0], values[-2], values[-1], metrics)
 
     def failure(self, index: int, what: str) -> UserError:
@@ -331,14 +331,21 @@ class Trainer:
         if self.saved_step == progress.step:
             return
         with self.clock.part("saving"):
-            progress.tracker_id, progress.log_bytes = self.tracker.run_id, self.tracker.flush()
-            self.meter.take()
+            progress.log_bytes = self.tracker.flush()
+            self.add_energy()
             self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
         self.saved_step = progress.step
+
+    def add_energy(self) -> None:
+        """Read the clocks and put down what all processes used since the last step. Collective."""
+        self.meter.take()
+        own = torch.tensor(self.meter.own_energy(), dtype=torch.float64, device=self.world.device)
+        self.meter.add_energy(*self.world.add(own).tolist())
 
     def leave(self, request: StopRequest) -> None:
         """Save and raise `Stopped`. A process that got no signal itself goes by the others."""
         self.save()
+        self.add_energy()
         name = request.name or "SIGTERM"
         self.display.say(
             f"{name}: state of step {self.progress.step} saved; the same command continues there."

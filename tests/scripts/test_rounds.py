@@ -126,6 +126,18 @@ def test_values_are_written_as_overrides_read_them() -> None:
     assert data.path == values["path"]
 
 
+def test_a_training_costs_its_setup_and_every_process(tmp_path: Path) -> None:
+    training, generate, nothing = (tmp_path / name for name in ("train", "generate", "nothing"))
+    summary = {"wall_seconds": 90.0, "setup_seconds": 10.0, "device_hours": 300 / 3600, "tokens": 7}
+    session = {"started": "2026-01-01T00:00:00+00:00", "processes": 2}
+    record = {"format": 1, "sessions": [session], "finished": "2026-01-01T00:00:30+00:00"}
+    for folder, name, content in ((training, "summary.json", summary), (generate, "run.json", record)):
+        folder.mkdir()
+        (folder / name).write_text(json.dumps(content))
+    found = rounds_facts.spent([training, generate, nothing])
+    assert found == {"seconds": 130.0, "tokens": 7, "gpu_hours": pytest.approx((300 + 60) / 3600)}
+
+
 # ---- how the loop goes on --------------------------------------------------------------------------------------------------------
 
 

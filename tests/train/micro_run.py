@@ -25,6 +25,7 @@ from inference.manifest import file_entry, write_manifest
 from inference.target import TargetModel
 from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA
+from train.energy import EnergyMeter
 from train.engine import EngineConfig
 from train.features import FeaturesConfig
 from train.joint_config import JointConfig
@@ -122,11 +123,20 @@ def watch_steps(slow: float, leave_at: int) -> None:
     Trainer.step = step  # type: ignore[method-assign]
 
 
+def tell_energy() -> None:
+    """Let the GPU that NVML would tell of use 100 ** rank joules between two readings."""
+    rank = int(os.environ.get("RANK", "0"))
+    EnergyMeter.available = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    EnergyMeter.take = lambda self: 100.0**rank  # type: ignore[method-assign]
+
+
 def main(arguments: list[str]) -> None:
     """Train once as the command line says; values are JSON."""
     folder, out, *pairs = arguments
     changes = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in pairs)}
     torch.set_num_threads(1)
+    if changes.pop("energy", False):
+        tell_energy()
     watch_steps(changes.pop("slow", 0.0), changes.pop("leave_at", 0))
     train(out=Path(out), **settings(Path(folder), **changes))
 

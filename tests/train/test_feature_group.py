@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from train.distributed import World
 from train.feature_group import Division, answer_parts, cut, divide
 from train.features import FeaturesConfig
 from train.store.batches import Form
+from train.summary import SUMMARY_FILE
 from train.tracker import LOG_FILE, read_log
 
 WORKER = "tests.train.micro_run"
@@ -43,11 +45,23 @@ def test_trainers_fed_by_target_processes_train_as_without_them(
     micro: Path, tmp_path: Path, trainers: int, targets: int
 ) -> None:
     launch.run(trainers, WORKER, micro, tmp_path / "online", *EAGLE3)
-    output = launch.run(trainers + targets, WORKER, micro, tmp_path / "group", *EAGLE3, group(targets))
+    output = launch.run(trainers + targets, WORKER, micro, tmp_path / "group", *EAGLE3, group(targets), "energy=true")
     assert figures(tmp_path / "online") == figures(tmp_path / "group"), output[-2000:]
     best = [(tmp_path / name / "best" / "model.safetensors").read_bytes() for name in ("online", "group")]
     assert best[0] == best[1]
     assert read_manifest(tmp_path / "group", "train")["processes"] == trainers
+    require_cost(json.loads((tmp_path / "group" / SUMMARY_FILE).read_text()), trainers, targets)
+    assert re.search(rf"\({trainers + targets} x .*, of which {targets} runs? the target\)", output)
+
+
+def require_cost(summary: dict[str, Any], trainers: int, targets: int) -> None:
+    """The hours are those of all processes; the energy is what the trainers' GPUs used, each of them asked for its own."""
+    assert (summary["device"]["processes"], summary["device"]["trainers"]) == (trainers + targets, trainers)
+    seconds = summary["setup_seconds"] + summary["wall_seconds"]
+    assert summary["device_hours"] == pytest.approx(seconds * (trainers + targets) / 3600)
+    readings, rest = divmod(summary["energy_joules"], sum(100**rank for rank in range(trainers)))
+    assert rest == 0 and readings >= summary["steps"]
+    assert summary["energy_source"].startswith(f"NVML, the GPUs of {trainers} training process")
 
 
 def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(micro: Path, tmp_path: Path) -> None:

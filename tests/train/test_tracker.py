@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,9 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
+from tests.train.launch import environment
 from train.tensorboard import FOLDER, crc32c
-from train.tracker import LOG_FILE, Tracker, TrackerConfig, read_log, without_secrets
+from train.tracker import ID_FILE, LOG_FILE, Tracker, TrackerConfig, read_log, without_secrets
 
 OFF = TrackerConfig(wandb="disabled")
 
@@ -124,21 +129,44 @@ def test_tensorboard_shows_every_step_once_also_after_a_kill(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    settings = {"optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
-    with Tracker(TrackerConfig(name="micro"), tmp_path, length=0, settings=settings) as log:
+    settings = {"kind": "eagle3", "optim": {"lr": 1e-3}, "hub_token": "hf_abcdef"}
+    with Tracker(TrackerConfig(tags=("first-tag",)), tmp_path, length=0, settings=settings) as log:
         log.write(1, {"loss": 2.0})
         log.write(1, {"tau": 1.5, "tau_ci95": [1.0, 2.0]})
-        run_id = log.run_id
-    assert run_id
-    with Tracker(TrackerConfig(name="micro"), tmp_path, length=0, settings=settings, run_id=run_id) as log:
-        assert log.run_id == run_id  # continued, not begun anew
-        log.write(2, {"loss": 1.0})
-    files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 2
-    assert {path.stem for path in files} == {f"run-{run_id}"}
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    end = time.monotonic() + 60
+    while b"tau" not in file.read_bytes() and time.monotonic() < end:
+        time.sleep(0.05)  # wandb's own process ends the file a moment after it has said that it is done
     content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
-    assert b"tau" in content
+    for word in (b"tau", b"first-tag", b"headstart", b"eagle3"):
+        assert word in content, word
     assert b"hf_abcdef" not in content
+    assert file.stem == f"run-{(tmp_path / ID_FILE).read_text().strip()}"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from train.tracker import Tracker, TrackerConfig
+log = Tracker(TrackerConfig(), Path(sys.argv[1]), length=0, settings={})
+log.write(1, {"loss": 2.0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_again(tmp_path: Path) -> None:
+    # wandb's service of this process, where an earlier test has started it, would take the run for one that still goes on
+    own = {name: value for name, value in environment().items() if "WANDB_SERVICE" not in name}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=own, capture_output=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    with Tracker(TrackerConfig(), tmp_path, length=0, settings={}) as log:  # no state: from the beginning, in the same run
+        log.write(1, {"loss": 2.0})
+    names = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert names
+    assert {name.rpartition("-")[2] for name in names} == {(tmp_path / ID_FILE).read_text().strip()}
+    assert [line["step"] for line in read_log(tmp_path / LOG_FILE)] == [1]
 
 
 def test_secrets_are_left_out_at_any_depth() -> None:
