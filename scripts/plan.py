@@ -91,11 +91,11 @@ def table(content: Mapping[str, Any]) -> Table:
     target, drafter = content["target"], content["drafter"]
     found.add_row("target", f"{target['path']}: {target['parameters']:,} weights, {target['active']:,} of the layers per token")
     found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
-    found.add_row("memory per process", f"{gib(memory['total'])}{room}")
+    beside = content["target_process_bytes"]
+    found.add_row("memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}")
     for name, count in memory.items():
         if name != "total" and count:
             found.add_row(f"  {name}", gib(count))
-    beside = content["target_process_bytes"]
     if beside:
         found.add_row("memory per target process", gib(beside["total"]))
     disk = content["disk_bytes"]
