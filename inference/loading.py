@@ -5,7 +5,6 @@ What cannot be a target is refused by name from its config, before any weights a
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from inference.parallel import (
     split_settings,
 )
 from inference.quantization import dense_weight, quantization_settings
+from inference.revision import revision_of
 from inference.rope import pin_frequencies, rope_parts, trained_positions
 
 DTYPES = {
@@ -67,7 +67,6 @@ _LAYERS: dict[str, str] = {
     ),
 }
 """Types of layers that cannot be part of a target."""
-_SAMPLE_BYTES, _SAMPLE_EVERY, _HASH_WHOLE_BELOW = 1 << 16, 1 << 24, 1 << 28
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,7 @@ then on no model of this process ties its embeddings.
 
 def load_model(config: TargetConfig) -> Any:
     """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised or split, or is no target."""
-    if config.dtype not in DTYPES:
-        raise UserError(f"target.dtype '{config.dtype}' is unknown.{suggest(config.dtype, DTYPES)}")
-    _check_path(config.path)
-    described = load_config(config)
-    require_supported(config.path, described)
+    described = checked_config(config)
     ranks = join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
     own = getattr(described, "quantization_config", None)
@@ -138,6 +133,16 @@ def load_model(config: TargetConfig) -> Any:
         )
     model.requires_grad_(False).eval()
     return prepare(model if options else model.to(device), config.long_context)
+
+
+def checked_config(config: TargetConfig) -> Any:
+    """The transformers config of what can be a target; raises `UserError` for anything else."""
+    if config.dtype not in DTYPES:
+        raise UserError(f"target.dtype '{config.dtype}' is unknown.{suggest(config.dtype, DTYPES)}")
+    _check_path(config.path)
+    described = load_config(config)
+    require_supported(config.path, described)
+    return described
 
 
 def load_config(config: TargetConfig) -> Any:
@@ -326,7 +331,7 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
     rope = next((part for part in rope_parts(text) if "rope_theta" in part), {})
     return TargetInfo(
         id=config.path,
-        revision=revision_of(model, config),
+        revision=revision_of(config.path, config.revision),
         model_type=text.model_type,
         tokenizer_hash=tokenizer_hash(tokenizer),
         vocab_size=_vocabulary(model),
@@ -355,25 +360,6 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
         if value is not None:
             return value
     return default
-
-
-def revision_of(model: Any, config: TargetConfig) -> str:
-    """The Hub commit, or a hash of a local folder's weights (whole below 256 MiB a file, sampled every 16 MiB above)."""
-    folder = Path(config.path)
-    if not folder.is_dir():
-        return getattr(model.config, "_commit_hash", None) or config.revision or "unknown"
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            if size <= _HASH_WHOLE_BELOW:
-                digest.update(file.read())
-                continue
-            for offset in range(0, size, _SAMPLE_EVERY):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return "sha256:" + digest.hexdigest()[:32]
 
 
 def _check_path(path: str) -> None:

@@ -104,7 +104,7 @@ def spent(stages: Sequence[Path], other: float = 0.0) -> dict[str, float]:
         summary = folder / SUMMARY_FILE
         if summary.is_file():
             content = json.loads(summary.read_text(encoding="utf-8"))
-            seconds, hours = content["wall_seconds"] + content["setup_seconds"], content["device_hours"]
+            seconds, hours = content["wall_seconds"] + content.get("setup_seconds", 0.0), content["device_hours"]
             total["tokens"] += content["tokens"]
         elif record.get("finished"):
             seconds = (datetime.fromisoformat(record["finished"]) - datetime.fromisoformat(last["started"])).total_seconds()

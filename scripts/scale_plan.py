@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from heads.api.errors import UserError
@@ -32,10 +33,14 @@ TARGETS: dict[str, dict[str, list[str]]] = {
     "llama-3.1-8b": {"online": ["train.micro_batch=1", "engine.target_sharding=none"]},
     "qwen3-235b-a22b": {
         "online, target divided": ["train.micro_batch=2", "engine.target_sharding=zero3"],
-        "features from a store": ["train.micro_batch=1", "features=store"],
+        "features from a store": [
+            "train.micro_batch=1", "features=store", "features.trainer_target=parts", "train.eval_every=0", "train.parity=false",
+        ],
     },
 }
 """Target (assets/configs/<name>) -> ways to get its features, each with what it sets."""
+LEAST_PEAK = 0.7
+"""Share of the middle measured peak below which a recipe's own probe of the peak counts as disturbed."""
 BACKING = {"eagle3": ["head=eagle3", "head.ttt_steps=4"], "dspark": ["head=dspark", "head.num_anchors=64"]}
 
 
@@ -145,11 +150,21 @@ def measured_utilisation() -> dict[str, Any] | None:
     if not THROUGHPUT.is_file():
         return None
     rows = json.loads(THROUGHPUT.read_text(encoding="utf-8"))["rows"]
-    shares = sorted(row["mfu"] for row in rows)
+    kept, spoilt = sound(rows)
+    shares = sorted(row["mfu"] for row in kept)
     return {
         "lowest": shares[0], "middle": shares[len(shares) // 2], "highest": shares[-1], "recipes": len(shares),
-        "of": rows[0]["peak"]["source"],
+        "of": rows[0]["peak"]["source"], "left_out": {row["name"]: row["peak"]["tflops"] for row in spoilt},
+        "median_peak_tflops": median(row["peak"]["tflops"] for row in rows),
     }  # fmt: skip
+
+
+def sound(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Rows whose measured peak can be believed, and the others: one machine has one peak, so a probe far below the middle one was
+    disturbed, and the utilisation that is worked out from it is too high.
+    """
+    least = LEAST_PEAK * median(row["peak"]["tflops"] for row in rows)
+    return [row for row in rows if row["peak"]["tflops"] >= least], [row for row in rows if row["peak"]["tflops"] < least]
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------------
@@ -178,13 +193,13 @@ def table(target: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     facts = rows[0]["target"]
     header = ["drafter, features", "GPUs", "GiB per GPU", "of them target", "fits", "s per step", "waiting for links", "tokens/s",
-              "hours", "GPU-hours"]  # fmt: skip
+              "read, GB/s per GPU", "in all", "hours", "GPU-hours"]  # fmt: skip
     body = [
         [
             f"{row['head']}, {row['features']}", str(row["settings"]["processes"]), gib(row["memory_bytes"]["total"]),
             gib(row["memory_bytes"]["target"]), "yes" if row["fits"] else "**no**", f"{row['step_seconds']['total']:.2f}",
             f"{divide(row['step_seconds']['communication'], row['step_seconds']['total']):.0%}",
-            f"{row['tokens_per_second']:,.0f}", f"{row['hours']:.2f}", f"{row['device_hours']:.0f}",
+            f"{row['tokens_per_second']:,.0f}", *rates(row["reading"]), f"{row['hours']:.2f}", f"{row['device_hours']:.0f}",
         ]
         for row in rows
     ]  # fmt: skip
@@ -198,6 +213,30 @@ def table(target: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"### {Path(target).name}: {facts['parameters'] / 1e9:.1f} billion weights,"
         f" {facts['active'] / 1e9:.1f} billion of the layers' per token",
         "", *markdown_table(header, body), "", f"Disk: states {states}. A feature store, if one is used: {stores}.", "",
+        *making(rows),
+    ]  # fmt: skip
+
+
+def rates(reading: Mapping[str, float] | None) -> list[str]:
+    """GB/s that one GPU, and all of them, read of a store."""
+    if reading is None:
+        return ["-", "-"]
+    return [f"{reading[name] / 1e9:,.1f}" for name in ("process_bytes_per_second", "total_bytes_per_second")]
+
+
+def making(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rows with a store leave out."""
+    stored = [row for row in rows if row["reading"] is not None]
+    if not stored:
+        return []
+    took = stored[0]["target_pass"]
+    sizes = {row["head"]: row["reading"]["bytes_per_token"] / 1000 for row in stored}
+    return [
+        "Rows from a store hold the target in parts (`features.trainer_target=parts`) and read bf16 features ("
+        + ", ".join(f"{head} {size:.1f} kB a token" for head, size in sizes.items())
+        + f"). Their GPU-hours come on top of making the store: one pass of the target over all tokens, {took['flops']:.2g} FLOP "
+        f"or {took['device_hours']:.0f} GPU-hours at the same speed.",
+        "",
     ]  # fmt: skip
 
 
@@ -213,9 +252,20 @@ def backing(found: Mapping[str, Any]) -> list[str]:
     if used is not None:
         lines.append(
             f"Utilisation measured there over {used['recipes']} recipes: {used['lowest']:.0%} to {used['highest']:.0%}, middle "
-            f"{used['middle']:.0%} ({used['of']})."
+            f"{used['middle']:.0%} ({used['of']})." + left_out(used)
         )
     return lines
+
+
+def left_out(used: Mapping[str, Any]) -> str:
+    """Which recipes do not count, and why."""
+    if not used["left_out"]:
+        return ""
+    named = ", ".join(f"{name} ({peak:.2f} TFLOP/s)" for name, peak in used["left_out"].items())
+    return (
+        f" Left out: {named}, as a probe of the peak below {LEAST_PEAK:.0%} of the middle one "
+        f"({used['median_peak_tflops']:.2f}) was disturbed by other work."
+    )
 
 
 def gib(count: int) -> str:

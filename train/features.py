@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from train.trainer import Features
 
 MODES = ("online", "store", "remote", "group")
+TRAINER_TARGETS = ("whole", "parts")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -37,6 +38,11 @@ class FeaturesConfig:
     mode: str = "online"
     """online: the frozen target runs in the training process. store: they were written by `headstart features`, or are being
     written. remote: feature servers compute them. group: some processes of the same launch do.
+    """
+    trainer_target: str = "whole"
+    """store, remote, group: what a trainer holds of the target. whole: all of it, so that checkpoints are chosen by decoding with
+    them. parts: embedding and LM head alone, layers only as a head asks for their weights; nothing is decoded then
+    (train.eval_every=0, train.parity=false).
     """
     path: str = ""
     """store: the store's folder; empty: features/<format> beside the folder of the answers."""
@@ -78,6 +84,10 @@ class FeaturesConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"features.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
+        if self.trainer_target not in TRAINER_TARGETS:
+            raise UserError(
+                f"features.trainer_target '{self.trainer_target}' is unknown.{suggest(self.trainer_target, TRAINER_TARGETS)}"
+            )
         check_format(self.format)
         for name, least in (("top_logits", 0), ("quota_gib", 0), ("ahead", 0), ("retries", 0), ("targets", 1)):
             if getattr(self, name) < least:

@@ -46,7 +46,7 @@ from train.distributed import World, join_world
 from train.engine import EngineConfig, TrainEngine, make_engine
 from train.feature_group import run_in_group
 from train.feature_sources import require_logits_only
-from train.features import FeaturesConfig, OnlineFeatures, in_use, make_features
+from train.features import FeaturesConfig, in_use, make_features
 from train.feedback.check import require_weighed
 from train.joint_config import JointConfig
 from train.memory import keep_freed_memory
@@ -57,6 +57,7 @@ from train.refresh import merged, prepare_start, require_reached, trial_loss
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.summary import SUMMARY_FILE, summarise, write_summary
+from train.target_parts import loader, refuse_parts, trial_batch
 from train.target_sharding import load_target
 from train.tracker import LOG_FILE, Tracker
 from train.trainer import Evaluation, Features, Limits, Progress, Trainer
@@ -96,6 +97,7 @@ def train(
     if (out / MANIFEST_FILE).is_file():
         return read_manifest(out, "train")
     refuse_senseless(job)
+    refuse_parts(job)
     world = join_world(pick_device(target.device))
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -131,7 +133,7 @@ class Run:
             job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
             token_counts(self.data, self.target.info.vocab_size),
         ).float()  # fmt: skip
-        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed, job.target)
+        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed, job.target, loader(job))
         self.requests = self.make_requests() if job.config.eval_every else []
 
     def make_requests(self) -> list[Request]:
@@ -217,21 +219,21 @@ class Run:
             f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
             f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
         )
+        if self.job.features.trainer_target == "parts":
+            display.say(str(self.target.weights.state))
 
     def check_updates(self) -> None:
         """Refuse weights and low-rank updates without effect, and stored logits that cannot stand in for hidden states."""
-        if self.job.features.top_logits and self.job.features.mode != "online":
-            require_logits_only(self.drafter, self.job.features, self.target, self.loader.step(0)[0])
+        job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
+        bfloat16 = job.engine.precision == "bfloat16"
+        if job.features.top_logits and job.features.mode != "online":
+            require_logits_only(self.drafter, job.features, self.target, self.loader.step(0)[0])
         if self.data.extras:
-            first = self.loader.step(0)[0].rows(1)
-            batch = OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(first)
-            require_weighed(self.drafter, batch, self.world.device.type, self.job.engine.precision == "bfloat16")
-        if self.job.config.refresh.lora_rank:
-            batch, bfloat16 = (
-                OnlineFeatures(self.target, self.drafter.needs, self.job.engine.dtype).batch(self.loader.step(0)[0]),
-                self.job.engine.precision == "bfloat16",
-            )
-            require_reached(self.drafter, trial_loss(self.drafter, batch, self.world.device.type, bfloat16))
+            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0].rows(1))
+            require_weighed(self.drafter, batch, device_type, bfloat16)
+        if job.config.refresh.lora_rank:
+            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0])
+            require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
 
     def features(self) -> Features:
         """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""

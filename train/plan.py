@@ -4,7 +4,10 @@ The target's config is all that is read of it (train/plan_target.py); the drafte
 (train/plan_dry.py). Time is FLOPs over (peak x utilisation), the utilisation being that of a finished run, of a few real steps
 here, or an assumption for a given GPU; communication is added from the links' bandwidths. docs/scale.md has the formulas.
 
-Legend: P trained weights, W processes.
+Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online in every process; with group in
+the last ones, ahead of the others, which train; with store and remote not in this launch.
+
+Legend: P trained weights, W processes that train.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from inference.loading import TargetConfig
 from train.config import Job
 from train.deepspeed_engine import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.devices import GIGA, TERA, gpu
+from train.distributed import World
 from train.engine import EngineConfig
-from train.plan_dry import DryStep, dry_step, planned_drafter
+from train.feature_group import Division, divide
+from train.plan_dry import DryStep, dry_step, held_in_parts, planned_drafter
 from train.plan_target import PlannedTarget, plan_target
 from train.store.size import FORMATS, bytes_per_token, store_bytes
+from train.target_parts import refuse_parts
 
 ASSUMED_MFU = 0.35
 """Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this size report 0.3 to 0.5)."""
@@ -142,17 +148,23 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
 
 
 def memory(
-    job: Job, target: PlannedTarget, drafter_weights: int, dry: DryStep, needs: FeatureSpec, processes: int
+    job: Job, target: PlannedTarget, parts: int, drafter_weights: int, dry: DryStep, needs: FeatureSpec, trainers: int
 ) -> dict[str, int]:
-    """Bytes at the peak of a step on one process, by what they are for."""
+    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the target held in parts."""
     rows, length = job.config.micro_batch, job.config.sequence_length
-    online = job.features.mode == "online"
-    found = {"target": target_bytes(target, job.engine, processes) if online else target.weights.embedding.nbytes * 2}
-    found |= {f"drafter {name}": count for name, count in state_bytes(drafter_weights, job.engine, processes).items()}
+    online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
+    found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
+    found |= {f"drafter {name}": count for name, count in state_bytes(drafter_weights, job.engine, trainers).items()}
     # The target's own pass and the drafter's follow each other; the features are there in both.
     features = rows * length * (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
     passes = [features + dry.peak, *([target.activations(rows, length, needs)] if online else [])]
     return {**found, "activations": max(passes)}
+
+
+def serving_bytes(job: Job, target: PlannedTarget, needs: FeatureSpec) -> dict[str, int]:
+    """Bytes at the peak on a process that runs the target for others (features.mode=group)."""
+    rows, length = job.config.micro_batch, job.config.sequence_length
+    return {"target": target.weight_bytes, "activations": target.activations(rows, length, needs)}
 
 
 # ---- time --------------------------------------------------------------------------------------------------------------
@@ -169,14 +181,20 @@ def bandwidth(config: PlanConfig) -> float:
 def step_seconds(
     job: Job, target: PlannedTarget, weights: int, dry: DryStep, config: PlanConfig, speed: Speed
 ) -> dict[str, float]:
-    """Seconds of one step on one process, by part."""
-    micro = job.config.global_batch // (job.config.micro_batch * config.count)
-    online = job.features.mode == "online"
-    forward = target.flops(job.config.micro_batch, job.config.sequence_length) if online else 0
-    compute = {"target": micro * forward / speed.flops, "drafter": micro * dry.flops / speed.flops}
-    if config.count == 1 or not config.gpu:
+    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is what it waits for the target's
+    processes: what they need longer than it, as they work `features.ahead` steps ahead.
+    """
+    division, online = division_of(job, config), job.features.mode == "online"
+    trainers = division.trainers
+    micro = job.config.global_batch // (job.config.micro_batch * trainers)
+    forward = micro * target.flops(job.config.micro_batch, job.config.sequence_length) / speed.flops
+    drafting = micro * dry.flops / speed.flops
+    served = forward * -(-trainers // division.targets) if division.targets else 0.0
+    waiting = max(0.0, served - drafting) if job.features.ahead else served
+    compute = {"target": forward if online else waiting, "drafter": drafting}
+    if trainers == 1 or not config.gpu:
         return {**compute, "communication": 0.0}
-    carried, share = bandwidth(config), (config.count - 1) / config.count
+    carried, share = bandwidth(config), (trainers - 1) / trainers
     reduced = 2 * share * 4 * weights / carried
     if online and job.engine.target_sharding != "none":
         # Layers are gathered while others are computed: what is longer counts.
@@ -185,22 +203,60 @@ def step_seconds(
     return {**compute, "communication": reduced}
 
 
+def division_of(job: Job, config: PlanConfig) -> Division:
+    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot be divided so."""
+    return divide(job, World(size=config.count)) if job.features.mode == "group" else Division(config.count, 0)
+
+
+# ---- features ----------------------------------------------------------------------------------------------------------
+
+
+def target_pass(job: Job, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
+    """Where the target runs, and what one pass of it over all tokens takes on devices of this speed."""
+    where = {
+        "online": "in every process; it is in the time",
+        "store": "beforehand, once over all tokens, to make the store; that is not in the time",
+        "remote": "on feature servers; neither their time nor their memory is counted",
+        "group": f"in the last {division.targets} of {division.size} processes, ahead of the {division.trainers} that train; the "
+                 "time has what these wait for it",
+    }[job.features.mode]  # fmt: skip
+    length = job.config.sequence_length
+    flops = -(-tokens // length) * target.flops(1, length)
+    return {"where": where, "flops": flops, "device_hours": flops / speed.flops / 3600}
+
+
+def reading(job: Job, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float) -> dict[str, float] | None:
+    """What features that come from elsewhere take of disks or network, when a step takes `seconds`; None where there are none."""
+    if job.features.mode == "online":
+        return None
+    per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
+    step = per_token * job.config.global_batch * job.config.sequence_length
+    return {
+        "bytes_per_token": per_token, "bytes_per_step": step,
+        "process_bytes_per_second": step / seconds / trainers, "total_bytes_per_second": step / seconds,
+    }  # fmt: skip
+
+
 # ---- the plan ----------------------------------------------------------------------------------------------------------
 
 
 def make_plan(job: Job, config: PlanConfig, speed: Speed) -> dict[str, Any]:
     """The whole plan as plain values. Raises `UserError` for what cannot be dealt out or is not known."""
-    train, processes = job.config, config.count
-    if train.global_batch % (train.micro_batch * processes):
+    refuse_parts(job)
+    train, division = job.config, division_of(job, config)
+    trainers = division.trainers
+    if train.global_batch % (train.micro_batch * trainers):
         raise UserError(
-            f"train.global_batch={train.global_batch} cannot be dealt to {processes} processes in micro-batches of "
-            f"{train.micro_batch}: it must be a multiple of {train.micro_batch * processes}."
+            f"train.global_batch={train.global_batch} cannot be dealt to {trainers} processes in micro-batches of "
+            f"{train.micro_batch}: it must be a multiple of {train.micro_batch * trainers}."
         )
     tokens, supervised = amount(job, config)
-    target, needs, weights, dry = counted(
+    target, needs, weights, parts_held, dry = counted(
         job.kind, job.head, job.target, job.engine, train.micro_batch, train.sequence_length, round(supervised, 2)
     )
-    held = memory(job, target, weights, dry, needs, processes)
+    held = memory(job, target, parts_held, weights, dry, needs, trainers)
+    beside = serving_bytes(job, target, needs) if division.targets else None
+    largest = max(sum(held.values()), sum((beside or {}).values()))
     steps = train.steps(-(-tokens // (train.global_batch * train.sequence_length)))
     parts = step_seconds(job, target, weights, dry, config, speed)
     hours = steps * sum(parts.values()) / (1.0 - speed.fixed) / 3600
@@ -212,12 +268,14 @@ def make_plan(job: Job, config: PlanConfig, speed: Speed) -> dict[str, Any]:
         "target": {"path": job.target.path, "parameters": target.info.parameters, "active": target.active,
                    "bytes": target.weight_bytes},
         "drafter": {"kind": job.kind, "trained_weights": weights},
-        "settings": {"processes": processes, "engine": asdict(job.engine), "features": job.features.mode,
+        "settings": {"processes": config.count, "trainers": trainers, "engine": asdict(job.engine),
+                     "features": job.features.mode, "trainer_target": job.features.trainer_target,
                      "global_batch": train.global_batch, "micro_batch": train.micro_batch,
                      "sequence_length": train.sequence_length},
         "memory_bytes": {**held, "total": sum(held.values())},
         "memory_capacity": capacity,
-        "fits": None if capacity is None else sum(held.values()) <= capacity,
+        "target_process_bytes": None if beside is None else {**beside, "total": sum(beside.values())},
+        "fits": None if capacity is None else largest <= capacity,
         "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
         "disk_bytes": {
             "states": states * (train.keep + 1),
@@ -228,9 +286,11 @@ def make_plan(job: Job, config: PlanConfig, speed: Speed) -> dict[str, Any]:
         },
         "flops": {"target": target.flops(train.micro_batch, train.sequence_length), "drafter": dry.flops,
                   "per": "micro-batch"},
+        "target_pass": target_pass(job, target, tokens, division, speed),
+        "reading": reading(job, target, needs, trainers, sum(parts.values())),
         "speed": {"flops": speed.flops, "source": speed.source},
         "step_seconds": {**parts, "total": sum(parts.values())},
-        "tokens": tokens, "supervised": supervised, "steps": steps, "hours": hours, "device_hours": hours * processes,
+        "tokens": tokens, "supervised": supervised, "steps": steps, "hours": hours, "device_hours": hours * config.count,
         "tokens_per_second": train.global_batch * train.sequence_length / sum(parts.values()),
     }  # fmt: skip
 
@@ -238,12 +298,15 @@ def make_plan(job: Job, config: PlanConfig, speed: Speed) -> dict[str, Any]:
 @lru_cache(maxsize=32)
 def counted(
     kind: str, head: Any, target: TargetConfig, engine: EngineConfig, rows: int, length: int, supervised: float
-) -> tuple[PlannedTarget, FeatureSpec, int, DryStep]:
-    """The target, what the drafter needs of it, its trained weights, and its step. Kept: plans for several sizes share them."""
+) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
+    """The target, what the drafter needs of it, its trained weights, the bytes of the target that are held in parts for it, and its
+    step. Kept: plans for several sizes share them.
+    """
     described = plan_target(target)
     drafter = planned_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    return described, drafter.needs, weights, dry_step(drafter, described, engine, rows, length, supervised)
+    parts = held_in_parts(kind, head, described)
+    return described, drafter.needs, weights, parts, dry_step(drafter, described, engine, rows, length, supervised)
 
 
 def amount(job: Job, config: PlanConfig) -> tuple[int, float]:

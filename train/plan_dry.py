@@ -9,9 +9,9 @@ Legend: B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,37 @@ def planned_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDra
     # Falling counts: any choice of a draft vocabulary costs the same.
     drafter.choose_vocabulary(torch.arange(target.info.vocab_size).flip(0))
     return drafter
+
+
+class _Asked(Mapping[str, Tensor]):
+    """A target's named weights, and the names of those that were asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state, self.names = state, set[str]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.state[name]
+        self.names.add(name)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
+    """Bytes of the target that a trainer holds which loads it in parts (train/target_parts.py): embedding and LM head, and the
+    weights of layers that the drafter goes on using (kinds that run the target's own layers).
+    """
+    asked = _Asked(target.weights.state)
+    planned_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
+    ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}  # one where they are tied
+    return sum(ends.values()) + sum(asked.state[name].nbytes for name in asked.names)
 
 
 def dry_step(

@@ -56,7 +56,10 @@ class PlannedTarget:
         return positions * (2 * self.active + attention)
 
     def activations(self, rows: int, length: int, needs: FeatureSpec) -> int:
-        """Bytes at the peak of one forward pass: the features that are kept, and one layer at work."""
+        """Bytes at the peak of one forward pass: the features that are kept, one layer at work, rotary positions, and what packed
+        documents may see of each other: as bits, and as the additive mask that attention is given (`AttentionPlan.bias`), one row
+        per query head of a group, for every width of window that layers have. Scores that soft-capping or sinks need come on top.
+        """
         info, size, positions = self.info, self.dtype.itemsize, rows * length
         kept = positions * info.hidden_size * size * (len(needs.taps) + int(needs.last_hidden or needs.logits))
         heads = 2 * info.num_attention_heads * info.head_dim + 2 * info.num_key_value_heads * info.head_dim
@@ -64,7 +67,10 @@ class PlannedTarget:
         chosen, width = self.experts
         mlp = chosen * (info.hidden_size + 3 * width) if chosen else 3 * info.intermediate_size
         at_work = positions * size * (2 * info.hidden_size + max(attention, info.hidden_size + mlp))
-        return kept + at_work + rows * length * length  # the mask of packed documents is one byte per pair
+        rotary = 2 * positions * info.head_dim * size if self.weights.rotary is not None else 0
+        groups = info.num_attention_heads // info.num_key_value_heads
+        masks = groups * size * max(1, len(set(self.weights.windows)))
+        return kept + at_work + rotary + length * length * (1 + rows * (1 + masks))
 
 
 def plan_target(config: TargetConfig) -> PlannedTarget:

@@ -11,7 +11,7 @@ Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from inference.loading import TargetConfig
 from inference.target import TargetModel
 
 logger = logging.getLogger(__name__)
+LoadTarget = Callable[[TargetConfig], TargetModel]
 
 ADAPTER = "default"
 """The one adapter's name inside peft's layers."""
@@ -67,18 +68,23 @@ class RefreshConfig:
 
 
 def prepare_start(
-    drafter: TrainableDrafter, config: RefreshConfig, info: TargetInfo, seed: int, target: TargetConfig
+    drafter: TrainableDrafter,
+    config: RefreshConfig,
+    info: TargetInfo,
+    seed: int,
+    target: TargetConfig,
+    load: LoadTarget = TargetModel.load,
 ) -> None:
     """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint, low-rank updates if asked for.
 
-    target: how the training's own target was loaded; an old one is loaded likewise.
+    target, load: how the training's own target was loaded, and by what; an old one is loaded likewise.
     """
     if not config.init_from:
         return
     fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
     load_start(drafter, Path(config.init_from), info, config.other_target)
     if config.old_target:
-        carry(drafter, fresh, replace(target, path=config.old_target, revision=None), seed)
+        carry(drafter, fresh, replace(target, path=config.old_target, revision=None), seed, load)
     if config.lora_rank:
         add_updates(drafter, config, seed)
 
@@ -114,7 +120,9 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
 
 
 @torch.no_grad()
-def carry(drafter: TrainableDrafter, fresh: Mapping[str, Tensor], old_target: TargetConfig, seed: int) -> None:
+def carry(
+    drafter: TrainableDrafter, fresh: Mapping[str, Tensor], old_target: TargetConfig, seed: int, load: LoadTarget
+) -> None:
     """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the old target, for the same seed.
 
     What a fresh drafter draws at random is the same in both and falls out; what it copies from the target moves as the target did
@@ -127,7 +135,7 @@ def carry(drafter: TrainableDrafter, fresh: Mapping[str, Tensor], old_target: Ta
             "train.refresh.old_target is not for drafters with a vocabulary of their own: its rows are not those of the target. "
             "Leave it out."
         )
-    original = TargetModel.load(old_target)
+    original = load(old_target)
     original.info.require_same_sizes(drafter.info)
     before = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed).float().state_dict()
     for name, value in state.items():

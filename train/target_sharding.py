@@ -22,17 +22,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from inference.decode_config import DecodeConfig
-from inference.loading import DTYPES, TargetConfig, load_config, load_model, prepare, require_supported
+from inference.loading import TargetConfig, load_config, load_model, require_supported
 from inference.taps import find_decoder, find_layers
 from inference.target import TargetModel
 from train.config import Job
 from train.distributed import JOIN_TIMEOUT, World
+from train.target_parts import empty_model, loader, replace_parameters
 
 _DONE = -1
 
@@ -53,10 +52,10 @@ class TargetAccess:
 
 
 def load_target(job: Job, world: World) -> tuple[TargetModel, TargetAccess]:
-    """The target of a training, whole or divided. Collective; raises `UserError` when it cannot be loaded or not be divided."""
+    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it cannot be loaded so."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
-        return TargetModel.load(job.target), TargetAccess()
+        return loader(job)(job.target), TargetAccess()
     model, parameters = share_model(job.target, world)
     layers = find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
     divided = DividedLayers(layers, world)
@@ -109,12 +108,7 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     if failure is not None:
         raise UserError(failure)
     if model is None:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                described, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
-            )
-        model.tie_weights()
-        model = prepare(model.requires_grad_(False).eval(), config.long_context)
+        model = empty_model(config, described)
         if model.generation_config is not None:
             model.generation_config.eos_token_id = ends
     _place(model, named, world)
@@ -159,14 +153,6 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
 
 def _layers_of(model: Any) -> nn.ModuleList:
     return find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
-
-
-def replace_parameters(model: nn.Module, fresh: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters in the place of those with these ids, wherever they are used."""
-    for module in model.modules():
-        for key, old in module._parameters.items():
-            if old is not None and id(old) in fresh:
-                module._parameters[key] = fresh[id(old)]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

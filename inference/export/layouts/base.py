@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from inference.loading import (
     load_config,
     load_model,
     load_tokenizer,
-    revision_of,
     shared_weights,
 )
 from inference.manifest import file_sha256
+from inference.revision import revision_of
 
 EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that engines compute as transformers does; the others change with the length of the sequence."""
@@ -100,7 +99,7 @@ class Target:
             "tokenizer_hash": tokenizer_hash(self.tokenizer),
             "hidden_size": text.hidden_size,
             "num_layers": text.num_hidden_layers,
-            "revision": revision_of(SimpleNamespace(config=self.described), self.config),
+            "revision": revision_of(self.config.path, self.config.revision),
         }
         for name, value in found.items():
             if getattr(info, name) != value:

@@ -1,0 +1,38 @@
+"""What tells a target's weights from another's: the commit of a Hub repository, or a hash of a folder's files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+_SAMPLE_BYTES, _SAMPLE_EVERY, _HASH_WHOLE_BELOW = 1 << 16, 1 << 24, 1 << 28
+
+
+def revision_of(path: str, revision: str | None) -> str:
+    """The Hub commit, or a hash of a local folder's weights (whole below 256 MiB a file, sampled every 16 MiB above)."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return hub_commit(path, revision) or revision or "unknown"
+    digest = hashlib.sha256()
+    for file_path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        size = file_path.stat().st_size
+        digest.update(f"{file_path.name}:{size}".encode())
+        with file_path.open("rb") as file:
+            if size <= _HASH_WHOLE_BELOW:
+                digest.update(file.read())
+                continue
+            for offset in range(0, size, _SAMPLE_EVERY):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return "sha256:" + digest.hexdigest()[:32]
+
+
+def hub_commit(path: str, revision: str | None) -> str | None:
+    """The commit that a Hub id's config was read from, as the cache has it; None where it is not there. Nothing is fetched."""
+    try:
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except ValueError:  # no name that a repository can have
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
