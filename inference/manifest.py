@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +22,10 @@ from heads.api.errors import UserError
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
+PARTIAL = ".partial"
+STALE_SECONDS = 600.0
+"""A file that another machine was writing, and that has not changed for so long, is a leftover."""
+_PARTIAL_NAME = re.compile(r"\.(?P<pid>\d+)-[0-9a-f]{8}@(?P<host>[^@]+)\.partial$")
 
 
 def write_manifest(
@@ -68,14 +76,50 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically (temporary file in the same folder, then rename); creates the folder."""
+    """Write a file atomically (temporary file in the same folder, then rename); creates the folder.
+
+    Several processes may write the same file at once: each has a temporary file of its own, and the last rename wins. A kill leaves
+    the temporary file behind, see `remove_leftovers`; an error does not.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on this machine, or on another one
+    and the file unchanged for `STALE_SECONDS`.
+    """
+    for path in folder.rglob(f"*{PARTIAL}"):
+        found = _PARTIAL_NAME.search(path.name)
+        if found is None:
+            continue
+        try:
+            here = found["host"] == socket.gethostname()
+            gone = not alive(int(found["pid"])) if here else time.time() - path.stat().st_mtime > STALE_SECONDS
+        except FileNotFoundError:  # it was just given its name
+            continue
+        if gone:
+            path.unlink(missing_ok=True)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def file_sha256(path: Path) -> str:

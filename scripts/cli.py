@@ -11,11 +11,17 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from heads.api.errors import UserError, suggest
+from scripts.leaving import leaving_in_order
 from scripts.stages import STAGES
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
+CONTINUED = ("generate", "features", "train")
+"""Stages that a scheduler's signal ends with status 0 wherever they are, since the same command continues them."""
+RECORDED = ("generate", "train")
+"""Stages that can be asked whether they are complete."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = tuple(os.strerror(number) for number in FULL)
 """How libraries that wrap such an error in one of their own (safetensors, pyarrow) spell it."""
@@ -27,6 +33,7 @@ usage: headstart <stage> [group=option] [key=value] ...
        headstart <stage> --help          groups, options and keys of a stage
        headstart <stage> --show [...]    the composed configuration, without running it
        headstart train --plan [...]      what a training will take: memory, disk, hours
+       headstart train --complete [...]  whether train (or generate) is complete: status 0, or 3 where work is left
        headstart <stage> -m key=a,b      once for every combination of the listed values
        headstart --version
 
@@ -39,7 +46,8 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was given, 130 interrupted)."""
+    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was given, 3 not
+    complete, 130 interrupted)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return dispatch(given)
@@ -79,15 +87,20 @@ def dispatch(given: list[str]) -> int:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
         name = "plan"
+    if "--complete" in flags and name not in RECORDED:
+        raise UserError(f"--complete belongs to {' and '.join(RECORDED)}; 'headstart {name}' cannot be asked.")
     if "--help" in flags:
         helper = importlib.import_module("scripts.help")
         print(helper.stage_help(STAGES[name], overrides))
         return 0
     overrides = STAGES[name].spelled_out(overrides)
-    runner = importlib.import_module("scripts.runner")
-    return int(
-        runner.run_stage(STAGES[name], overrides, multirun="--multirun" in flags, show="--show" in flags)
-    )
+    works = name in CONTINUED and not flags & {"--show", "--complete"}
+    with leaving_in_order() if works else nullcontext():
+        runner = importlib.import_module("scripts.runner")
+        status: int = runner.run_stage(
+            STAGES[name], overrides, multirun="--multirun" in flags, show="--show" in flags, ask="--complete" in flags
+        )
+    return status
 
 
 def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
@@ -100,6 +113,7 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
         "--show": "--show",
         "--cfg": "--show",
         "--plan": "--plan",
+        "--complete": "--complete",
     }
     flags, overrides = set(), []
     for item in rest:

@@ -1,7 +1,8 @@
 """Fault injection: every fault of `scripts.fault_cases`, for real, and what became of it.
 
-    python -m scripts.faults                       all of them, and docs/reports/faults.json
-    python -m scripts.faults --only train_killed   some, printed only
+    python -m scripts.faults                                all of them, and docs/reports/faults.json
+    python -m scripts.faults --only train_killed            some, printed only
+    python -m scripts.faults --only train_killed --update   some, and their rows of the report; the others stay
 
 A fault is survived when the rerun (or the restart) ends with what a run left in peace ends with, or refused when one clear message
 names the cause and nothing that was written is lost. Full-disk faults mount a small tmpfs and therefore need root.
@@ -37,14 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         importlib.import_module(f"scripts.fault_cases.{name}")
     parser = argparse.ArgumentParser(prog="python -m scripts.faults", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=sorted(FAULTS), metavar="NAME", help=", ".join(FAULTS))
+    parser.add_argument("--update", action="store_true", help="put the rows of --only into the report, in place of theirs")
     parser.add_argument("--folder", type=Path, help="where it happens; kept (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=REPORT)
     given = parser.parse_args(arguments)
     names = given.only or list(FAULTS)
     rows = inject(names, given.folder)
     show(rows)
-    if not given.only:
-        content = {"format": 1, "command": "python -m scripts.faults", "faults": rows}
+    if not given.only or given.update:
+        before = json.loads(given.out.read_text(encoding="utf-8"))["faults"] if given.only else []
+        content = {"format": 1, "command": "python -m scripts.faults", "faults": merged(before, rows)}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(given.out, (json.dumps(content, indent=1) + "\n").encode())
     return 0 if all(row["ok"] for row in rows) else 1
@@ -67,6 +70,12 @@ def inject(names: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
         if folder is None:
             shutil.rmtree(at, ignore_errors=True)
     return rows
+
+
+def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a report with newer ones in place of theirs, in the order of the table."""
+    found = {row["name"]: row for row in (*before, *rows)}
+    return [found[name] for name in FAULTS if name in found]
 
 
 def row_of(name: str, injected: Fault, ground: Ground) -> dict[str, Any]:

@@ -26,8 +26,9 @@ def run(settings: Settings) -> None:
         serve(settings)
         return
     from inference.manifest import MANIFEST_FILE, read_manifest
+    from train.store.claims import folder_lock
     from train.store.run import write_features
-    from train.store.writer import folder_lock, gib
+    from train.store.writer import gib
 
     answers = answers_folder(settings)
     read_manifest(answers, "generate")  # says what to do when there are no answers yet

@@ -195,14 +195,9 @@ def launched(prefix: str, step: Step) -> None:
 def require_complete(step: Step) -> None:
     """Raise `UserError` when a launched stage ended early: asked to stop (SIGTERM) it saves and ends without an error."""
     from scripts.config import load_settings
-    from scripts.run import read_record
-    from scripts.train import stage_folder
+    from scripts.runner import is_complete
 
-    settings = load_settings(step.stage, step.overrides)
-    folder = (
-        stage_folder(settings) if step.stage.name == "train" else settings.run.directory / step.stage.name
-    )
-    if (read_record(folder) or {}).get("state") != "complete":
+    if not is_complete(load_settings(step.stage, step.overrides)):
         raise UserError(
             f"'{step.title}' was stopped before it was complete. Repeating the loop continues there."
         )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from heads.api.errors import UserError
-from inference.manifest import file_sha256, write_bytes, write_json
+from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
 
 if TYPE_CHECKING:
     from scripts.config import Settings
@@ -118,6 +118,8 @@ def open_folder(
     hashes = {shown(file): file_sha256(file) for file in inputs}
     if config.overwrite and is_main_process():
         delete_folder(path)
+    if is_main_process():
+        remove_leftovers(path)
     previous = read_record(path)
     if previous is not None and not config.overwrite:
         accepted = config.accept_changes or not holds_results(path)
@@ -145,7 +147,7 @@ def open_folder(
 def holds_results(path: Path) -> bool:
     """Whether a stage got as far as writing something: a start that was refused must not block the corrected one."""
     return any(
-        file.is_file() and file.name not in (RUN_FILE, CONFIG_FILE) and file.stat().st_size
+        file.name not in (RUN_FILE, CONFIG_FILE) and file.suffix != PARTIAL and file.is_file() and file.stat().st_size
         for file in path.rglob("*")
     )
 

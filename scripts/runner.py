@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 
@@ -13,9 +14,17 @@ from heads.api.errors import UserError
 from scripts.config import Settings, load_settings, parse
 from scripts.stages import OPTION_GROUPS, Stage
 
+INCOMPLETE = 3
+"""Exit status of a stage that was asked whether it is complete, and is not."""
 
-def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False, show: bool = False) -> int:
-    """Compose and run `stage`; with `show` only print what was composed. Returns the exit status: the worst of its runs."""
+
+def run_stage(
+    stage: Stage, overrides: Sequence[str], *, multirun: bool = False, show: bool = False, ask: bool = False
+) -> int:
+    """Compose and run `stage`; with `show` only print what was composed, with `ask` only say whether it is complete.
+
+    Returns the exit status: the worst of its runs.
+    """
     combinations = expand(overrides) if multirun else [list(overrides)]
     jobs = [
         load_settings(stage, combination) for combination in combinations
@@ -29,6 +38,10 @@ def run_stage(stage: Stage, overrides: Sequence[str], *, multirun: bool = False,
             )
         if show:
             yaml.safe_dump(settings.resolved, sys.stdout, sort_keys=False)
+        elif ask:
+            done = is_complete(settings)
+            print(f"{output_folder(settings)} is {'complete' if done else 'not complete'}", flush=True)
+            status = max(status, 0 if done else INCOMPLETE)
         else:
             status = max(status, run_one(settings))
     return status
@@ -45,6 +58,21 @@ def run_one(settings: Settings) -> int:
             "every process has work of its own. Decode with it from Python, under torchrun (docs/decoder.md, Targets)."
         )
     return int(importlib.import_module(settings.stage.module).run(settings) or 0)
+
+
+def output_folder(settings: Settings) -> Path:
+    """The folder that `generate` or `train` fills."""
+    from scripts.train import stage_folder
+
+    name = settings.stage.name
+    return stage_folder(settings) if name == "train" else settings.run.directory / name
+
+
+def is_complete(settings: Settings) -> bool:
+    """Whether `generate` or `train` has nothing left to do: asked to stop by a signal they end without an error."""
+    from scripts.run import read_record
+
+    return (read_record(output_folder(settings)) or {}).get("state") == "complete"
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:

@@ -28,6 +28,7 @@ from inference.target import TargetModel
 from train.config import Job
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
+from train.feature_fetch import Coming
 from train.features import DescribedTarget, FeaturesConfig, OnlineFeatures
 from train.remote_wire import Ask, key_of
 from train.stopping import StopRequest
@@ -82,8 +83,13 @@ def run_in_group(job: Job, world: World, train: Callable[[World], dict[str, Any]
             send_header(BYE, division.target_of(world.rank), status=int(not finished))
         return manifest
     target = TargetModel.load(job.target)
-    with StopRequest():  # the trainers are told too; they save, and then say good-bye
-        complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
+    with StopRequest() as request:  # the trainers are told too; they save, and then say good-bye
+        try:
+            complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
+        except RuntimeError:
+            if not request.number:
+                raise
+            complete = False  # a trainer left without a word: it had not begun to train
     if not complete:
         raise SystemExit(0)  # the trainers say why they ended
     return read_manifest(job.out, "train")
@@ -117,6 +123,19 @@ def divide(job: Job, world: World) -> Division:
 # ---- the trainers' end -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Message:
+    """A `train.feature_fetch.Coming` under way. gloo cannot say whether it is there; a target process goes on answering until its
+    trainers have left, so it is waited for as for a computation.
+    """
+
+    result: Callable[[], Content]
+
+    def wait(self, seconds: float) -> bool:
+        """See `Coming`."""
+        return True
+
+
 class GroupSource:
     """A `train.feature_fetch.Source` of this launch's target process; asks it first whether it runs the same target."""
 
@@ -137,7 +156,7 @@ class GroupSource:
         if answer:
             raise UserError(f"the target's process (rank {self.target}) refuses: {answer}")
 
-    def ask(self, packed: PackedBatch) -> Callable[[], Content]:
+    def ask(self, packed: PackedBatch) -> Coming:
         """Send a request and prepare for its answer, both without waiting."""
         group = _links["group"]
         rows, length = packed.tokens.shape
@@ -152,7 +171,7 @@ class GroupSource:
         work: Any = dist.irecv(buffer, self.target, group=group, tag=ANSWER_TAG)
         self._coming.append(work)
 
-        def wait() -> Content:
+        def take() -> Content:
             try:
                 work.wait(timeout=self.timeout)
             except RuntimeError as error:
@@ -164,7 +183,7 @@ class GroupSource:
             self._coming.remove(work)
             return cut(buffer, parts, count)
 
-        return wait
+        return Message(take)
 
     def close(self) -> None:
         """Take what was asked for and is no longer wanted, so that nothing is left under way."""

@@ -41,12 +41,12 @@ def make_source(
             config.top_logits,
         )
         reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
-        return ThreadedSource(reader.fetch, form, threads=1)
+        return ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
     if config.mode == "remote":
         from train.remote_client import RemoteClient
 
         client = RemoteClient(config, target.info, precision, needs, form)
-        return ThreadedSource(client.fetch, form, threads=2 * len(config.servers))
+        return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
     if config.mode == "group":
         from train.feature_group import GroupSource
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import threading
-import time
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,7 +54,7 @@ class RemoteClient:
         token = os.environ.get(config.token_variable, "")
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
-        self._turn, self._lock = itertools.count(), threading.Lock()
+        self._turn, self._lock, self._stopped = itertools.count(), threading.Lock(), threading.Event()
         self._greet()
 
     def _greet(self) -> None:
@@ -104,14 +104,19 @@ class RemoteClient:
                 name = f"http://{server[0]}:{server[1]}"
                 failures[name] = str(failure)
                 logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
-            if attempt < self.config.retries:
-                time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
+            if attempt < self.config.retries and self._stopped.wait(pause):
+                raise CancelledError
         told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise UserError(
             f"no features after {self.config.retries + 1} attempts ({told}). Look at these servers, or raise "
             "features.timeout_seconds and "
             "features.retries; this command continues from its last saved state."
         )
+
+    def stop(self) -> None:
+        """Try nothing again."""
+        self._stopped.set()
 
     def _request(self, server: tuple[str, int], method: str, path: str, body: bytes | None) -> bytes:
         """One request's answer; raises `FailureError` when it may be tried again, `UserError` when that would not help."""

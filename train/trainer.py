@@ -132,8 +132,8 @@ class Trainer:
         self.request = StopRequest()
         self.clock = self.meter.clock
         # Features from elsewhere are waited for; those of a target that is here are computed.
-        fetched = hasattr(getattr(self.features, "plain", self.features), "wait_seconds")
-        self.feature_part = "data" if fetched else "target"
+        self.arrived = getattr(getattr(self.features, "plain", self.features), "arrived", None)
+        self.feature_part = "data" if self.arrived else "target"
 
     def run(self) -> str:
         """Train to the end, or raise `Stopped` after saving when a signal asks for it before the last step.
@@ -141,12 +141,15 @@ class Trainer:
         Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
         """
         limits, progress = self.limits, self.progress
+        self.world.wait()  # a signal saves in every process or in none: the main one may still have been comparing paths
         with StopRequest() as request:
             self.request = request
             if progress.step and self.due(limits.eval_every) and progress.evaluated_step != progress.step:
                 self.measure()  # broken off when the state was saved
             reason = self.finished()
             for index, batches in self.rows(limits.steps if not reason else progress.step):
+                if not self.fetched(index, batches):
+                    self.leave(request)
                 stop = self.step(index, batches, request)
                 if self.due(limits.eval_every):
                     self.measure()
@@ -161,6 +164,8 @@ class Trainer:
                 self.measure()
             self.save()
             self.add_energy()
+            if self.any_process(bool(request.number)):  # it came with the last measurement or save
+                self.leave(request)
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
@@ -189,6 +194,20 @@ class Trainer:
         if limits.max_seconds and progress.seconds >= limits.max_seconds:
             return "seconds"
         return ""
+
+    def fetched(self, index: int, batches: list[PackedBatch]) -> bool:
+        """Wait until the features of a step are there, where they come from elsewhere; False when a signal came first.
+
+        All processes decide alike: none begins a step that another one will not join.
+        """
+        if self.arrived is None:
+            return True
+        with self.clock.part(self.feature_part):
+            return not self.any_process(not self.arrived(batches, index, lambda: bool(self.request.number)))
+
+    def any_process(self, said: bool) -> bool:
+        """Whether any process says so. Collective."""
+        return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
         """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns whether to stop."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.fault_cases.ground import (
     CONTINUED,
+    LONGEST,
     REFUSED,
     RETRIED,
     Damage,
@@ -20,11 +24,15 @@ from scripts.fault_cases.ground import (
     UnsurvivedError,
     fault,
     flip_bit,
+    small_disk,
     trained_steps,
     truncate,
 )
+from train.store.claims import Claims
 
 SMALL_SHARDS = "features.shard_mib=0.1"
+DISK_KIB = 80 * 1024
+"""Room for the store and for the reserve that writers leave to others (64 MiB)."""
 
 
 def of_features(ground: Ground, *more: str) -> list[str]:
@@ -56,6 +64,87 @@ def store_killed(ground: Ground) -> Outcome:
     ground.must(ground.run(command))
     ground.must(ground.run(stored_training(ground, store, "store_killed")))
     return ground.compare_training(ground.folder / "outputs/store_killed/train/medusa", CONTINUED)
+
+
+@fault("kill -9 of one writer of two", "features, while both write shards")
+def store_writer_killed(ground: Ground) -> Outcome:
+    """The other one takes the dead writer's shard over and writes all that is missing.
+
+    Whichever claims a shard first is held there until the other one has written some, so that both are at work when it dies.
+    """
+    store = ground.folder / "store_writer_killed"
+    writers = {process.pid: process for process in (ground.start(store_command(ground, store)) for _ in range(2))}
+    claims = Claims(store)
+    try:
+        until(lambda: any(claim.pid in writers for claim in claims.all().values()), writers)
+        victim = next(claim.pid for claim in claims.all().values() if claim.pid in writers)
+        hold(victim, store)
+        held = set(claims.all())
+        until(lambda: len(shards(store)) >= 3 and set(claims.all()) != held, writers)
+        os.kill(victim, signal.SIGKILL)
+        ground.end(writers.pop(victim))
+        ((_, other),) = writers.items()
+        ended = ground.must(ground.end(other))
+    finally:
+        for process in writers.values():
+            process.kill()
+    if not (store / "manifest.json").is_file():
+        raise UnsurvivedError(f"the other writer did not end the store: {ended.words[-400:]}")
+    ground.must(ground.run(stored_training(ground, store, "store_writer_killed")))
+    return ground.compare_training(ground.folder / "outputs/store_writer_killed/train/medusa", CONTINUED)
+
+
+def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) -> None:
+    """Wait until `ready`; raises `UnsurvivedError` when a writer ends before that, or it takes too long."""
+    deadline = time.monotonic() + LONGEST
+    while not ready():
+        for process in writers.values():
+            if process.poll() is not None:
+                raise UnsurvivedError(f"a writer ended before the fault came: {process.communicate()[0][-600:]}")
+        if time.monotonic() > deadline:
+            raise UnsurvivedError("did not get to the point where the fault was to come")
+        time.sleep(0.002)
+
+
+def hold(pid: int, store: Path) -> None:
+    """Stop a writer where it stands, but not while it holds the store's lock, for which the other one would wait."""
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        with (store / ".lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(0.002)
+
+
+@fault("full disk", "features, while shards are written")
+def store_full_disk(ground: Ground) -> Outcome:
+    """Somebody else fills the disk, which had room at the start: one message; with room again the same command continues."""
+    with small_disk(ground.folder / "small_store", DISK_KIB) as disk:
+        command = store_command(ground, disk / "store")
+        writer = ground.start(command)
+        until(lambda: len(shards(disk / "store")) >= 2, {writer.pid: writer})
+        os.kill(writer.pid, signal.SIGSTOP)  # filling takes a moment
+        fill(disk / "of_somebody_else")
+        os.kill(writer.pid, signal.SIGCONT)
+        ended = ground.must(ground.end(writer), 2)
+        (disk / "of_somebody_else").unlink()
+        ground.must(ground.run(command))
+        ground.must(ground.run(stored_training(ground, disk / "store", "store_full_disk")))
+    return ground.compare_training(ground.folder / "outputs/store_full_disk/train/medusa", CONTINUED, ended.complaint)
+
+
+def fill(path: Path) -> None:
+    """Write a file until its disk is full."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 @fault("flipped bit", "shard of features that train reads")

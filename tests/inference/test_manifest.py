@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from heads.api.errors import UserError
 from inference import manifest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_round_trip_with_provenance(tmp_path):
@@ -50,6 +60,75 @@ def test_an_interrupted_write_leaves_the_old_manifest(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         manifest.write_manifest(tmp_path, "generate", {"round": 1})
     assert manifest.read_manifest(tmp_path, "generate")["round"] == 0
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from inference.manifest import write_bytes
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    write_bytes(Path(sys.argv[1]), sys.argv[2].encode() * 1000)
+"""
+
+
+def test_several_processes_may_write_one_file_at_once(tmp_path):
+    """The last one wins, whole; none trips over another's temporary file."""
+    path = tmp_path / "file"
+    writers = [started(WRITER, path, letter) for letter in "abcd"]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+    assert path.read_text() in {letter * 1000 for letter in "abcd"}
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_not(tmp_path):
+    killed = started(
+        "import os, signal, sys\nfrom pathlib import Path\nfrom inference import manifest\n"
+        "manifest.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "manifest.write_bytes(Path(sys.argv[1]), b'half')",
+        tmp_path / "below" / "file",
+    )
+    assert killed.wait() == -signal.SIGKILL
+    (leftover,) = (tmp_path / "below").iterdir()
+    assert leftover.name.endswith(".partial")
+    host = socket.gethostname()
+    living = tmp_path / f"file.{os.getpid()}-0123abcd@{host}.partial"
+    elsewhere, long_ago = tmp_path / "file.1-0123abcd@node7.partial", tmp_path / "file.2-0123abcd@node7.partial"
+    other = tmp_path / "report.md.partial"
+    for path in (living, elsewhere, long_ago, other):
+        path.touch()
+    os.utime(long_ago, (time.time() - 3600,) * 2)
+    manifest.remove_leftovers(tmp_path)
+    assert not leftover.exists()
+    assert sorted(path for path in tmp_path.iterdir() if path.is_file()) == sorted([living, elsewhere, other])
+
+
+def test_a_write_that_the_disk_refuses_leaves_nothing(tmp_path):
+    path = tmp_path / "file"
+    manifest.write_bytes(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            manifest.write_bytes(path, bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+def started(program, *arguments):
+    """A Python program in a process of its own, with pipes to and from it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)], cwd=REPOSITORY, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
 
 
 def test_listed_files_are_verified(tmp_path):

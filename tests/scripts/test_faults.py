@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_lost_doubled_and_different_are_failures(tmp_path: Path) -> None:
 
     row = faults.row_of("name", Fault("what", "where", case), Ground(tmp_path))
     assert (row["outcome"], row["ok"], row["words"]) == (FAILED, False, "seen in .../outputs")
+
+
+def test_newer_rows_take_the_place_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "faults.json"
+    report.write_text(json.dumps({"faults": [{"name": "server_killed", "ok": True}, {"name": "train_killed", "ok": False}]}))
+    monkeypatch.setattr(faults, "inject", lambda names, folder: [{"name": name, "ok": True} for name in names])
+    monkeypatch.setattr(faults, "show", lambda rows: None)
+    assert faults.main(["--out", str(report), "--only", "train_killed", "store_full_disk", "--update"]) == 0
+    rows = json.loads(report.read_text())["faults"]
+    assert [row["name"] for row in rows] == ["train_killed", "store_full_disk", "server_killed"]
+    assert all(row["ok"] for row in rows)
 
 
 def test_a_training_with_a_step_too_few_or_twice_is_seen(tmp_path: Path) -> None:

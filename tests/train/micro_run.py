@@ -7,10 +7,12 @@ python -m tests.train.micro_run FOLDER OUT key=value ...  (keys as in `settings`
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,25 @@ def tell_energy() -> None:
     EnergyMeter.take = lambda self: 100.0**rank  # type: ignore[method-assign]
 
 
+def leave_waiting() -> Callable[[], None]:
+    """Send this process SIGTERM as soon as it waits for features, or asks for them again; returns what undoes that."""
+
+    class Struck(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith(("waiting for features", "feature server")):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    handler, loggers = Struck(), [logging.getLogger(name) for name in ("train.store.reader", "train.remote_client")]
+    for each in loggers:
+        each.addHandler(handler)
+
+    def undo() -> None:
+        for each in loggers:
+            each.removeHandler(handler)
+
+    return undo
+
+
 def main(arguments: list[str]) -> None:
     """Train once as the command line says; values are JSON."""
     folder, out, *pairs = arguments
@@ -137,6 +158,8 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     if changes.pop("energy", False):
         tell_energy()
+    if changes.pop("leave_waiting", False):
+        leave_waiting()
     watch_steps(changes.pop("slow", 0.0), changes.pop("leave_at", 0))
     train(out=Path(out), **settings(Path(folder), **changes))
 

@@ -21,6 +21,7 @@ LAUNCH = REPOSITORY / "scripts" / "launch"
 PROGRAMS = Path(sys.executable).parent  # of the environment that runs the tests
 SRUN = """#!/usr/bin/env bash
 # Starts SLURM_NTASKS tasks, or one where --ntasks=1 says so; fails the first launch when BREAK_ONCE names a file that is not there.
+# Pre-empts as many clusters do, once the file TERM_WHEN is there: the tasks get SIGTERM, the batch script does not.
 tasks="$SLURM_NTASKS"
 while [[ "$1" == --* ]]; do
   [[ "$1" == --ntasks=1 ]] && tasks=1
@@ -35,6 +36,10 @@ for ((task = 0; task < tasks; task++)); do
   SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=$tasks "$@" &
   pids+=($!)
 done
+if [[ -n "${TERM_WHEN:-}" ]]; then
+  until [[ -e "$TERM_WHEN" ]]; do sleep 0.1; done
+  kill -TERM "${pids[@]}"
+fi
 status=0
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit $status
@@ -134,6 +139,26 @@ def test_slurm(micro: Path, tmp_path: Path, tools: Path, alone: list[dict[str, f
     output = start([str(LAUNCH / "train.slurm"), *overrides(micro, tmp_path, "two")], **job)
     assert "starting again from the newest state (1 of 2)" in output
     same(curve(tmp_path, "two"), alone)
+
+
+@pytest.mark.slow
+def test_slurm_begins_no_training_on_answers_that_are_not_complete(micro: Path, tmp_path: Path, tools: Path) -> None:
+    """The signal reaches generate alone, which ends with status 0."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id": "{n}", "prompt": "Write function number {n}."}}\n' for n in range(2000)), encoding="utf-8")
+    out = tmp_path / "r"
+    job = {
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "VENV": str(PROGRAMS.parent), "TOOLS": str(tools),
+        "STAGES": "generate train", "TERM_WHEN": str(out / "generate" / "parts"),
+    }  # fmt: skip
+    given = [
+        f"target.path={micro / 'target'}", "target.device=cpu", "data=jsonl", f"data.path={rows}", f"run.root={tmp_path}",
+        "run.name=r", "generate.flush_rows=2", "sampling.batch_size=2", "sampling.max_new_tokens=32",
+    ]  # fmt: skip
+    output = start([str(LAUNCH / "train.slurm"), *given], **job)
+    assert "'generate' was interrupted and has saved; submit the job again to continue with it" in output
+    assert "rows of this run are kept" in output.replace("\n", " ")
+    assert not (out / "train").exists()
 
 
 def test_slurm_begins_nothing_when_the_time_is_over(tmp_path: Path, tools: Path) -> None:

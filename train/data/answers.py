@@ -311,8 +311,8 @@ def _parquet(table: pa.Table) -> bytes:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Let the system keep SIGINT and SIGTERM for this thread until the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         yield
     finally:

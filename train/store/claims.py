@@ -1,7 +1,9 @@
 """Several writers, one store: each says in a file which shard it is writing, so that the others take another one.
 
-A claim is a courtesy, not a lock: if two writers ever do the same shard, both write the same bytes, whole, under the same name. A
-claim without a sign of life is taken over; its writer's process may be gone, or its machine.
+A claim without a sign of life is taken over; its writer's process may be gone, or its machine. Claims are taken, taken over and
+given up by one writer at a time, so that of many that find the same dead claim one gets it. A claim is a courtesy all the same: if
+two writers ever do the same shard (a machine that was thought gone comes back, a file system whose locks end at the machine), both
+write the same bytes, whole, under the same name.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.manifest import alive
 
 STALE_SECONDS = 600.0
 """A claim that was not renewed for so long is taken over; a writer of this machine whose process has ended, at once."""
@@ -40,32 +45,41 @@ class Claim:
 
 
 class Claims:
-    """The claims of one store."""
+    """The claims of one store, and which of them are this object's own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "claims"
+        self.store, self.folder = folder, folder / "claims"
+        self._own: dict[str, str] = {}
 
     def path(self, name: str) -> Path:
         """The file of the claim on `name`."""
         return self.folder / f"{name}.json"
 
     def take(self, name: str) -> bool:
-        """Claim `name`; False when another writer that is alive has it."""
+        """Claim `name`; False when another writer that is alive has it. Raises `UserError` when the disk refuses the claim."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-        for _ in range(2):
-            try:
-                handle = os.open(self.path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            except FileExistsError:
+        with folder_lock(self.store):
+            if self.path(name).exists():
                 found = self.read(name)
                 if found is not None and not found.stale:
                     return False
-                self.drop(name)
-                continue
-            with os.fdopen(handle, "wb") as file:
+                self.path(name).unlink(missing_ok=True)
+            return self._create(name)
+
+    def _create(self, name: str) -> bool:
+        """Write the claim; False when another machine was faster, where its locks do not reach this one."""
+        token = secrets.token_hex(8)
+        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token}).encode()
+        try:
+            with self.path(name).open("xb") as file:
                 file.write(content)
-            return True
-        return False
+        except FileExistsError:
+            return False
+        except OSError as error:
+            self.path(name).unlink(missing_ok=True)  # half of a claim would be respected as a living writer's
+            raise disk_error(self.store, error) from error
+        self._own[name] = token
+        return True
 
     def renew(self, name: str) -> None:
         """A sign of life."""
@@ -73,9 +87,12 @@ class Claims:
             os.utime(self.path(name))
 
     def drop(self, name: str) -> None:
-        """Give a claim up."""
-        with contextlib.suppress(OSError):
-            self.path(name).unlink()
+        """Give a claim of our own up, unless another writer has taken it over."""
+        token = self._own.pop(name, None)
+        with contextlib.suppress(OSError, ValueError), folder_lock(self.store):
+            content = json.loads(self.path(name).read_text(encoding="utf-8"))
+            if token is not None and content.get("token") == token:
+                self.path(name).unlink()
 
     def read(self, name: str) -> Claim | None:
         """Who holds the claim; None when nobody does, or when it was left half written by a kill long ago."""
@@ -95,15 +112,15 @@ class Claims:
         return {name: claim for name in names if (claim := self.read(name)) is not None}
 
 
-def alive(pid: int) -> bool:
-    """Whether a process of this machine exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder alone for a moment; waits for whoever holds it. The system lets go of it when the process dies."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def disk_error(folder: Path, error: Exception) -> UserError:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class StoreReader:
                 "`headstart features` and the training's settings, or set features.path to the right folder."
             )
         self.things = wanted.things()
-        self._lock = threading.RLock()
+        self._lock, self._stopped = threading.RLock(), threading.Event()
         self._places: dict[str, Place] = {}
         self._indexed: set[int] = set()
         self._open: OrderedDict[int, Any] = OrderedDict()
@@ -136,7 +137,8 @@ class StoreReader:
                     f"waiting for features: {len(self._indexed)} of {self.plan.shards} shards are written in '{self.folder}'"
                 )
                 noticed = now
-            time.sleep(POLL_SECONDS)
+            if self._stopped.wait(POLL_SECONDS):
+                raise CancelledError
 
     def _late(self, writing: dict[str, Any]) -> UserError:
         """The error for writers that stand still, or are not there."""
@@ -181,10 +183,9 @@ class StoreReader:
             self._open.popitem(last=False)
         return handle
 
-    def close(self) -> None:
-        """Let go of the shards."""
-        with self._lock:
-            self._open.clear()
+    def stop(self) -> None:
+        """Wait for no row any more."""
+        self._stopped.set()
 
 
 def check_shard(path: Path, index: dict[str, Any]) -> None:

@@ -11,8 +11,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from inference.manifest import (
     file_entry,
     file_sha256,
     read_manifest,
+    remove_leftovers,
     write_bytes,
     write_manifest,
 )
@@ -37,7 +37,7 @@ from train.data.loader import PackedBatch
 from train.data.pack import PackedData
 from train.data.permute import stable_permutation
 from train.store.batches import Content, Form, Logits, encode_batch
-from train.store.claims import Claims, disk_error
+from train.store.claims import Claims, disk_error, folder_lock
 from train.store.layout import (
     STORE_FILE,
     Identity,
@@ -131,7 +131,6 @@ class Writer:
             entry |= {"sha256": hashlib.sha256(content).hexdigest(), "rows": entries}
             write_json_compact(index_path(self.folder, shard), entry)
         except OSError as error:
-            path.with_name(path.name + ".partial").unlink(missing_ok=True)
             raise disk_error(self.folder, error) from error
 
 
@@ -179,6 +178,7 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
     writer at a time comes through here, so that all follow the plan of the first.
     """
     with folder_lock(folder):
+        remove_leftovers(folder)  # of killed writers, before the room is counted
         if (folder / STORE_FILE).is_file():
             stored = read_plan(folder)
             differences = stored.identity.differences(plan.identity)
@@ -218,17 +218,6 @@ def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
 def gib(count: float) -> str:
     """Bytes as people read them."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / MIB:,.2f} MiB"
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone for a moment; waits for whoever holds it."""
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def is_whole(folder: Path, shard: int) -> bool:
