@@ -148,8 +148,8 @@ def test_slurm_begins_no_training_on_answers_that_are_not_complete(micro: Path, 
     rows.write_text("".join(f'{{"id": "{n}", "prompt": "Write function number {n}."}}\n' for n in range(2000)), encoding="utf-8")
     out = tmp_path / "r"
     job = {
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "VENV": str(PROGRAMS.parent), "TOOLS": str(tools),
-        "STAGES": "generate train", "TERM_WHEN": str(out / "generate" / "parts"),
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "VENV": str(PROGRAMS.parent),
+        "TOOLS": str(tools), "STAGES": "generate train", "TERM_WHEN": str(out / "generate" / "parts"),
     }  # fmt: skip
     given = [
         f"target.path={micro / 'target'}", "target.device=cpu", "data=jsonl", f"data.path={rows}", f"run.root={tmp_path}",
