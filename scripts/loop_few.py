@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.config import load_settings
+from scripts.config import Settings, load_settings
 from scripts.loop_ablation import ablate, overrides, share_first_round
 from scripts.loop_comparison import ABLATION, LOOP, OPEN
 from scripts.rounds import Rounds
+from scripts.rounds_plan import reads
 from scripts.runner import run_one
 from scripts.stages import STAGES
 
@@ -44,10 +45,15 @@ def rounds_of(own: Sequence[str], work: Path, name: str, *more: str) -> Rounds:
 def play_few(own: Sequence[str], work: Path) -> None:
     """Play the rounds and the open-loop training of a kind in `work`. What has been played is left alone."""
     rounds_of(own, work, LOOP).run()
+    run_one(open_training(own, work))
+
+
+def open_training(own: Sequence[str], work: Path) -> Settings:
+    """The open loop's training, which goes through the first round's answers again and again."""
     answers = work / LOOP / "round-0" / "generate"  # greedy and without a drafter: what an open loop begins with too
     steps = f"train.max_steps={OPEN_STEPS}"
     place = [f"run.root={work}", f"run.name={OPEN}", f"run.drafter={OPEN}", f"run.answers={answers}", "run.threads=1", steps]
-    run_one(load_settings(STAGES["train"], [RECIPE, *own, *place]))
+    return load_settings(STAGES["train"], [RECIPE, *(item for item in own if reads("train", item)), *place])
 
 
 def ablate_few(own: Sequence[str], work: Path, switches: Sequence[str]) -> None:

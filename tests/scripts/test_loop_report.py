@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from scripts.config import load_settings
-from scripts.loop_few import RECIPE, other, prompts
+from scripts.loop_few import OPEN_STEPS, RECIPE, open_training, other, prompts, rounds_of
+from scripts.loop_report import KINDS
 from scripts.loop_report_page import REPEATED, markdown
 from scripts.stages import STAGES
 from train.data.sources import Mixture
@@ -51,6 +52,16 @@ def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, 
     assert "Repeated with other prompts, as many, and seed 7:" in page
     row = next(line for line in page.splitlines() if line.startswith("| **rounds"))
     assert page.count(row) == 2  # the kind's own, and the repetition's
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_open_loop_of_few_prompts_trains_like_the_rounds(tmp_path: Path, seed: int) -> None:
+    own = [*KINDS["distilled"][1], *other(seed)]
+    rounds, opened = rounds_of(own, tmp_path, "loop").plan.train, open_training(own, tmp_path)
+    assert (opened.head, opened.optim, opened.engine) == (rounds.head, rounds.optim, rounds.engine)
+    assert opened.run.seed == rounds.run.seed == seed
+    assert opened.run.answers == str(tmp_path / "loop" / "round-0" / "generate")
+    assert opened.train.max_steps == OPEN_STEPS
 
 
 def test_a_repetition_takes_other_prompts() -> None:
