@@ -38,7 +38,7 @@ def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
         for row in entry["rows"].values():
             assert row["over_open"]["accepted"] == pytest.approx((row["tau"] - 1) / opened - 1, abs=1e-9)
             assert row["lossless"]["mismatches"] == 0
-            assert row["tokens"] <= 1.005 * entry["rows"]["open"]["tokens"]  # equal training, or less
+            assert row["tokens"] <= 1.01 * entry["rows"]["open"]["tokens"]  # equal training in whole steps, or less
         for row in entry.get("ablation", {}).values():
             plain = entry["ablation"]["plain"]["tau"] - 1
             assert row["over_plain"]["accepted"] == pytest.approx((row["tau"] - 1) / plain - 1, abs=1e-9)
