@@ -165,7 +165,8 @@ def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_a
         log.write(1, {"loss": 2.0})
     names = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert names
-    assert {name.rpartition("-")[2] for name in names} == {(tmp_path / ID_FILE).read_text().strip()}
+    ids = {name.split("-")[3] for name in names}  # offline-run-<time>-<id>, with a number behind it where that is taken
+    assert ids == {(tmp_path / ID_FILE).read_text().strip()}
     assert [line["step"] for line in read_log(tmp_path / LOG_FILE)] == [1]
 
 
