@@ -73,7 +73,9 @@ def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
 
 
 def serve(settings: Settings) -> None:
-    """Serve features until SIGTERM or Ctrl-C."""
+    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0: threads of connections may be
+    inside of torch, and an interpreter that ends around them was seen to abort. There is nothing left to write.
+    """
     from inference.target import TargetModel
     from train.processes import terminable
     from train.remote_server import FeatureServer
@@ -86,8 +88,11 @@ def serve(settings: Settings) -> None:
     try:
         with terminable(), server:
             server.serve_forever()
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         say(f"stopped after {server.served} requests")
+    except SystemExit:
+        say(f"stopped after {server.served} requests")
+        os._exit(0)
 
 
 def say(text: str) -> None:
