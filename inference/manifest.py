@@ -24,7 +24,7 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 PARTIAL = ".partial"
 STALE_SECONDS = 600.0
-"""A file that another machine was writing, and that has not changed for so long, is a leftover."""
+"""A writer on another machine without a sign of life for so long is gone: its file is unchanged, its claim was not renewed."""
 _PARTIAL_NAME = re.compile(r"\.(?P<pid>\d+)-[0-9a-f]{8}@(?P<host>[^@]+)\.partial$")
 
 

@@ -61,6 +61,7 @@ def handler_of(owner: int) -> Handler:
     """What process `owner` does on a signal. Children forked from it, such as a pool's, die of theirs as they would have."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        """Say so once, be deaf to further signals, and leave with status 0."""
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, file_sha256, write_json
+from inference.manifest import MANIFEST_FILE, write_json
 from inference.target import TargetModel
+from inference.verifications import checkpoint_hash
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform
 from scripts.measure import measured
@@ -296,8 +296,7 @@ class Rounds:
         """Copy the best round's training to <run>/train/<drafter>/, whole: it is the run's drafter for every later stage."""
         source = self.plan.training(self.best)
         out = self.settings.run.directory / "train" / self.plan.drafter
-        there = out / "best" / WEIGHTS_FILE
-        if there.is_file() and file_sha256(there) == self.done[self.best]["training"]["weights_sha256"]:
+        if checkpoint_hash(out / "best") == self.done[self.best]["training"]["weights_sha256"]:
             return  # with what other stages have put beside it since: decode.yaml, watch.json
         fresh, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
         for leftover in (fresh, old):

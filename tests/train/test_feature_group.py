@@ -15,7 +15,7 @@ import torch
 from heads.api.errors import UserError
 from inference.manifest import read_manifest
 from tests.train import launch
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.distributed import World
 from train.feature_group import Division, answer_parts, cut, divide
 from train.features import FeaturesConfig
@@ -25,11 +25,6 @@ from train.tracker import LOG_FILE, read_log
 
 WORKER = "tests.train.micro_run"
 EAGLE3 = ['kind="eagle3"', 'head={"taps": [0, 1, 2], "ttt_steps": 2}']
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 def group(targets: int, **more: Any) -> str:

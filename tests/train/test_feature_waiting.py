@@ -17,7 +17,7 @@ from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE
 from inference.target import TargetModel
 from tests.train import launch
-from tests.train.micro_run import leave_waiting, prepare, settings
+from tests.train.micro_run import leave_waiting, settings
 from train.features import FeaturesConfig
 from train.loop import train
 from train.remote_server import FeatureServer
@@ -30,17 +30,7 @@ WORKER = "tests.train.micro_run"
 EAGLE3 = {"kind": "eagle3", "head": {"taps": (0, 1, 2), "ttt_steps": 2}, "eval_every": 0, "save_every": 0, "max_steps": 14}
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -134,4 +124,7 @@ def test_while_a_server_is_asked_again_and_again(
         thread.join()
     assert (caught.value.code, caught.value.step) == (0, 3)
     assert (tmp_path / "checkpoints/step_00000003").is_dir()
-    assert not [each for each in threading.enumerate() if each.name == "features"]  # none of them is left trying
+    trying = [each for each in threading.enumerate() if each.name == "features"]
+    for each in trying:
+        each.join(60)  # one may be waiting for a slow answer, after which it must not ask again
+    assert not [each for each in trying if each.is_alive()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from inference.measure import quick_tau
 from inference.target import TargetModel
 from tests.models import random_target
 from tests.train import launch
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.distributed import join_world
 from train.joint import JointDrafter, PlainTokens
@@ -38,17 +37,7 @@ from train.tracker import LOG_FILE, read_log
 LORA = JointConfig("lora", rank=4, heads_first=0.25, ramp=0.25)
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def joint_settings(micro: Path, joint: JointConfig = LORA, **changes: Any) -> dict[str, Any]:

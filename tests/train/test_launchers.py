@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.train.launch import REPOSITORY, environment
-from tests.train.micro_run import prepare
 from train.tracker import LOG_FILE, read_log
 
 LAUNCH = REPOSITORY / "scripts" / "launch"
@@ -45,11 +44,6 @@ for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit $status
 """
 SCONTROL = "#!/usr/bin/env bash\necho localhost\n"
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 @pytest.fixture

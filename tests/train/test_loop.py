@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,13 @@ from inference.engine import DecodeConfig
 from inference.measure import quick_tau
 from inference.parity import ParityError
 from inference.target import TargetModel
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.loop import TrainConfig, train
 from train.stopping import Stopped
 from train.tracker import LOG_FILE, read_log
 from train.trainer import Evaluation
 
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str, Tensor]]:

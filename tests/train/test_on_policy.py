@@ -16,7 +16,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from tests.heads.micro import MicroTarget, micro_target
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.data.loader import PackedBatch
 from train.engine import EngineConfig
 from train.features import OnlineFeatures
@@ -240,11 +240,6 @@ def test_only_some_steps_have_it(target: MicroTarget) -> None:
 
 
 # --- in a training --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 def run(micro: Path, out: Path, **options: Any) -> None:

@@ -19,7 +19,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.loading import TargetConfig
 from inference.target import TargetModel
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.features import FeaturesConfig, OnlineFeatures, make_features
@@ -29,11 +29,6 @@ from train.tracker import LOG_FILE, read_log
 
 NEEDS = FeatureSpec((0, 1, 2), last_hidden=True, logits=True)
 LENGTH = 64
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import train.state as state
 from tests.train import launch
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.distributed import World
 from train.loop import train
 from train.state import StateStore
@@ -25,11 +25,6 @@ WORKER = "tests.train.micro_run"
 CLOCK = ("seconds", "tokens_per_second", "cost")
 STEPS = 14
 DEADLINE_SECONDS = 600
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 def same_log(one: Path, other: Path) -> None:

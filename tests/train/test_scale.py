@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train import launch
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.loop import train
 from train.tracker import LOG_FILE, read_log
 
@@ -28,11 +28,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "offloaded": {"name": "deepspeed", "zero_stage": 3, "engine": {"offload": "all"}},
     "divided": {"name": "deepspeed", "zero_stage": 3, "engine": {"target_sharding": "zero3"}},
 }
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 @pytest.fixture(scope="module")

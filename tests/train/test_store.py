@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from heads.api.registry import get_kind
 from inference.loading import TargetConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target import TargetModel
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.feature_fetch import FetchedFeatures
@@ -37,17 +36,7 @@ EAGLE3 = ("eagle3", "eagle3", get_kind("eagle3").config_class(taps=(0, 1, 2)))
 MEDUSA = ("medusa", "medusa", get_kind("medusa").config_class(num_heads=3))
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def job(micro: Path, folder: Path, *heads: Any, dtype: torch.dtype = torch.float32, **features: Any) -> StoreJob:

@@ -14,7 +14,7 @@ import matplotlib.image
 import pytest
 
 import train.loop as loop
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.clock import PARTS
 from train.loop import train
 from train.state import StateStore
@@ -25,11 +25,6 @@ from train.trainer import Trainer
 
 LOADING = 0.2
 """Seconds by which the target is made to load longer, so that setup is more than nothing."""
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
 
 
 @pytest.fixture(autouse=True)

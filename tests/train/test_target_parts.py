@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,7 @@ UNSEEN: dict[str, Any] = {"eval_every": 0, "parity": False, "save_every": 0, "ma
 """Settings of a training that never runs its target."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config_of(folder: Path, dtype: str = "float32") -> TargetConfig:

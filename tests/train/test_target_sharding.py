@@ -87,11 +87,6 @@ def rebind(folder: Path) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("micro"))
-
-
 def test_one_process_holds_it_whole(micro: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_steps": 2, "eval_every": 0}
     train(out=tmp_path / "a", **settings(micro, **changes))

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.manifest import alive
-
-STALE_SECONDS = 600.0
-"""A claim that was not renewed for so long is taken over; a writer of this machine whose process has ended, at once."""
+from inference.manifest import STALE_SECONDS, alive
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Who says to be writing: host and process, and the seconds since its last sign of life."""
+    """Who says to be writing: host and process, and the seconds since its last sign of life.
+
+    A claim that was not renewed for `STALE_SECONDS` is taken over; that of a process of this machine which has ended, at once.
+    """
 
     host: str
     pid: int
