@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heads.api.errors import UserError, suggest
+from inference.folders import require_folder_name
 from inference.loading import DTYPES
 
 CHECKS = ("invariance", "processors", "distribution")
@@ -53,6 +54,7 @@ class AuditConfig:
     """A distribution less likely than this is a mismatch."""
 
     def __post_init__(self) -> None:
+        require_folder_name("audit.name", self.name)
         allowed = {"checks": CHECKS, "precisions": tuple(DTYPES), "shapes": SHAPES, "rules": RULES}
         for name, options in allowed.items():
             given = getattr(self, name)
