@@ -16,11 +16,11 @@ from inference.metrics import Gain
 from inference.verifications import read_facts
 from scripts import rounds_facts
 from scripts.config import Settings, load_settings
-from scripts.loop_kill import kill_and_compare, timeless
 from scripts.rounds import Rounds, switched
 from scripts.rounds_plan import RoundPlan, grammar, text
 from scripts.rounds_table import compared, table
 from scripts.stages import STAGES
+from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
 from train.feedback import FeedbackConfig
 

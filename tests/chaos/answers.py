@@ -6,7 +6,7 @@ import shutil
 import signal
 from typing import Any
 
-from scripts.fault_cases.ground import (
+from tests.chaos.ground import (
     CONTINUED,
     PROMPTS,
     REFUSED,
@@ -53,7 +53,9 @@ def generate_killed_while_merging(ground: Ground) -> Outcome:
 def generate_terminated(ground: Ground) -> Outcome:
     """What is finished is written first; exit status 0."""
     command = ground.generate("run.name=generate_terminated")
-    ended = ground.strike(command, lambda: parts(ground, "generate_terminated") >= 2, signal.SIGTERM)
+    ended = ground.strike(
+        command, lambda: parts(ground, "generate_terminated") >= 2, signal.SIGTERM
+    )
     ground.must(ended)
     ground.must(ground.run(command))
     return ground.compare_answers(ground.folder / "outputs/generate_terminated/generate", CONTINUED)
@@ -63,7 +65,12 @@ def generate_terminated(ground: Ground) -> Outcome:
 def generate_rank_killed(ground: Ground) -> Outcome:
     """The launcher ends the other rank; the same launch continues."""
     command = ground.generate("run.name=ranks")
-    ground.strike(command, lambda: parts(ground, "ranks") >= 3, victim=lambda pid: rank_of(pid, 1), processes=2)
+    ground.strike(
+        command,
+        lambda: parts(ground, "ranks") >= 3,
+        victim=lambda pid: rank_of(pid, 1),
+        processes=2,
+    )
     ground.must(ground.run(command, processes=2))
     return ground.compare_answers(ground.folder / "outputs/ranks/generate", CONTINUED)
 
@@ -82,7 +89,10 @@ def generate_full_disk(ground: Ground) -> Outcome:
 @fault("rows that are empty, broken or too long", "data set")
 def bad_rows(ground: Ground) -> Outcome:
     """They are skipped with a reason; all other rows are answered, once."""
-    good = [{"id": str(n), "domain": "code", "prompt": f"Write function number {n}."} for n in range(PROMPTS)]
+    good = [
+        {"id": str(n), "domain": "code", "prompt": f"Write function number {n}."}
+        for n in range(PROMPTS)
+    ]
     bad: list[dict[str, Any]] = [
         {"id": "empty", "domain": "code", "prompt": ""},
         {"id": "none", "domain": "code", "prompt": None},
@@ -127,4 +137,6 @@ def damaged(ground: Ground, name: str, how: Damage) -> Outcome:
     ended = ground.refused(command, shard.name)
     shard.write_bytes(whole)
     ground.must(ground.run(command))
-    return ground.compare_training(ground.folder / f"outputs/{name}/train/medusa", REFUSED, ended.complaint)
+    return ground.compare_training(
+        ground.folder / f"outputs/{name}/train/medusa", REFUSED, ended.complaint
+    )

@@ -6,7 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from scripts.fault_cases.ground import (
+from tests.chaos.ground import (
     CONTINUED,
     REFUSED,
     REPOSITORY,
@@ -81,7 +81,11 @@ def asked_to_stop(ground: Ground, number: signal.Signals) -> Outcome:
     """The state is saved and the exit status is 0; the same command goes on."""
     name = number.name.lower()
     command, folder = ground.train(f"run.name={name}", "train.save_every=0"), out(ground, name)
-    ended = ground.strike(command, lambda: (folder / "log.jsonl").is_file() and len(trained_steps(folder)) >= 3, number)
+    ended = ground.strike(
+        command,
+        lambda: (folder / "log.jsonl").is_file() and len(trained_steps(folder)) >= 3,
+        number,
+    )
     ground.must(ended)
     ground.must(ground.run(command))
     return ground.compare_training(folder, SAVED, ended.words.strip().splitlines()[-1])
@@ -94,7 +98,11 @@ def train_rank_killed(ground: Ground) -> Outcome:
     ground.must(ground.run(calm, processes=2))
     command, folder = ground.train("run.name=train_ranks"), out(ground, "train_ranks")
     ended = ground.strike(
-        command, lambda: saved(folder, 4), victim=lambda pid: rank_of(pid, 1), processes=2, launch=["--max-restarts=1"]
+        command,
+        lambda: saved(folder, 4),
+        victim=lambda pid: rank_of(pid, 1),
+        processes=2,
+        launch=["--max-restarts=1"],
     )
     ground.must(ended)
     return ground.compare_training(folder, RETRIED, calm=out(ground, "calm2"))
@@ -130,7 +138,10 @@ def damaged_state(ground: Ground, name: str, how: Damage) -> Outcome:
     newest = max((folder / "checkpoints").glob("step_*"))
     how(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size))
     ended = ground.must(ground.run(command))
-    words = next((line for line in ended.words.splitlines() if "Continuing from the state before" in line), "")
+    words = next(
+        (line for line in ended.words.splitlines() if "Continuing from the state before" in line),
+        "",
+    )
     return ground.compare_training(folder, CONTINUED, words)
 
 

@@ -1,4 +1,4 @@
-"""Faults, injected for real: a few of them here, all of them by `python -m scripts.faults`."""
+"""Faults, injected for real: a few of them here, all of them by `python -m tests.chaos`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts import faults
-from scripts.fault_cases import ground as grounds
-from scripts.fault_cases.ground import FAILED, Fault, Ground, Outcome, UnsurvivedError
+from tests.chaos import __main__ as faults
+from tests.chaos import ground as grounds
+from tests.chaos.ground import FAILED, Fault, Ground, Outcome, UnsurvivedError
 
 
 @pytest.mark.slow
 def test_faults_are_survived_or_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    names = ["train_killed", "nan_in_a_batch", "answers_flipped"]
+    names = ["generate_killed", "train_killed", "nan_in_a_batch", "answers_flipped"]
     assert faults.main(["--folder", str(tmp_path), "--only", *names]) == 0, capfd.readouterr()
 
 
@@ -37,14 +37,30 @@ def test_lost_doubled_and_different_are_failures(tmp_path: Path) -> None:
     assert (row["outcome"], row["ok"], row["words"]) == (FAILED, False, "seen in .../outputs")
 
 
-def test_newer_rows_take_the_place_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_rows_take_the_place_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = tmp_path / "faults.json"
-    report.write_text(json.dumps({"faults": [{"name": "server_killed", "ok": True}, {"name": "train_killed", "ok": False}]}))
-    monkeypatch.setattr(faults, "inject", lambda names, folder: [{"name": name, "ok": True} for name in names])
+    report.write_text(
+        json.dumps(
+            {
+                "faults": [
+                    {"name": "server_killed", "ok": True},
+                    {"name": "train_killed", "ok": False},
+                ]
+            }
+        )
+    )
+    monkeypatch.setattr(
+        faults, "inject", lambda names, folder: [{"name": name, "ok": True} for name in names]
+    )
     monkeypatch.setattr(faults, "show", lambda rows: None)
-    assert faults.main(["--out", str(report), "--only", "train_killed", "store_full_disk", "--update"]) == 0
+    assert (
+        faults.main(["--out", str(report), "--only", "train_killed", "store_full_disk", "--update"])
+        == 0
+    )
     rows = json.loads(report.read_text())["faults"]
-    assert [row["name"] for row in rows] == ["train_killed", "store_full_disk", "server_killed"]
+    assert [row["name"] for row in rows] == ["store_full_disk", "server_killed", "train_killed"]
     assert all(row["ok"] for row in rows)
 
 
@@ -54,7 +70,9 @@ def test_a_training_with_a_step_too_few_or_twice_is_seen(tmp_path: Path) -> None
         (folder / "best").mkdir(parents=True)
         (folder / "best" / "model.safetensors").write_bytes(b"the same")
         grounds.write_lines(folder / "log.jsonl", [{"step": step, "loss": 1.0} for step in steps])
-    found = Ground(tmp_path).compare_training(tmp_path / "other", "continued", calm=tmp_path / "calm")
+    found = Ground(tmp_path).compare_training(
+        tmp_path / "other", "continued", calm=tmp_path / "calm"
+    )
     assert (found.lost, found.doubled, found.identical) == (grounds.BATCH, grounds.BATCH, False)
 
 

@@ -1,8 +1,8 @@
-"""What every fault stands on: a folder, stages run as processes of their own, and what they left compared with calm runs.
+"""What all faults share: a folder, stages as processes of their own, and comparisons with calm runs.
 
-A stage is killed, starved of disk or fed broken files from outside, as it happens to users; nothing inside it is replaced. What it
-then leaves is compared with the same stage left in peace: answers by their ids and bytes, trainings by the steps in their log and
-the bytes of their best weights.
+A stage is killed, starved of disk or given broken files from outside; nothing inside it is replaced.
+Its result is compared with that of the same stage without a fault: answers by their ids and bytes,
+trainings by the steps in their log and the bytes of their best weights.
 """
 
 from __future__ import annotations
@@ -44,13 +44,19 @@ class Ended:
     @property
     def complaint(self) -> str:
         """The error message: the last line that a stage printed in its own name, without the path of the test folder."""
-        lines = [line for line in self.words.replace("\r", "\n").splitlines() if line.startswith("headstart")]
+        lines = [
+            line
+            for line in self.words.replace("\r", "\n").splitlines()
+            if line.startswith("headstart")
+        ]
         return lines[-1] if lines else ""
 
 
 @dataclass
 class Outcome:
-    """What became of a fault. lost, doubled: samples, against the calm run; identical: whether the result has the same bytes."""
+    """How a fault ended. lost, doubled: samples, against the calm run; identical: whether the bytes
+    of the result are the same.
+    """
 
     outcome: str
     lost: int = 0
@@ -61,7 +67,12 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Survived or refused cleanly, with nothing lost or doubled."""
-        return self.outcome != FAILED and not self.lost and not self.doubled and self.identical is not False
+        return (
+            self.outcome != FAILED
+            and not self.lost
+            and not self.doubled
+            and self.identical is not False
+        )
 
 
 Case = Callable[["Ground"], Outcome]
@@ -101,7 +112,10 @@ class Ground:
     @cached_property
     def prompts(self) -> Path:
         """Prompts for generate."""
-        rows = [{"id": str(n), "domain": "code", "prompt": f"Write function number {n}."} for n in range(PROMPTS)]
+        rows = [
+            {"id": str(n), "domain": "code", "prompt": f"Write function number {n}."}
+            for n in range(PROMPTS)
+        ]
         return write_lines(self.folder / "prompts.jsonl", rows)
 
     def generate(self, *more: str) -> list[str]:
@@ -138,9 +152,21 @@ class Ground:
         wrapper: Sequence[str] = ("-m", "scripts.cli"),
     ) -> subprocess.Popen[str]:
         """Start a stage; several processes under torchrun, with further options `launch`. wrapper: what python is told to run."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *launch]
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            *launch,
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+        }
+        environment |= {
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         return subprocess.Popen(
             [sys.executable, *(launcher if processes > 1 else []), *wrapper, *command],
             cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -176,7 +202,9 @@ class Ground:
         deadline = time.monotonic() + LONGEST
         while not ready():
             if process.poll() is not None:
-                raise UnsurvivedError(f"ended before the fault came: {self.end(process).words[-600:]}")
+                raise UnsurvivedError(
+                    f"ended before the fault came: {self.end(process).words[-600:]}"
+                )
             if time.monotonic() > deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise UnsurvivedError("did not get to the point where the fault was to come")
@@ -202,10 +230,21 @@ class Ground:
     def compare_answers(self, folder: Path, outcome: str, words: str = "") -> Outcome:
         """A finished generate folder against the calm one."""
         ids, calm = answer_ids(folder), answer_ids(self.answers)
-        shards = [json.loads((at / "manifest.json").read_text())["shards"] for at in (folder, self.answers)]
-        return Outcome(outcome, len(set(calm) - set(ids)), len(ids) - len(set(ids)), shards[0] == shards[1], words)
+        shards = [
+            json.loads((at / "manifest.json").read_text())["shards"]
+            for at in (folder, self.answers)
+        ]
+        return Outcome(
+            outcome,
+            len(set(calm) - set(ids)),
+            len(ids) - len(set(ids)),
+            shards[0] == shards[1],
+            words,
+        )
 
-    def compare_training(self, folder: Path, outcome: str, words: str = "", calm: Path | None = None) -> Outcome:
+    def compare_training(
+        self, folder: Path, outcome: str, words: str = "", calm: Path | None = None
+    ) -> Outcome:
         """A finished training folder against a calm one: by default the single-process one."""
         calm = calm or self.trained
         steps = trained_steps(folder)
@@ -220,7 +259,9 @@ def answer_ids(folder: Path) -> list[str]:
     """Ids of all answers in a finished generate folder."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return [
-        str(name) for shard in manifest["shards"] for name in pq.read_table(folder / shard["file"])["id"].to_pylist()
+        str(name)
+        for shard in manifest["shards"]
+        for name in pq.read_table(folder / shard["file"])["id"].to_pylist()
     ]
 
 
@@ -250,7 +291,10 @@ def rank_of(launcher: int, rank: int) -> int:
     """The process id of a rank below torchrun's `launcher`."""
     for entry in Path("/proc").iterdir():
         try:
-            if not entry.name.isdigit() or f"PPid:\t{launcher}\n" not in (entry / "status").read_text():
+            if (
+                not entry.name.isdigit()
+                or f"PPid:\t{launcher}\n" not in (entry / "status").read_text()
+            ):
                 continue
             if f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 return int(entry.name)
@@ -277,10 +321,15 @@ def small_disk(at: Path, kib: int) -> Iterator[Path]:
     """A file system of `kib` KiB in memory, mounted at `at`; raises `UnsurvivedError` where mounting is not allowed."""
     at.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(at)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(at)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
-        raise UnsurvivedError(f"no small disk can be mounted here ({mounted.stderr.strip()}); this fault needs root")
+        raise UnsurvivedError(
+            f"no small disk can be mounted here ({mounted.stderr.strip()}); this fault needs root"
+        )
     try:
         yield at
     finally:

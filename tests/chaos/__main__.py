@@ -1,17 +1,17 @@
-"""Fault injection: every fault of `scripts.fault_cases`, for real, and what became of it.
+"""Inject every fault of `tests.chaos` for real and report how each one ended.
 
-    python -m scripts.faults                                all of them, and docs/reports/faults.json
-    python -m scripts.faults --only train_killed            some, printed only
-    python -m scripts.faults --only train_killed --update   some, and their rows of the report; the others stay
+    python -m tests.chaos                                all of them, and docs/reports/faults.json
+    python -m tests.chaos --only train_killed            some, printed only
+    python -m tests.chaos --only train_killed --update   some, and their rows of the report
 
-A fault is survived when the rerun (or the restart) ends with what a run left in peace ends with, or refused when one clear message
-names the cause and nothing that was written is lost. Full-disk faults mount a small tmpfs and therefore need root.
+A fault is survived when the rerun (or the restart) has the result of a run without the fault, or
+refused when one clear message names the cause and nothing that was written is lost. Full-disk faults
+mount a small tmpfs and therefore need root.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shutil
 import sys
@@ -26,20 +26,28 @@ from rich.console import Console
 from rich.table import Table
 
 from inference.manifest import write_bytes
-from scripts.fault_cases.ground import FAILED, FAULTS, Fault, Ground, Outcome, UnsurvivedError
+from tests.chaos import answers, features, training  # noqa: F401 (registers the faults)
+from tests.chaos.ground import FAILED, FAULTS, Fault, Ground, Outcome, UnsurvivedError
 
-MODULES = ("answers", "training", "features")
-REPORT = Path(__file__).resolve().parents[1] / "docs" / "reports" / "faults.json"
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "faults.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Inject, print, write; returns 0 when every fault was survived or refused cleanly."""
-    for name in MODULES:
-        importlib.import_module(f"scripts.fault_cases.{name}")
-    parser = argparse.ArgumentParser(prog="python -m scripts.faults", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=sorted(FAULTS), metavar="NAME", help=", ".join(FAULTS))
-    parser.add_argument("--update", action="store_true", help="put the rows of --only into the report, in place of theirs")
-    parser.add_argument("--folder", type=Path, help="where it happens; kept (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(FAULTS), metavar="NAME", help=", ".join(FAULTS)
+    )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="put the rows of --only into the report, in place of theirs",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where it happens; kept (default: a temporary one)"
+    )
     parser.add_argument("--out", type=Path, default=REPORT)
     given = parser.parse_args(arguments)
     names = given.only or list(FAULTS)
@@ -47,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows)
     if not given.only or given.update:
         before = json.loads(given.out.read_text(encoding="utf-8"))["faults"] if given.only else []
-        content = {"format": 1, "command": "python -m scripts.faults", "faults": merged(before, rows)}
+        content = {"format": 1, "command": "python -m tests.chaos", "faults": merged(before, rows)}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(given.out, (json.dumps(content, indent=1) + "\n").encode())
     return 0 if all(row["ok"] for row in rows) else 1
@@ -65,21 +73,25 @@ def inject(names: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
             row = row_of(name, FAULTS[name], ground)
             rows.append(row)
             what_was_seen = "" if row["ok"] else row["words"]
-            console.print(f"{'ok ' if row['ok'] else 'BAD'} {name} {time.monotonic() - begun:.0f} s {what_was_seen}")
+            console.print(
+                f"{'ok ' if row['ok'] else 'BAD'} {name} {time.monotonic() - begun:.0f} s {what_was_seen}"
+            )
     finally:
         if folder is None:
             shutil.rmtree(at, ignore_errors=True)
     return rows
 
 
-def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged(
+    before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The rows of a report with newer ones in place of theirs, in the order of the table."""
     found = {row["name"]: row for row in (*before, *rows)}
     return [found[name] for name in FAULTS if name in found]
 
 
 def row_of(name: str, injected: Fault, ground: Ground) -> dict[str, Any]:
-    """Inject one fault and describe what became of it."""
+    """Inject one fault and describe how it ended."""
     try:
         found = injected.case(ground)
     except UnsurvivedError as error:
@@ -97,7 +109,14 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     table = Table("fault", "where", "outcome", "lost", "doubled", "same result")
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
-        table.add_row(row["what"], row["where"], row["outcome"], str(row["samples_lost"]), str(row["samples_doubled"]), same)
+        table.add_row(
+            row["what"],
+            row["where"],
+            row["outcome"],
+            str(row["samples_lost"]),
+            str(row["samples_doubled"]),
+            same,
+        )
     Console().print(table)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.fault_cases.ground import (
+from tests.chaos.ground import (
     CONTINUED,
     LONGEST,
     REFUSED,
@@ -37,17 +37,25 @@ DISK_KIB = 80 * 1024
 
 def of_features(ground: Ground, *more: str) -> list[str]:
     """A command line of the features stage that fits the calm training."""
-    return ["features", *(text for text in ground.train()[1:] if not text.startswith("decode.")), *more]
+    return [
+        "features",
+        *(text for text in ground.train()[1:] if not text.startswith("decode.")),
+        *more,
+    ]
 
 
 def store_command(ground: Ground, store: Path) -> list[str]:
     """The command line that writes a store for the calm training."""
-    return of_features(ground, "features.format=fp32", f"features.path={store}", SMALL_SHARDS, "run.name=stores")
+    return of_features(
+        ground, "features.format=fp32", f"features.path={store}", SMALL_SHARDS, "run.name=stores"
+    )
 
 
 def stored_training(ground: Ground, store: Path, name: str) -> list[str]:
     """The calm training, from a store."""
-    return ground.train(f"run.name={name}", "features=store", "features.format=fp32", f"features.path={store}")
+    return ground.train(
+        f"run.name={name}", "features=store", "features.format=fp32", f"features.path={store}"
+    )
 
 
 def shards(store: Path) -> list[Path]:
@@ -73,7 +81,10 @@ def store_writer_killed(ground: Ground) -> Outcome:
     Whichever claims a shard first is held there until the other one has written some, so that both are at work when it dies.
     """
     store = ground.folder / "store_writer_killed"
-    writers = {process.pid: process for process in (ground.start(store_command(ground, store)) for _ in range(2))}
+    writers = {
+        process.pid: process
+        for process in (ground.start(store_command(ground, store)) for _ in range(2))
+    }
     claims = Claims(store)
     try:
         until(lambda: any(claim.pid in writers for claim in claims.all().values()), writers)
@@ -91,7 +102,9 @@ def store_writer_killed(ground: Ground) -> Outcome:
     if not (store / "manifest.json").is_file():
         raise UnsurvivedError(f"the other writer did not end the store: {ended.words[-400:]}")
     ground.must(ground.run(stored_training(ground, store, "store_writer_killed")))
-    return ground.compare_training(ground.folder / "outputs/store_writer_killed/train/medusa", CONTINUED)
+    return ground.compare_training(
+        ground.folder / "outputs/store_writer_killed/train/medusa", CONTINUED
+    )
 
 
 def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) -> None:
@@ -100,7 +113,9 @@ def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) 
     while not ready():
         for process in writers.values():
             if process.poll() is not None:
-                raise UnsurvivedError(f"a writer ended before the fault came: {process.communicate()[0][-600:]}")
+                raise UnsurvivedError(
+                    f"a writer ended before the fault came: {process.communicate()[0][-600:]}"
+                )
         if time.monotonic() > deadline:
             raise UnsurvivedError("did not get to the point where the fault was to come")
         time.sleep(0.002)
@@ -133,7 +148,9 @@ def store_full_disk(ground: Ground) -> Outcome:
         (disk / "of_somebody_else").unlink()
         ground.must(ground.run(command))
         ground.must(ground.run(stored_training(ground, disk / "store", "store_full_disk")))
-    return ground.compare_training(ground.folder / "outputs/store_full_disk/train/medusa", CONTINUED, ended.complaint)
+    return ground.compare_training(
+        ground.folder / "outputs/store_full_disk/train/medusa", CONTINUED, ended.complaint
+    )
 
 
 def fill(path: Path) -> None:
@@ -172,13 +189,17 @@ def damaged_store(ground: Ground, store: Path, name: str, how: Damage) -> Outcom
     shard.unlink()
     ground.must(ground.run(store_command(ground, store)))
     ground.must(ground.run(command))
-    return ground.compare_training(ground.folder / f"outputs/{name}/train/medusa", REFUSED, ended.complaint)
+    return ground.compare_training(
+        ground.folder / f"outputs/{name}/train/medusa", REFUSED, ended.complaint
+    )
 
 
 @contextmanager
 def server(ground: Ground, port: int) -> Iterator[subprocess.Popen[str]]:
     """A feature server on this port, ready to answer."""
-    process = ground.start(of_features(ground, "features.serve=true", f"features.port={port}", "run.name=serving"))
+    process = ground.start(
+        of_features(ground, "features.serve=true", f"features.port={port}", "run.name=serving")
+    )
     assert process.stdout is not None
     try:
         while line := process.stdout.readline():
@@ -214,7 +235,9 @@ def server_hangs(ground: Ground) -> Outcome:
     command = asking(ground, "hanging", port, retries=1)
     with server(ground, port) as process:
         pid = process.pid
-        ended = ground.strike(command, lambda: running(folder, 3), signal.SIGSTOP, victim=lambda _: pid)
+        ended = ground.strike(
+            command, lambda: running(folder, 3), signal.SIGSTOP, victim=lambda _: pid
+        )
         ground.must(ended, 2)
         if str(port) not in ended.words:
             raise UnsurvivedError(f"the message does not name the server: {ended.words[-400:]}")
