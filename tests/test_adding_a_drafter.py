@@ -17,9 +17,9 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
 from inference.engine import DecodeConfig, Engine, Request
 from inference.parity import check_parity
-from scripts.config import load_settings
-from scripts.help import stage_help
-from scripts.stages import STAGES
+from scripts.config.help import stage_help
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from tests.models import random_target
 from train.data.loader import PackedBatch
 from train.features import OnlineFeatures

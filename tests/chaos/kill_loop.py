@@ -20,7 +20,7 @@ from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from scripts.cli import main
-from scripts.rounds import LOOP_FILE
+from scripts.stages.loop.record import LOOP_FILE
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""

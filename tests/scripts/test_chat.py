@@ -11,9 +11,9 @@ import pytest
 from heads.api.errors import UserError
 from inference.engine import DecodeConfig, Engine, PassRecord
 from inference.target import TargetModel
-from scripts.chat import Answer, Chat, TextStream, converse, run, summary
-from scripts.config import load_settings
-from scripts.stages import STAGES
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages.chat import Answer, Chat, TextStream, converse, run, summary
 from tests.inference.tokenizers import save_micro_target
 
 
