@@ -8,7 +8,7 @@ from that output. EAGLE-2 is the same weights with a dynamic tree (`decode=dynam
 Loss (Li et al., 2401.15077; methods.md 2.4): SmoothL1 between the output and the target's feature, plus a tenth of the
 cross entropy against the target's distribution, with uniform noise on the features that are read. The paper trains one
 step (`align_steps=1`). HASS (2408.15766; methods.md 2.9) trains the same layer on what it meets when it drafts:
-`align_steps` steps in its harmonised context, which is that of `heads.nn.feature_chain`, and a top-K distillation
+`align_steps` steps in its harmonised context, which is that of `heads.nn.feature.chain`, and a top-K distillation
 loss. Parameter names: serving-formats.md, 3.1.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
@@ -33,7 +33,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature_base import (
+from heads.nn.feature.base import (
     FeatureDrafter,
     layer_shape,
     layer_weights,
@@ -41,7 +41,7 @@ from heads.nn.feature_base import (
     teacher_logits,
     unrolled_loss,
 )
-from heads.nn.feature_chain import Chain, State
+from heads.nn.feature.chain import Chain, State
 from heads.nn.rope import Rope
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.api.errors import UserError
-from inference.metrics import GAP, PHASES, efficiency
+from inference.measure.metrics import GAP, PHASES, efficiency
 from inference.report_blocks import extra_tables, markdown_table
 from inference.report_schema import arm_name, read_report, validate_report
 

@@ -29,11 +29,11 @@ import pyarrow.parquet as pq
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
+from inference.decoding.requests import Completion, PassRecord
 from inference.manifest import file_sha256, write_bytes, write_json
-from inference.requests import Completion, PassRecord
 
 if TYPE_CHECKING:
-    from inference.engine import Engine
+    from inference.decoding.engine import Engine
 
 FORMAT = 1
 FACTS_FILE = "records.json"

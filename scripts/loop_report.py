@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.loading import TargetConfig
 from inference.manifest import write_bytes
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.loop_ablation import STEPS, TRIED, ablate, merged, overrides, share_first_round
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, write_json
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.verifications import checkpoint_hash
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform

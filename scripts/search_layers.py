@@ -4,7 +4,7 @@
     python -m scripts.search_layers --domain code --sublayers
     python -m scripts.search_layers --kind distilled        # layers to start a distilled drafter from
 
-Sets of layers are tried by decoding (`inference.layer_search`). The best by tau / (1 + gamma c), with c the share of
+Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma c), with c the share of
 the target's weights that a drafted token reads (or the best by tau within a largest c), is written as a head's
 recipe, ready for `head=` or `measure.heads`, beside a report of every trial. The search's prompts are not the ones
 that the found set is judged on.
@@ -22,8 +22,11 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig
-from inference.layer_search import (
+from inference.decoding.engine import DecodeConfig
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
     Found,
@@ -35,9 +38,6 @@ from inference.layer_search import (
     parts_of,
     search_layers,
 )
-from inference.loading import TargetConfig
-from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}

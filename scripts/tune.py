@@ -72,9 +72,9 @@ def chosen(settings: Settings) -> Found:
 
 def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tuple[Tuner, dict[str, Any]]:
     """The tuner with everything loaded; and what it works with, for reports."""
-    from inference.bench import device_facts
-    from inference.bench_data import load_bench_prompts
-    from inference.target import TargetModel
+    from inference.measure.config import device_facts
+    from inference.measure.datasets import load_bench_prompts
+    from inference.target.model import TargetModel
     from inference.tune.tuner import Tuner
 
     config = settings.tune

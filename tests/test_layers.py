@@ -64,7 +64,7 @@ def test_the_decoder_knows_no_kind() -> None:
 
 def test_every_module_imports_without_the_optional_libraries() -> None:
     # Kernels are imported when they first run, and only where triton is.
-    behind_a_door = {"train.deepspeed_engine", *(op.kernel.split(":")[0] for op in all_ops())}
+    behind_a_door = {"train.engines.deepspeed", *(op.kernel.split(":")[0] for op in all_ops())}
     modules = [name for name in map(module_of, sources()) if name not in behind_a_door]
     program = (
         "import importlib, sys\n"
@@ -88,7 +88,7 @@ def test_importing_prints_nothing_and_leaves_torch_as_it_was() -> None:
     program = (
         "import torch\n"
         "before, threads = torch.random.get_rng_state(), torch.get_num_threads()\n"
-        "import scripts.config, inference.measure, train.loop\n"
+        "import scripts.config, inference.measure.run, train.run\n"
         "assert torch.equal(torch.random.get_rng_state(), before)\n"
         "assert torch.get_num_threads() == threads\n"
     )

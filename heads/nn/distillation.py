@@ -20,7 +20,7 @@ from torch import Tensor
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
 from heads.nn import losses
-from heads.nn.feature_base import next_tokens, teacher_logits
+from heads.nn.feature.base import next_tokens, teacher_logits
 
 OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce")
 

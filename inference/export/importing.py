@@ -21,7 +21,7 @@ from heads.api.registry import get_kind
 from inference.export.layouts import causal, dflash_reading, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import Folder, Receiver
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 READERS: dict[str, tuple[Callable[[Folder], bool], Callable[[Folder, Receiver], Imported]]] = {
     "speculators": (speculators.matches, speculators.read),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.metrics import efficiency
+from inference.measure.metrics import efficiency
 from inference.page.charts import SHAPES, Axes, Dot, Line, dots, lines
 from inference.page.data import Entry, Run
 from inference.page.markup import Content, Html, folded, interval, join, number, table, tag

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.metrics import divide
-from inference.prompts import Prompt
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.measure.metrics import divide
+from inference.measure.prompts import Prompt
+from inference.target.model import TargetModel
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs

@@ -139,7 +139,7 @@ class Advice:
 def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, temperature: float) -> Advice | None:
     """How to draft with the checkpoint in `folder`, by its decode.yaml; None where it has none.
 
-    revision: of the target; device: as `inference.bench.device_facts` gives it.
+    revision: of the target; device: as `inference.measure.config.device_facts` gives it.
     """
     tuned = read_tuned(folder)
     if tuned is None:

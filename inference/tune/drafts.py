@@ -8,11 +8,11 @@ from typing import Any
 
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape
-from inference.decode_config import DecodeConfig
-from inference.memory import drafter_state_bytes
-from inference.target import TargetModel
-from inference.tree_search import search_tree
+from inference.decoding.config import DecodeConfig
+from inference.target.memory import drafter_state_bytes
+from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
+from inference.tune.tree_search import search_tree
 
 FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
 """Drafts whose steps have the same operations beside the model's: what the fixed time of a step is measured for."""

@@ -17,7 +17,7 @@ from heads.api.target_info import TargetWeights
 from heads.api.tree import TokenTree
 from heads.dflash import Config, Drafter
 from heads.nn import losses
-from heads.nn.block_attention import Anchors
+from heads.nn.block.attention import Anchors
 from inference.parity import check_parity
 from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 

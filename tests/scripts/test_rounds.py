@@ -12,7 +12,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
-from inference.metrics import Gain
+from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts import rounds_facts
 from scripts.config import Settings, load_settings

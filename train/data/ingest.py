@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from inference.manifest import write_bytes, write_json
 from train.data.config import DataConfig
-from train.data.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
 from train.data.held_out import Findings, HeldOutIndex
-from train.data.shingles import SIGNATURE, band_keys, normalised, signature, whole
 from train.data.sources import Mixture, Row, SkippedRow, content_hash
 from train.data.tables import local_files
 

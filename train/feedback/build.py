@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.chat import Span
 from inference.manifest import (
     MANIFEST_FILE,
     file_entry,
@@ -36,6 +35,7 @@ from inference.manifest import (
     write_bytes,
     write_manifest,
 )
+from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
 from train.data.answers import DONE, PACKED, SHARD_SCHEMA, SHARDS
 from train.data.masks import mask_of
