@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from scripts.run import RunConfig
     from train.data.sources import DataConfig
     from train.engines.base import EngineConfig
-    from train.features.base import FeaturesConfig
+    from train.features.config import FeaturesConfig
     from train.feedback.config import FeedbackConfig
-    from train.generate.run import GenerateConfig
+    from train.generate.config import GenerateConfig
     from train.generate.sampling import SamplingConfig
     from train.joint.config import JointConfig
     from train.optim import OptimConfig, ScheduleConfig
@@ -64,9 +64,9 @@ CONSUMERS = {
     "target": "inference.target.loading:TargetConfig",
     "data": "train.data.sources:DataConfig",
     "sampling": "train.generate.sampling:SamplingConfig",
-    "generate": "train.generate.run:GenerateConfig",
+    "generate": "train.generate.config:GenerateConfig",
     "feedback": "train.feedback.config:FeedbackConfig",
-    "features": "train.features.base:FeaturesConfig",
+    "features": "train.features.config:FeaturesConfig",
     "engine": "train.engines.base:EngineConfig",
     "optim": "train.optim:OptimConfig",
     "schedule": "train.optim:ScheduleConfig",

@@ -30,7 +30,8 @@ from scripts.run import session
 from train.data.config import DataConfig, SourceConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
-from train.generate.run import GenerateConfig, generate
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused
 

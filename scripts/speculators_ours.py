@@ -2,7 +2,7 @@
 
     python -m scripts.speculators_ours job.json
 
-The job names overrides of `headstart train`; data, drafter, engine and step are those of `train.run.Run` and of
+The job names overrides of `headstart train`; data, drafter, engine and step are those of `train.setup.Run` and of
 `train.loop.Trainer`.
 """
 
@@ -21,11 +21,12 @@ from scripts.speculators_worker import Channel, peak_bytes
 from scripts.stages import STAGES
 from train.config import Job
 from train.distributed import join_world
-from train.engines.base import TrainEngine, make_engine
+from train.engines.base import TrainEngine
+from train.engines.make import make_engine
 from train.loop import Limits, Progress, Trainer
 from train.memory import keep_freed_memory
 from train.optim import learning_rate
-from train.run import Run
+from train.setup import Run
 from train.state import StateStore
 from train.stopping import StopRequest
 from train.tracking.display import Display

@@ -16,7 +16,7 @@ from inference.decoding.engine import DecodeConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target.loading import TargetConfig
 from train.engines.base import EngineConfig
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.joint.config import JointConfig
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig

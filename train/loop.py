@@ -10,27 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.api.batch import LossOutput, TrainBatch
+from heads.api.batch import LossOutput
 from heads.api.errors import UserError
 from train.data.loader import PackedBatch, StepLoader
 from train.distributed import World
 from train.engines.base import TrainEngine
+from train.features.base import Features
 from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
 from train.tracking.display import Display
 from train.tracking.meter import Meter
 from train.tracking.tracker import Tracker
-
-
-class Features(Protocol):
-    """Where training batches come from; `train.features.OnlineFeatures` is one."""
-
-    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch: ...
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from inference.decoding.noise import SharedNoise
 from inference.decoding.sampling import SamplingSettings
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
-from train.loop import Features
+from train.features.base import Features
 
 HARD_LABELS = ("ce", "hard_label_weight")
 """Settings of kinds whose loss takes tokens of the batch as labels: here these may be the drafter's own."""

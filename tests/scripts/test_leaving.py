@@ -22,7 +22,7 @@ TRAIN = [
     "train.run:load_target",
     "train.data.pack:write_packed",
     "train.run:make_engine",
-    "train.run:Run.compare_paths",
+    "train.setup:Run.compare_paths",
     "train.run:summarise",
     "train.run:write_manifest",
 ]
@@ -94,7 +94,7 @@ def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_not
 def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: Path) -> None:
     """The second process waits in a collective, where Python calls no handlers, for a first one that does not come."""
     command = train(micro, tmp_path, "two")
-    done = worker("ranks", str(tmp_path), json.dumps(command), "train.run:Run.compare_paths")
+    done = worker("ranks", str(tmp_path), json.dumps(command), "train.setup:Run.compare_paths")
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 0], done.stderr[-4000:]
     assert done.stderr.count(LINE) == 1  # the main process speaks
     assert not (tmp_path / "two/train/medusa/checkpoints").exists()

@@ -18,7 +18,8 @@ from inference.target.loading import TargetConfig
 from tests.serve.vllm_server import VllmServer
 from train.data.sources import DataConfig
 from train.generate.backends.servers import ServerPool
-from train.generate.run import GenerateConfig, generate
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 from train.generate.sampling import SamplingConfig
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]

@@ -24,7 +24,8 @@ import train.generate.loop
 from inference.decoding.engine import DecodeConfig
 from inference.target.loading import TargetConfig
 from train.data.sources import DataConfig
-from train.generate.run import GenerateConfig, generate
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 
 
 def run(job: dict[str, Any]) -> None:

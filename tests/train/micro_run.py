@@ -28,7 +28,7 @@ from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA
 from train.engines.base import EngineConfig
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.joint.config import JointConfig
 from train.loop import Trainer
 from train.optim import OptimConfig, ScheduleConfig

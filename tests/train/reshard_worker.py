@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.train.toy import OPTIM, Toy, gather_everything, parse, train_steps
 from train.distributed import World, join_world
-from train.engines.base import make_engine
+from train.engines.make import make_engine
 from train.engines.shards import FilePart
 from train.state import StateStore
 

@@ -21,7 +21,8 @@ from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig, rea
 from tests.inference.tokenizers import save_micro_target
 from train.data import answers as answers_module
 from train.data.sources import DataConfig
-from train.generate.run import GenerateConfig, generate
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 
 DECODE = DecodeConfig(temperature=1.0, max_new_tokens=12, batch_size=4, seed=5, shape="chain", depth=2)
 ROWS = 14

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from train.distributed import World, join_world
-from train.engines.base import EngineConfig, TrainEngine, make_engine
+from train.engines.base import EngineConfig, TrainEngine
+from train.engines.make import make_engine
 from train.optim import OptimConfig
 
 VOCAB, HIDDEN, ROWS, LENGTH = 50, 24, 4, 12

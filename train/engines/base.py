@@ -12,7 +12,6 @@ tokens), whatever the number of processes and of micro-batches.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -226,20 +225,6 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def make_engine(
-    drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
-) -> TrainEngine:
-    """The configured engine around `drafter`, whose weights are float32 on the world's device and equal in
-    every process."""
-    wrong = [name for name, p in drafter.named_parameters() if p.dtype != torch.float32]
-    assert not wrong, f"weights {wrong[:4]} are not float32"
-    # RMSNorm of bfloat16 states with float32 weights is meant; torch warns that it is not its fastest path.
-    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    if config.name == "torch":
-        return TorchEngine(drafter, config, optim, world)
-    from train.engines.deepspeed import DeepSpeedEngine
-
-    return DeepSpeedEngine(drafter, config, optim, world)
 
 
 def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:

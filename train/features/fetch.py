@@ -58,7 +58,7 @@ class Source(Protocol):
 
 
 class FetchedFeatures:
-    """`train.loop.Features` from a source.
+    """`train.features.base.Features` from a source.
 
     loader: tells which batches come next; ahead: how many steps are asked for before they are needed (0: none). device, dtype:
     where and as what the drafter is given the features. `wait_seconds` adds up what the training had to wait for them.
@@ -75,7 +75,13 @@ class FetchedFeatures:
         ahead: int = 0,
         last_step: int | None = None,
     ) -> None:
-        self.source, self.needs, self.logits, self.device, self.dtype = source, needs, logits, device, dtype
+        self.source, self.needs, self.logits, self.device, self.dtype = (
+            source,
+            needs,
+            logits,
+            device,
+            dtype,
+        )
         self.loader, self.ahead, self.last_step = loader, ahead, last_step
         self.wait_seconds = 0.0
         self._coming: dict[str, Coming] = {}
@@ -104,13 +110,17 @@ class FetchedFeatures:
         begun = time.perf_counter()
         content = coming.result()
         self.wait_seconds += time.perf_counter() - begun
-        return decode_batch(packed, content, self.needs, self.source.form, self.device, self.dtype, self.logits)
+        return decode_batch(
+            packed, content, self.needs, self.source.form, self.device, self.dtype, self.logits
+        )
 
     def _look_ahead(self, step: int) -> None:
         """Ask for the batches of this step and of the next `ahead` ones, each once."""
         if self.loader is None or not self.ahead or step < self._asked - self.ahead:
             return
-        end = step + self.ahead if self.last_step is None else min(step + self.ahead, self.last_step)
+        end = (
+            step + self.ahead if self.last_step is None else min(step + self.ahead, self.last_step)
+        )
         for index in range(max(step, self._asked + 1), end + 1):
             for packed in self.loader.step(index):
                 self._coming[key_of(packed)] = self.source.ask(packed)
@@ -144,10 +154,19 @@ class ThreadedSource:
     for a pool's threads: these are daemons, which it leaves behind.
     """
 
-    def __init__(self, fetch: Callable[[PackedBatch], Content], form: Form, threads: int, stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fetch: Callable[[PackedBatch], Content],
+        form: Form,
+        threads: int,
+        stop: Callable[[], None],
+    ) -> None:
         self.fetch, self.form, self.stop = fetch, form, stop
         self._asked: SimpleQueue[tuple[Future[Content], PackedBatch] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name="features", daemon=True) for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name="features", daemon=True)
+            for _ in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -28,7 +28,8 @@ from inference.target.model import TargetModel
 from train.config import Job
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
-from train.features.base import DescribedTarget, FeaturesConfig, OnlineFeatures
+from train.features.base import DescribedTarget, OnlineFeatures
+from train.features.config import FeaturesConfig
 from train.features.fetch import Coming
 from train.features.remote.wire import Ask, key_of
 from train.features.store.batches import Content, Form, encode_batch
@@ -64,7 +65,9 @@ class Division:
         return [trainer for trainer in range(self.trainers) if self.target_of(trainer) == rank]
 
 
-def run_in_group(job: Job, world: World, train: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
+def run_in_group(
+    job: Job, world: World, train: Callable[[World], dict[str, Any]]
+) -> dict[str, Any]:
     """Train in the first processes, run the target in the last ones; returns the manifest in all of them.
 
     train: trains with the given world. Raises `UserError` where processes cannot be divided like this.
@@ -77,7 +80,9 @@ def run_in_group(job: Job, world: World, train: Callable[[World], dict[str, Any]
     if world.rank in ranks:
         finished = False
         try:
-            manifest = train(replace(world, size=division.trainers, group=group, helpers=division.targets))
+            manifest = train(
+                replace(world, size=division.trainers, group=group, helpers=division.targets)
+            )
             finished = True
         finally:
             send_header(BYE, division.target_of(world.rank), status=int(not finished))
@@ -140,10 +145,17 @@ class GroupSource:
     """A `train.features.fetch.Source` of this launch's target process; asks it first whether it runs the same target."""
 
     def __init__(
-        self, config: FeaturesConfig, target: DescribedTarget, precision: str, needs: FeatureSpec, form: Form
+        self,
+        config: FeaturesConfig,
+        target: DescribedTarget,
+        precision: str,
+        needs: FeatureSpec,
+        form: Form,
     ) -> None:
         if "group" not in _links:
-            raise UserError("features.mode=group works within `headstart train` under torchrun only.")
+            raise UserError(
+                "features.mode=group works within `headstart train` under torchrun only."
+            )
         self.form, self.timeout = form, timedelta(seconds=config.timeout_seconds)
         self.target = _links["division"].target_of(dist.get_rank())
         self.taps = needs.taps
@@ -161,7 +173,9 @@ class GroupSource:
         group = _links["group"]
         rows, length = packed.tokens.shape
         header = torch.tensor([ROWS, rows, length, 0])
-        body = torch.stack([part.to(torch.int32) for part in (packed.tokens, packed.positions, packed.segments)])
+        body = torch.stack(
+            [part.to(torch.int32) for part in (packed.tokens, packed.positions, packed.segments)]
+        )
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         self._sent.append((dist.isend(header, self.target, group=group, tag=HEADER_TAG), header))
         self._sent.append((dist.isend(body, self.target, group=group, tag=ROWS_TAG), body))
@@ -220,7 +234,9 @@ def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> b
 def greet(trainer: int, target: DescribedTarget, key: str) -> Ask:
     """Compare a trainer's target with ours and tell it; returns what it wants."""
     theirs, wish = receive_body(trainer).split(" ", 1)
-    refusal = "" if theirs == key else "it runs another target, tokenizer or precision than the trainer."
+    refusal = (
+        "" if theirs == key else "it runs another target, tokenizer or precision than the trainer."
+    )
     send_body(refusal, trainer)
     return Ask.from_json(wish, target.info)
 
@@ -235,21 +251,30 @@ def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor)
     online = OnlineFeatures(target, ask.needs, dtype)
     content = encode_batch(online.batch(packed), ask.taps, form, online.logits)
     parts = answer_parts(ask.taps, ask.last_hidden, form)
-    flat = [content[thing][part].cpu().contiguous().view(torch.uint8).flatten() for thing, part, *_ in parts]
+    flat = [
+        content[thing][part].cpu().contiguous().view(torch.uint8).flatten()
+        for thing, part, *_ in parts
+    ]
     return torch.cat(flat)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------------
 
 
-def answer_parts(taps: tuple[int, ...], last: bool, form: Form) -> list[tuple[str, str, torch.dtype, int, int]]:
+def answer_parts(
+    taps: tuple[int, ...], last: bool, form: Form
+) -> list[tuple[str, str, torch.dtype, int, int]]:
     """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which they follow one another."""
     found = []
     state = parts_of(form.fmt, form.hidden)
     things = {f"tap.{tap}": state for tap in taps}
     if last and form.top_logits:
         count = form.top_logits
-        things[TOP] = {"values": (torch.float16, count), "ids": (torch.int32, count), "logsumexp": (torch.float32, 0)}
+        things[TOP] = {
+            "values": (torch.float16, count),
+            "ids": (torch.int32, count),
+            "logsumexp": (torch.float32, 0),
+        }
     elif last:
         things[LAST] = state
     for thing, parts in things.items():
@@ -263,7 +288,9 @@ def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], cou
     content: Content = {}
     start = 0
     for thing, part, dtype, width, size in parts:
-        run = buffer[start : start + size * count].clone().view(dtype)  # a copy begins where its dtype may
+        run = (
+            buffer[start : start + size * count].clone().view(dtype)
+        )  # a copy begins where its dtype may
         content.setdefault(thing, {})[part] = run.view(count, width) if width else run
         start += size * count
     return content

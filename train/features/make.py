@@ -12,8 +12,11 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE, file_sha256
 from train.data.loader import PackedBatch, StepLoader
-from train.features.base import DescribedTarget, FeaturesConfig
-from train.features.fetch import Source, ThreadedSource
+from train.features.base import DescribedTarget, Features, OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.fetch import FetchedFeatures, Source, ThreadedSource
+from train.features.group import GroupSource
+from train.features.remote.client import RemoteClient
 from train.features.store.batches import moved, top_word
 from train.features.store.layout import identity_of, precision_of
 from train.features.store.reader import StoreReader
@@ -43,13 +46,9 @@ def make_source(
         reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
         return ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
     if config.mode == "remote":
-        from train.features.remote.client import RemoteClient
-
         client = RemoteClient(config, target.info, precision, needs, form)
         return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
     if config.mode == "group":
-        from train.features.group import GroupSource
-
         return GroupSource(config, target, precision, needs, form)
     raise UserError(f"features.mode={config.mode} has no source of its own.")
 
@@ -76,3 +75,39 @@ def require_logits_only(
             "which the "
             "largest logits cannot replace. Set features.top_logits=0."
         ) from error
+
+
+def make_features(
+    config: FeaturesConfig,
+    target: DescribedTarget,
+    needs: FeatureSpec,
+    dtype: torch.dtype,
+    *,
+    answers: Path,
+    loader: StepLoader,
+    steps: int,
+    on_policy: bool = False,
+) -> Features:
+    """The configured way for a training of `steps` steps on `answers`, whose features are `dtype`.
+
+    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError` where the way cannot be gone.
+    """
+    online = OnlineFeatures(target, needs, dtype)
+    if config.mode == "online":
+        return online
+    if on_policy and config.mode == "store":
+        raise UserError(
+            f"train.on_policy.share is above 0, so that rows change while they are trained, but features.mode={config.mode} deals "
+            "features of rows that were known beforehand. Use features.mode=online, remote or group."
+        )
+    source = make_source(config, target, needs, dtype, answers, loader)
+    return FetchedFeatures(
+        source,
+        needs,
+        online.logits,
+        target.device,
+        dtype,
+        loader,
+        config.ahead,
+        last_step=steps - 1,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,25 +23,19 @@ from train.data.answers import FAILED, INPUT, SKIPPED, Answer, PartWriter
 from train.data.ingest import read_rows
 from train.data.sources import Row, SkippedRow
 from train.data.tables import BadRowError
+from train.generate.backends.base import Backend
 from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
+from train.generate.config import Job
 from train.generate.sampling import SamplingConfig, backend_of
 from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused, Talk, keep_answer
 from train.processes import own_device, terminable
 from train.recording import PartRecords
 
-if TYPE_CHECKING:
-    from train.generate.run import Job
-
 AnyTarget = TargetModel | TargetFacts
 
 
-class Backend(Protocol):
-    """Whoever samples answers."""
-
-    def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        """An answer or a refusal per request, in finishing order."""
 
 
 class OwnDecoder:

@@ -19,20 +19,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from inference.decoding.engine import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
-from inference.verifications import RecordsConfig
 from train.data.answers import (
     DONE,
     INPUT,
@@ -48,67 +46,21 @@ from train.data.answers import (
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows
 from train.data.sources import DataConfig
-from train.generate.loop import AnyTarget, Backend, answer_rows, console_of, load_target
+from train.generate.backends.base import Backend
+from train.generate.config import GenerateConfig, Job
+from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, drop_unanswered, recorded, require_drafts
 
-ANSWERS = ("sample", "dataset")
 SHOWN_REASONS = 5
 SHOWN_ROWS = 25
 """Blocks of input after which their number is said."""
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Where answers come from and how they are written."""
-
-    answers: str = "sample"
-    """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and only
-    tokenise them."""
-    drafter: str | None = None
-    """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly. The
-    answers are the same."""
-    shard_rows: int = 4096
-    """Most answers in one shard of the final output."""
-    window_rows: int = 8192
-    """Rows that are rendered, ordered by length and answered together, per process; memory grows with it."""
-    flush_rows: int = 256
-    """Finished answers that are written together; a kill loses at most these, and they are generated
-    again."""
-    flush_seconds: float = 30.0
-    """Longest time, in seconds, that a finished answer waits to be written (checked as answers finish)."""
-    overwrite: bool = False
-    """Replace what a different configuration left in the output folder, instead of refusing. The same one is
-    still continued."""
-    round: int = 0
-    """How often rejected drafts have been fed back before these answers: a note in the manifest."""
-    records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when its files reach the limit."""
-
-    def __post_init__(self) -> None:
-        if self.answers not in ANSWERS:
-            raise UserError(
-                f"generate.answers '{self.answers}' is not known.{suggest(self.answers, ANSWERS)}"
-            )
-        for name in ("shard_rows", "window_rows", "flush_rows"):
-            if getattr(self, name) < 1:
-                raise UserError(f"generate.{name} must be at least 1; given: {getattr(self, name)}.")
 
 
-@dataclass(frozen=True)
-class Job:
-    """What was asked for, and this process's place among the others."""
-
-    config: GenerateConfig
-    data: DataConfig
-    decode: DecodeConfig
-    target: TargetConfig
-    out: Path
-    state: PartialState
-    backend: Backend | None = None
-    watch: Watch = ignore
 
 
 def generate(

@@ -38,7 +38,7 @@ DRAFTER, UPDATES = "drafter.", "updates."
 
 @dataclass
 class PlainTokens:
-    """Batches without features: joint training computes them itself, with their graph. `train.loop.Features`."""
+    """Batches without features: joint training computes them itself, with their graph. `train.features.base.Features`."""
 
     device: torch.device
 

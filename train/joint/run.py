@@ -28,11 +28,12 @@ from inference.target.loading import describe
 from inference.target.model import TargetModel
 from train.config import Job
 from train.distributed import World
+from train.features.base import Features
 from train.joint.backbone import Backbone
 from train.joint.objective import JointDrafter, PlainTokens, require_trainable_features, split_state
 from train.joint.target import label, plain, save_changed_target
-from train.loop import Evaluation, Features, Progress
-from train.run import BEST, Run
+from train.loop import Evaluation, Progress
+from train.setup import BEST, Run
 from train.tracking.display import Display
 
 TARGET, UPDATES_FILE = "target", "updates.safetensors"

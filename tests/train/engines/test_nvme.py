@@ -12,8 +12,9 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
 from tests.train.toy import OPTIM, Toy, train_steps
 from train.distributed import World
-from train.engines.base import EngineConfig, make_engine
+from train.engines.base import EngineConfig
 from train.engines.deepspeed import import_deepspeed, require_async_io
+from train.engines.make import make_engine
 
 
 class Wide(Toy):

@@ -17,7 +17,7 @@ from inference.manifest import read_manifest
 from tests.train import launch
 from tests.train.micro_run import settings
 from train.distributed import World
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.features.group import Division, answer_parts, cut, divide
 from train.features.store.batches import Form
 from train.tracking.summary import SUMMARY_FILE

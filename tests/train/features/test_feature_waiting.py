@@ -18,7 +18,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.train import launch
 from tests.train.micro_run import leave_waiting, settings
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.features.remote.server import FeatureServer
 from train.features.store.layout import index_path, read_plan
 from train.features.store.run import StoreJob, write_features

@@ -22,7 +22,9 @@ from inference.target.model import TargetModel
 from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
-from train.features.base import FeaturesConfig, OnlineFeatures, make_features
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.make import make_features
 from train.features.remote.server import FeatureServer
 from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log

@@ -21,8 +21,10 @@ from inference.target.model import TargetModel
 from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
-from train.features.base import FeaturesConfig, OnlineFeatures, make_features
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures
+from train.features.make import make_features
 from train.features.store.claims import Claims
 from train.features.store.layout import index_path, read_plan, shard_name, shard_path
 from train.features.store.reader import StoreReader

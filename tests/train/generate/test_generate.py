@@ -24,8 +24,9 @@ from train.data.answers import SHARD_SCHEMA, output_lock
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
 from train.data.sources import DataConfig
+from train.generate.config import GenerateConfig
 from train.generate.loop import sample_answers
-from train.generate.run import GenerateConfig, generate
+from train.generate.run import generate
 from train.generate.turns import Refused
 
 ROOT = Path(__file__).parents[2]

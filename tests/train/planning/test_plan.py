@@ -26,7 +26,8 @@ from tests.train.micro_run import settings
 from tests.train.planning.test_footprint import allocator_peak
 from train.config import Job
 from train.distributed import World
-from train.engines.base import EngineConfig, Objective, make_engine
+from train.engines.base import EngineConfig, Objective
+from train.engines.make import make_engine
 from train.optim import OptimConfig
 from train.planning.dry_run import dry_batch, dry_step, held_in_parts, planned_drafter
 from train.planning.footprint import Footprint

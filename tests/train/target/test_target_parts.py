@@ -25,7 +25,7 @@ from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
 from tests.train import launch
 from tests.train.features.test_store import job, write
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.on_policy import OnPolicyConfig
 from train.refresh import RefreshConfig
 from train.run import train

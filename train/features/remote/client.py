@@ -20,7 +20,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
-from train.features.base import FeaturesConfig
+from train.features.config import FeaturesConfig
 from train.features.remote.wire import ASK_HEADER, FORMAT, KEY_HEADER, Ask, key_of, pack_rows
 from train.features.store.batches import Content, Form
 from train.features.store.layout import things_of

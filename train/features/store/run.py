@@ -20,7 +20,8 @@ from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.model import TargetModel
 from train.data.pack import PackedData
-from train.features.base import FeaturesConfig, OnlineFeatures
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
 from train.features.store.layout import identity_of, precision_of
 from train.features.store.size import FORMATS, bytes_per_token, slots
 from train.features.store.writer import (
