@@ -21,7 +21,8 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.measure.metrics import Outcome, Totals, tau_estimate
 from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
 from inference.target.loading import TargetConfig

@@ -26,9 +26,11 @@ from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
-from inference.measure.config import Arm, BenchConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.measure.run import measure

@@ -17,7 +17,8 @@ from scripts import drafters
 from scripts.run import prepare_process
 
 if TYPE_CHECKING:
-    from inference.decoding.engine import Engine, PassRecord, Request
+    from inference.decoding.engine import Engine
+    from inference.decoding.requests import PassRecord, Request
     from scripts.config import Settings
     from scripts.drafters import Found
 
@@ -97,7 +98,7 @@ class Chat:
 
     def answer(self, prompt: str) -> Answer:
         """Answer `prompt`, printing the text as it is decoded, and remember both."""
-        from inference.decoding.engine import Request
+        from inference.decoding.requests import Request
         from inference.measure.prompts import prompt_seed
         from inference.target.chat import render_prompt
 

@@ -28,11 +28,13 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
-from inference.decoding.compiled import seconds_spent
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.compiled import seconds_spent
+from inference.decoding.requests import Request
 from inference.measure import metrics
 from inference.measure.baselines import BaselinesConfig, Peer, is_llama, make_peers
-from inference.measure.config import Arm
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.target.loading import DTYPES, TargetConfig

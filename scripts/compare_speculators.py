@@ -34,9 +34,10 @@ from inference.decoding.config import DecodeConfig
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.manifest import write_json
-from inference.measure.config import device_facts, process_facts
+from inference.measure.config import process_facts
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau
+from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.config import load_settings

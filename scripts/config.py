@@ -28,12 +28,12 @@ from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 if TYPE_CHECKING:
     from inference.audit.config import AuditConfig
-    from inference.decoding.engine import DecodeConfig
+    from inference.decoding.config import DecodeConfig
     from inference.export.engine_folder import ExportConfig
     from inference.export.hub import PushConfig
     from inference.export.pull import PullConfig
     from inference.export.verify_config import VerifyConfig
-    from inference.measure.run import BenchConfig
+    from inference.measure.config import BenchConfig
     from inference.server.config import ServeConfig
     from inference.staleness.config import WatchConfig
     from inference.target.loading import TargetConfig
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from scripts.refresh import RefreshStageConfig
     from scripts.report import ReportConfig
     from scripts.run import RunConfig
-    from train.data.sources import DataConfig
+    from train.config import TrainConfig
+    from train.data.config import DataConfig
     from train.engines.base import EngineConfig
     from train.features.config import FeaturesConfig
     from train.feedback.config import FeedbackConfig
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from train.joint.config import JointConfig
     from train.optim import OptimConfig, ScheduleConfig
     from train.planning.plan import PlanConfig
-    from train.run import TrainConfig
 
 REPOSITORY = Path(conf.__file__).resolve().parents[1]
 EXTRA_VARIABLE = "HEADSTART_CONF"

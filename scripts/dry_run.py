@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inference.decoding.engine import Completion, DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_json
 from inference.target.loading import TargetConfig
 from scripts.run import session

@@ -21,7 +21,9 @@ def run(settings: Settings) -> None:
     from inference.manifest import MANIFEST_FILE
     from inference.target.model import TargetModel
     from inference.verifications import FACTS_FILE
-    from train.feedback import BRANCHES, VARIATIONS, build, write_branches, write_variations
+    from train.feedback import build
+    from train.feedback.branches import BRANCHES, write_branches
+    from train.feedback.variations import VARIATIONS, write_variations
     from train.generate.target_facts import TargetFacts
     from train.recording import RECORDS
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from inference.decoding.adaptive.head import Recorded, fit
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
 from scripts import recording

@@ -40,7 +40,7 @@ from inference.audit.comparison import audit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.manifest import write_json
 from inference.measure.metrics import divide
 from inference.measure.prompts import load_prompts, select_prompts, to_requests

@@ -13,7 +13,9 @@ from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
 from inference.audit.comparison import audit
-from inference.decoding.engine import DecodeConfig, Engine, PassRecord, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
 from inference.manifest import file_sha256, write_json
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import load_prompts, to_requests

@@ -37,7 +37,8 @@ from scripts.loop_report_page import REPEATED, markdown
 from scripts.rounds import GENERATED, LOOP_FILE, ON_POLICY, Rounds
 from scripts.runner import run_one
 from scripts.stages import STAGES
-from train.feedback import FeedbackConfig, build
+from train.feedback import build
+from train.feedback.config import FeedbackConfig
 
 SCRIPT = "python -m scripts.loop_report"
 ROOT = Path(__file__).resolve().parents[1]

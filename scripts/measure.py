@@ -14,9 +14,10 @@ from scripts.drafters import Found
 from scripts.run import RunConfig, is_main_process, open_folder, prepare_process, shown
 
 if TYPE_CHECKING:
+    from inference.decoding.arm import Arm
+    from inference.measure.config import BenchConfig
     from inference.measure.datasets import Loaded
     from inference.measure.prompts import Prompt
-    from inference.measure.run import Arm, BenchConfig
     from inference.target.model import TargetModel
     from scripts.config import Settings
 
@@ -102,7 +103,7 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 def weight_files(found: Found) -> list[Path]:
     """The files of a checkpoint whose change makes a measurement stale."""
-    from inference.tune.decode_file import DECODE_FILE
+    from inference.decoding.decode_file import DECODE_FILE
 
     if found.checkpoint is None:
         return []
@@ -111,7 +112,7 @@ def weight_files(found: Found) -> list[Path]:
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
     """One contestant: the drafter with its own draft."""
-    from inference.measure.run import Arm
+    from inference.decoding.arm import Arm
 
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}

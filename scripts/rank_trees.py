@@ -30,7 +30,9 @@ from typing import Any
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
-from inference.decoding.engine import Completion, DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from heads.api.checkpoint import load_drafter
 from inference.audit.comparison import audit
-from inference.decoding.engine import Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel

@@ -22,7 +22,7 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

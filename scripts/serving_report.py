@@ -36,9 +36,10 @@ from inference.export.live_check_folder import LiveConfig, lines, served_folder
 from inference.export.verify import verify
 from inference.export.verify_config import VerifyConfig
 from inference.manifest import write_bytes, write_json
-from inference.measure.config import device_facts, process_facts
+from inference.measure.config import process_facts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
 from inference.report_blocks import markdown_table
+from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.families import trainings

@@ -26,7 +26,9 @@ from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.audit.comparison import audit
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.measure.prompts import load_prompts, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

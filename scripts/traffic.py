@@ -32,8 +32,8 @@ TRAFFIC_FILE = "traffic.json"
 def run(settings: Settings) -> None:
     """Read the traffic, measure, simulate, write and show."""
     from inference.manifest import write_json
-    from inference.measure.config import device_facts
     from inference.measure.prompts import load_prompts
+    from inference.target.hardware import device_facts
     from inference.target.model import TargetModel
     from inference.traffic.advice import advise, ways_to_serve
     from inference.traffic.arrivals import read_traffic

@@ -15,7 +15,9 @@ import heads
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.parity import check_parity
 from scripts.config import load_settings
 from scripts.help import stage_help

@@ -12,7 +12,7 @@ from typing import Any
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.target.loading import TargetConfig
 from train.engines.base import EngineConfig

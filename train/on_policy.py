@@ -25,8 +25,8 @@ from heads.api.batch import TrainBatch
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.decoding.noise import SharedNoise
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import Features

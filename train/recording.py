@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Completion, Engine
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
+from inference.manifest import checkpoint_hash
 from inference.verifications import (
     SCHEMAS,
     SEQUENCES,
     VERIFICATIONS,
     RecordsConfig,
     VerificationLog,
-    checkpoint_hash,
     record_facts,
 )
 from train.data.answers import DONE, PARTS, Answer

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.target.loading import TargetConfig, pick_device
 from train.config import Job, TrainConfig, refuse_senseless

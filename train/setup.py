@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from inference.decoding.engine import Request
+from inference.decoding.requests import Request
 from inference.manifest import read_manifest, write_manifest
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau

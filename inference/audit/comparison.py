@@ -25,9 +25,9 @@ from torch import Tensor
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.decoding.engine import Request
-from inference.decoding.processors import Prefix, process
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.processors import Prefix, process
 from inference.kernels.reference.noise import gumbel_noise
 from inference.target.model import TargetModel
 

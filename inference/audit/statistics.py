@@ -16,8 +16,8 @@ import torch
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.audit.comparison import Divergence
-from inference.decoding.processors import Prefix, process
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.processors import Prefix, process
 from inference.target.model import TargetModel
 
 Text = tuple[int, ...]

@@ -30,10 +30,12 @@ from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
 from inference.audit.findings import DistributionRow, Findings, Row
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.registry import CHAINS_ONLY
-from inference.measure.config import device_facts
 from inference.measure.prompts import Prompt, select_prompts, to_requests
+from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from inference.decoding.buffers import Lanes
-from inference.decoding.graphs import Pending
+from inference.decoding.execution.graphs import Pending
 from inference.decoding.pass_details import read_details
 from inference.decoding.requests import Completion, PassRecord, Request
 

@@ -22,12 +22,12 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.cost import adaptive_parts
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
-from inference.decoding.graphs import Pending, StepRunner
-from inference.decoding.noise import SharedNoise
-from inference.decoding.processors import Prefix, Processors
-from inference.decoding.row_settings import RowNoise, RowSettings
+from inference.decoding.execution.graphs import Pending, StepRunner
 from inference.decoding.rules.registry import get_rule
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.processors import Prefix, Processors
+from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.step import Decoder, Rows
 from inference.target.memory import tensor_bytes
 from inference.target.model import Seen, TargetModel
@@ -36,7 +36,7 @@ from inference.target.model import Seen, TargetModel
 class Lanes:
     """B rows of `capacity` slots with everything that lives in them; see the module.
 
-    own_settings: rows bring sampling settings of their own (`inference.decoding.row_settings`). details: passes say what was drafted
+    own_settings: rows bring sampling settings of their own (`inference.decoding.sampling.row_settings`). details: passes say what was drafted
     (`inference.decoding.pass_details`).
     """
 

@@ -10,7 +10,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, MODES, AdaptiveSettings
 from inference.decoding.rules.registry import RULES, check_shape
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 
 SHAPES = ("none", "chain", "tree", "dynamic")
 GRAPHS = ("auto", "off")

@@ -27,16 +27,16 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.buffers import Lanes
 from inference.decoding.clock import StepClock
-from inference.decoding.config import DecodeConfig as DecodeConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.decode_file import advice
 from inference.decoding.placement import PlacedDrafter, weights_on
-from inference.decoding.requests import Completion as Completion
-from inference.decoding.requests import PassRecord as PassRecord
-from inference.decoding.requests import Request as Request
+from inference.decoding.requests import Completion, Request
 from inference.kernels.dispatch import choose
 from inference.kernels.packed_linear import packed_linears
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.heads import decoding_kernels
 from inference.target.chat import render_prompt
+from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.memory import drafter_state_bytes, free_bytes, plan_memory
 from inference.target.model import TargetModel
@@ -313,8 +313,6 @@ class Engine:
 
 def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
     """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None where that says nothing."""
-    from inference.measure.config import device_facts  # both come back here for the engine
-    from inference.tune.decode_file import advice
 
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:

@@ -11,16 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-
-if TYPE_CHECKING:
-    from inference.decoding.rules.base import Verdict
-    from inference.decoding.step import StepResult
+from inference.decoding.rules.base import Verdict
 
 
 @dataclass(frozen=True)
@@ -40,16 +36,16 @@ class PassDetails:
     pick_log_p: float
 
 
-def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, result: StepResult) -> Tensor:
+def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted: Tensor) -> Tensor:
     """[B, 3 D + 2] int64: the path's tokens, then as bits of float32 log q and log p of each, log q and log p of the pick.
 
-    logits [B, N, V] of the target. Entries of the path behind the refused token mean nothing (chains have none).
+    logits [B, N, V] of the target; accepted [B] int64, kept draft tokens per row after cuts. Entries of the path behind the refused token mean nothing (chains have none).
     """
     nodes = _path(proposal, verdict)  # [B, D+1]
     drafted = proposal.tokens.gather(1, nodes)[:, 1:]
     before = nodes[:, :-1]
-    last = verdict.path.gather(1, result.accepted[:, None])
-    pick = verdict.tokens.gather(1, result.accepted[:, None])
+    last = verdict.path.gather(1, accepted[:, None])
+    pick = verdict.tokens.gather(1, accepted[:, None])
     asked, at = torch.cat([drafted, pick], 1), torch.cat([before, last], 1)
     log_p = _log(logits, at, asked)
     if proposal.logits is None:

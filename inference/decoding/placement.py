@@ -28,7 +28,7 @@ from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified, 
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
-from inference.decoding.noise import Stream
+from inference.decoding.sampling.noise import Stream
 from inference.target.loading import head_function
 from inference.target.model import TargetModel
 

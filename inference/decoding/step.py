@@ -20,10 +20,10 @@ from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.clock import StepClock
-from inference.decoding.noise import SharedNoise
 from inference.decoding.pass_details import pass_details
-from inference.decoding.processors import Prefix, Processors
 from inference.decoding.rules.base import Rule, Verdict
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.processors import Prefix, Processors
 from inference.target.kv_cache import KVCache
 from inference.target.model import Seen, TargetModel
 
@@ -159,7 +159,7 @@ class Decoder:
         if self.limits is not None:
             self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
         if self.details:
-            result.details = pass_details(proposal, logits, verdict, result)
+            result.details = pass_details(proposal, logits, verdict, result.accepted)
         if not proposal.tree.is_chain:
             cache.compact(rows.lengths, verdict.path, verdict.accepted)
         self.clock.mark("other")

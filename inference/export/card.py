@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from heads.api.errors import UserError
+from inference.decoding.decode_file import Tuned
 from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
 from inference.report_schema import arm_name
-from inference.tune.decode_file import Tuned
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

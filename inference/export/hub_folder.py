@@ -20,6 +20,7 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.card import CardFacts, Engine, Training, base_model, card, measured_entries
 from inference.export.engine_folder import serve
 from inference.export.layouts.folder import EXPORT_FILE
@@ -33,7 +34,6 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.report_schema import read_report
-from inference.tune.decode_file import DECODE_FILE, read_current
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"

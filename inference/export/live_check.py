@@ -20,8 +20,10 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.audit.comparison import Divergence, Known, audit
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.measure.metrics import divide
 from inference.measure.vllm_process import (
     EngineProcess,

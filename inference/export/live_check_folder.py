@@ -9,7 +9,8 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.export.forward_check import source_of
 from inference.export.layouts.folder import Folder
 from inference.export.live_check import CORRECTED, SAID, LiveRow, Served, live_check

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ from transformers.utils import logging as transformers_logging
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
 from heads.nn.blocks import LayerShape
+from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-
-if TYPE_CHECKING:
-    from inference.measure.config import Arm
 
 MODES = ("generate", "assisted", "assisted_constant", "prompt_lookup")
 SERVING_MODES = ("plain", "ngram", "draft_model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import shlex
@@ -12,18 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.costs import CostConfig
 from inference.measure.baselines import BaselinesConfig
 from inference.measure.breakdown.config import LostConfig
-from inference.measure.costs import CostConfig
 from inference.measure.datasets import DatasetConfig
 from inference.measure.profile import ProfileConfig
 from inference.measure.prompts import Prompt, select_prompts
-from inference.verifications import checkpoint_hash
 
 BASELINE = "baseline"
 OWN_NOISE = " (own noise)"
@@ -71,31 +67,6 @@ class BenchConfig:
                 raise UserError(f"bench.{name} must be at least 1; given: {getattr(self, name)}.")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where there is
-    none.
-    """
-
-    name: str
-    drafter: Any
-    decode: DecodeConfig
-    path: str = ""
-
-    @property
-    def weights_sha256(self) -> str:
-        """Hash of the checkpoint's weights file; empty for a drafter without one."""
-        return checkpoint_hash(self.path)
-
-    def digest(self) -> str:
-        """Hash of the drafter's weights as they are in memory; empty for a kind without weights."""
-        if not isinstance(self.drafter, TrainableDrafter):
-            return ""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.drafter.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
@@ -150,20 +121,8 @@ def split_prompts(config: BenchConfig, prompts: Sequence[Prompt]) -> tuple[list[
     return [prompt for prompt in pool if prompt.id in chosen], spare
 
 
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """The `device` block of report.json."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
-    return {"kind": device.type, "name": name, "threads": torch.get_num_threads()}
 
 
-def _processor_name() -> str:
-    """The processor's model, where the system tells."""
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def process_facts() -> dict[str, Any]:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.decoding.engine import PassRecord, Request
+from inference.decoding.arm import Arm
+from inference.decoding.costs import measure_costs
+from inference.decoding.requests import PassRecord, Request
 from inference.measure import metrics
 from inference.measure.answers import Record
-from inference.measure.config import Arm, BenchConfig
-from inference.measure.costs import measure_costs
+from inference.measure.config import BenchConfig
 from inference.measure.metrics import Outcome, Totals, divide
 from inference.measure.profile import profile
 from inference.measure.roofline import roofline

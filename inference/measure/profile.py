@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from heads.api.errors import UserError
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Completion, Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import prompt_seed
 from inference.target.model import TargetModel
-
-if TYPE_CHECKING:
-    from inference.measure.config import Arm
 
 Key = TypeVar("Key")
 PLAIN = 0

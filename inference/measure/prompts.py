@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.target.chat import check_messages, render_prompt
 
 logger = logging.getLogger(__name__)

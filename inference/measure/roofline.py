@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference.measure.costs import Bench, interleaved
+from inference.decoding.arm import Arm
+from inference.decoding.costs import Bench, interleaved
 from inference.measure.metrics import GAP, PHASES, baseline_step_ms, divide, efficiency
 from inference.report_schema import arm_name
 from inference.target.model import TargetModel
-
-if TYPE_CHECKING:
-    from inference.measure.config import Arm
 
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size of a probe's operand: far above every cache."""

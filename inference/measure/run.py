@@ -35,28 +35,24 @@ from rich.text import Text
 from heads.api.drafter import TrainableDrafter, forget
 from heads.api.errors import UserError
 from inference.audit.comparison import AuditReport, audit
-from inference.decoding.engine import Completion, DecodeConfig, Engine, PassRecord, Request
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
 from inference.measure.answers import Record, Records
 from inference.measure.baselines import Peer, make_peers
 from inference.measure.breakdown.block import Sample, lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
-from inference.measure.config import (
-    BASELINE,
-    Arm,
-    BenchConfig,
-    check_arms,
-    device_facts,
-    process_facts,
-    split_prompts,
-)
+from inference.measure.config import BASELINE, BenchConfig, check_arms, process_facts, split_prompts
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.optional_blocks import Loop, baseline_block, device_blocks, mean_length, served_loops
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.verifications import write_records
 from inference.report_schema import FORMAT, write_report
+from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
 

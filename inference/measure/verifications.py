@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from heads.api.drafter import forget
-from inference.decoding.engine import Engine, Request
+from inference.decoding.arm import Arm
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.measure.answers import Record
-from inference.measure.config import Arm
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig, VerificationLog, record_facts

@@ -14,19 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from heads.api.errors import UserError
+from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
 from inference.target.model import TargetModel
 
-if TYPE_CHECKING:
-    from inference.measure.config import Arm
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "serving_baseline.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serving_baseline.py"
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The longest and shortest run of tokens that is looked up, as in kind ngram."""
 Key = tuple[str, int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.api.errors import UserError, suggest
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.server.errors import ApiError
 
 CHAT, TEXT = "chat", "text"

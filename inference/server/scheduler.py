@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics

@@ -14,6 +14,7 @@ import numpy as np
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
@@ -22,7 +23,6 @@ from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
 from inference.traffic.simulate import Costs, Job, Served, concurrency, draw_commits, simulate
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import NONE, Draft
 from inference.tune.tuner import Tuner
 
 QUANTILES = {"p50": 0.5, "p95": 0.95}

@@ -8,7 +8,9 @@ from statistics import median
 from typing import Any
 
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.kernels.dispatch import choose
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.measure.metrics import divide
@@ -16,7 +18,6 @@ from inference.target.memory import drafter_state_bytes, plan_memory
 from inference.target.model import TargetModel
 from inference.traffic.simulate import Costs
 from inference.tune.costs import StepCosts
-from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey, Task
 
 READ_TOGETHER = 4

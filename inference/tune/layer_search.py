@@ -24,7 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError, suggest
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.target.model import TargetModel

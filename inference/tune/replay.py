@@ -18,9 +18,9 @@ from heads.api.drafter import TargetStates
 from heads.api.tree import DraftShape
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Completion, PassRecord
-from inference.decoding.noise import SharedNoise, Stream
+from inference.decoding.requests import Completion, PassRecord
 from inference.decoding.rules.accept import walk
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.measure.metrics import Outcome
 from inference.target.model import TargetModel
 

@@ -27,7 +27,8 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.kernels.packed_linear import packed_linears
 from inference.target.model import TargetModel
 

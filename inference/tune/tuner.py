@@ -19,6 +19,7 @@ from typing import Any
 
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
@@ -28,7 +29,7 @@ from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
 from inference.tune.costs import Run, StepCosts, measure_curves
-from inference.tune.drafts import NONE, Draft, described
+from inference.tune.drafts import described
 from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 

@@ -23,9 +23,9 @@ from heads.nn.cascade.chain import draft_chain, fill_tree, state_tensors
 from heads.nn.cascade.join import choices_of, smaller, split_shape
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.noise import SharedNoise
 from inference.decoding.rules.registry import get_rule
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 from tests.inference.decoding.rules.toys import Toy, decode, p_value
 from tests.inference.decoding.test_lossless import requests

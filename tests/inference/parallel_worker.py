@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from heads.api.features import FeatureSpec
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.target.parallel import gathered, join_ranks, only_main_prints, require_agreement

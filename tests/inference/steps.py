@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.decoding.buffers import Lanes
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import requests
 

@@ -13,12 +13,15 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
 from inference.export.card import CardFacts, card
 from inference.export.hub import PushConfig
+from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
-from inference.measure.run import Arm, BenchConfig, measure
-from inference.target.model import TargetConfig, TargetModel
+from inference.measure.run import measure
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.hub_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Engine, PassRecord, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.pass_details import PassDetails
+from inference.decoding.requests import PassRecord, Request
 from inference.decoding.session import Session
 from inference.verifications import (
     ROWS_PER_SHARD,

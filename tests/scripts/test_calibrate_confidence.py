@@ -10,7 +10,8 @@ import torch
 
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Engine, PassRecord
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord
 from inference.target.model import TargetModel
 from scripts.chat import Answer, Chat, TextStream, converse, run, summary
 from scripts.config import load_settings

@@ -11,7 +11,7 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import write_manifest
 from inference.target.model import TargetModel
 from scripts import drafters

@@ -22,7 +22,7 @@ from scripts.rounds_plan import RoundPlan, grammar, text
 from scripts.rounds_table import compared, table
 from scripts.stages import STAGES
 from tests.scripts.loops import micro_loop
-from train.feedback import FeedbackConfig
+from train.feedback.config import FeedbackConfig
 
 
 def settings(*overrides: str) -> Settings:

@@ -16,7 +16,7 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from tests.serve.vllm_server import VllmServer
-from train.data.sources import DataConfig
+from train.data.config import DataConfig
 from train.generate.backends.servers import ServerPool
 from train.generate.config import GenerateConfig
 from train.generate.run import generate

@@ -21,9 +21,9 @@ from typing import Any
 
 import inference.manifest
 import train.generate.loop
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
-from train.data.sources import DataConfig
+from train.data.config import DataConfig
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
 

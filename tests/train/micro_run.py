@@ -21,18 +21,21 @@ import pyarrow.parquet as pq
 import torch
 
 from heads.api.registry import get_kind
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import file_entry, write_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
+from train.config import TrainConfig
 from train.data.answers import SHARD_SCHEMA
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.joint.config import JointConfig
 from train.loop import Trainer
 from train.optim import OptimConfig, ScheduleConfig
-from train.run import TrainConfig, train
+from train.run import train
 from train.tracking.energy import EnergyMeter
 from train.tracking.tracker import TrackerConfig
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from heads.api.features import FeatureSpec
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings

@@ -20,13 +20,14 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.medusa import Drafter as Medusa
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.measure.run import quick_tau
 from inference.parity import ParityError
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings
+from train.config import TrainConfig
 from train.loop import Evaluation
-from train.run import TrainConfig, train
+from train.run import train
 from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel

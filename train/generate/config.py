@@ -8,14 +8,14 @@ from pathlib import Path
 from accelerate import PartialState
 
 from heads.api.errors import UserError, suggest
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.verifications import RecordsConfig
 from train.data.answers import (
     Watch,
     ignore,
 )
-from train.data.sources import DataConfig
+from train.data.config import DataConfig
 from train.generate.backends.base import Backend
 
 ANSWERS = ("sample", "dataset")

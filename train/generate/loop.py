@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.target.model import TargetModel
 from train.data.answers import FAILED, INPUT, SKIPPED, Answer, PartWriter
 from train.data.ingest import read_rows

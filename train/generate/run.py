@@ -28,7 +28,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
 from train.data.answers import (
@@ -43,9 +43,9 @@ from train.data.answers import (
     read_done,
     remove_parts,
 )
+from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows
-from train.data.sources import DataConfig
 from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, Job
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target

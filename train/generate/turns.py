@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from heads.api.target_info import TargetInfo
-from inference.decoding.engine import Completion, DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, Request
 from inference.measure.prompts import prompt_seed
 from inference.target.chat import (
     Message,
@@ -18,8 +19,9 @@ from inference.target.chat import (
     render_prompt,
 )
 from train.data.answers import Answer
+from train.data.config import DataConfig
 from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
-from train.data.sources import DataConfig, Row
+from train.data.sources import Row
 from train.data.tables import BadRowError
 
 

@@ -10,23 +10,21 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from inference.manifest import write_json
 from inference.target.memory import gib
+from train.config import Job
+from train.data.pack import PackReport
+from train.distributed import World
+from train.loop import Progress
 from train.planning.devices import Peak
 from train.tracking.clock import PARTS
 from train.tracking.meter import energy_used, total_seconds, utilisation
 from train.tracking.tracker import read_log
-
-if TYPE_CHECKING:
-    from train.config import Job
-    from train.data.pack import PackReport
-    from train.distributed import World
-    from train.loop import Progress
 
 FORMAT = 1
 SUMMARY_FILE, PLOT_FILE = "summary.json", "tau.png"

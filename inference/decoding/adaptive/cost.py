@@ -13,7 +13,9 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape
 from inference.decoding.adaptive.lengths import Lengths, Limits
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import CostConfig, measure_costs
 from inference.target.model import TargetModel
 
 MEASURED_LENGTH = 256
@@ -57,9 +59,6 @@ def pass_seconds(
     depth = decode.depth
     if decode.adaptive_costs:
         return list(decode.adaptive_costs), [0.0] * (depth + 1)
-    from inference.measure.config import Arm
-    from inference.measure.costs import CostConfig, measure_costs
-
     room = target.info.max_position_embeddings - depth - 2
     length = max(1, min(MEASURED_LENGTH, room))
     config = CostConfig(tuple(range(1, depth + 2)), (rows,), (length,), REPEATS, 2)

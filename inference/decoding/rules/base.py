@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.noise import SharedNoise, Stream
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 @dataclass

@@ -11,7 +11,7 @@ Each length i passes with probability h_i on its own; the longest one that passe
 is drawn from max(s_i p - q, 0), or from p behind the last draft.
 
 Here the rule may stop at i because of drafts behind i. Their noise must not be used again: see
-`inference.decoding.noise`.
+`inference.decoding.sampling.noise`.
 
 Certain drafts: `match` keeps a run of them with the probability that the target says it, and no rule can keep
 it more often; so they, and temperature 0, are left to `match`.
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import Chain, weighs
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class Block:

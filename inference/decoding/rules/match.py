@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Verdict, tested, without_dead
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.commit import ACCEPT_WALK
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import Chain, weighs
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class Rejection:

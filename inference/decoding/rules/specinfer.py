@@ -25,7 +25,6 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import (
@@ -36,6 +35,7 @@ from inference.decoding.rules.weights import (
     target_probabilities,
     weighs,
 )
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class SpecInfer:

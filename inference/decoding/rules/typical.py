@@ -19,11 +19,11 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.accept import walk
 from inference.decoding.rules.base import Verdict, tested
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import committed, target_probabilities
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class Typical:

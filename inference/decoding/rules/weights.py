@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Verdict
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.drafter import forget
+from inference.decoding.arm import Arm
+from inference.decoding.costs import CostConfig, CostCurves, measure_costs
 from inference.decoding.requests import Request
 from inference.measure.breakdown.config import LostConfig
 from inference.measure.breakdown.counts import (
@@ -26,8 +28,7 @@ from inference.measure.breakdown.counts import (
 from inference.measure.breakdown.observe import Watched, watch
 from inference.measure.breakdown.split import Measured, best_tree, split
 from inference.measure.breakdown.transcripts import transcript, write_transcripts
-from inference.measure.config import Arm, BenchConfig
-from inference.measure.costs import CostConfig, CostCurves, measure_costs
+from inference.measure.config import BenchConfig
 from inference.measure.metrics import Totals, divide
 from inference.measure.prompts import Prompt, select_prompts
 from inference.target.model import TargetModel

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from heads.api.drafter import Proposal
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.rules.base import Rule, Verdict
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.decoding.session import Session
 from inference.target.model import TargetModel
 

@@ -11,8 +11,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from heads.api.features import FeatureSpec
 from inference.audit.comparison import AuditReport, Known, audit
-from inference.decoding.engine import DecodeConfig, Engine, Request
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.target.loading import TargetConfig, describe, switch_attention
 from inference.target.model import TargetModel
 from tests.fakes import SometimesRight

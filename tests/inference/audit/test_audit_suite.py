@@ -27,10 +27,10 @@ from inference.audit.drafters import ScriptedDrafter
 from inference.audit.findings import Findings, to_json
 from inference.audit.statistics import BINS, FlipSummary, chi_square, entropy, exact_distribution
 from inference.audit.suite import Contestant, likeliest, processor_cases, run_audit
-from inference.decoding.engine import DecodeConfig
-from inference.decoding.noise import SharedNoise
-from inference.decoding.processors import Prefix, Processors
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.config import DecodeConfig
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.processors import Prefix, Processors
 from inference.measure.prompts import Prompt
 from inference.target.kv_cache import KVCache
 from inference.target.loading import DTYPES
@@ -213,7 +213,7 @@ def test_a_wrong_distribution_is_found(rule: str, monkeypatch: pytest.MonkeyPatc
     """A decoder that samples a little too coldly: the texts look fine, the chi-square test does not."""
     colder = {"checks": ("distribution",), "shapes": ("chain",), "rules": (rule,), "seeds": 600}
     assert not audited(**colder).failed
-    for module in ("inference.decoding.noise", "inference.decoding.rules.weights"):
+    for module in ("inference.decoding.sampling.noise", "inference.decoding.rules.weights"):
         monkeypatch.setattr(f"{module}.shape_logits", lambda *given: 1.6 * shape_logits(*given))
     findings = audited(**colder)
     assert [row.passed for row in findings.distributions] == [False]

@@ -18,10 +18,11 @@ from inference.decoding.adaptive.cost import pass_seconds, token_seconds
 from inference.decoding.adaptive.head import AcceptanceHead, Recorded, fit, level_features
 from inference.decoding.adaptive.lengths import AdaptiveSettings, Lengths, Limits, admit, entropies, leading
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Completion, Engine
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.rules.weights import Chain
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from tests.fakes import AlwaysRight, SometimesRight
 from tests.heads.micro import PlainNoise, micro_target, seen_states
 from tests.heads.recipes import RECIPES, build

@@ -16,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from heads.api.registry import kind_names
 from inference.decoding.buffers import Lanes
-from inference.decoding.engine import DecodeConfig, Engine
-from inference.decoding.graphs import Pending
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.graphs import Pending
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch._inductor.config
 
-import inference.decoding.compiled
+import inference.decoding.execution.compiled
 from heads.api.errors import UserError
 from inference.decoding.buffers import Lanes
-from inference.decoding.compiled import CompiledStep, prefetching
-from inference.decoding.engine import DecodeConfig, Engine
-from inference.decoding.graphs import Pending
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.compiled import CompiledStep, prefetching
+from inference.decoding.execution.graphs import Pending
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -59,11 +60,11 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
     plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
     engine, step = compiled_engine(target, kind, config)
     first = {c.request.index: c.tokens for c in engine.run(items[: config.batch_size])}
-    spent = inference.decoding.compiled.seconds_spent()
+    spent = inference.decoding.execution.compiled.seconds_spent()
     assert step.graphs == 1 and spent > 0
     rest = {c.request.index: c.tokens for c in engine.run(items[config.batch_size :])}
     assert first | rest == plain
-    assert step.graphs == 1 and inference.decoding.compiled.seconds_spent() == spent
+    assert step.graphs == 1 and inference.decoding.execution.compiled.seconds_spent() == spent
     assert engine._lanes is not None
     clock = engine._lanes.runner.decoder.clock
     phases = {name for name, seconds in clock.seconds.items() if seconds}

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from inference.decoding.engine import DecodeConfig, Engine
-from inference.decoding.graphs import compile_layers
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.graphs import compile_layers
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import random_target

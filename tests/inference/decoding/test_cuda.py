@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoding.engine import DecodeConfig, Engine
-from inference.decoding.graphs import SPLIT_STEPS, WARM_UP_STEPS
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.graphs import SPLIT_STEPS, WARM_UP_STEPS
 from inference.target.loading import TargetConfig, describe, switch_attention
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, build

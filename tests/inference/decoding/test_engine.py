@@ -10,7 +10,9 @@ import torch
 
 import inference.decoding.engine as engine_module
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.target.memory import plan_memory
 from inference.target.model import TargetModel
 from tests.fakes import SometimesRight

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, RandomTokens, SometimesRight
 from tests.models import FAMILIES, VOCAB, random_model, random_target

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, REMEMBERING, build
 from tests.inference.decoding.test_lossless import decode, requests

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from tests.heads.recipes import RECIPES
 from tests.inference.decoding.test_lossless import SHAPES
 from tests.inference.decoding.test_lossless_kinds import drafter_of

@@ -9,8 +9,10 @@ import torch
 
 from heads.api.checkpoint import new_drafter
 from heads.api.registry import kind_names
-from inference.decoding.engine import Completion, DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.placement import PlacedDrafter, weights_on
+from inference.decoding.requests import Completion
 from inference.target.model import TargetModel
 from tests.heads.recipes import recipe
 from tests.inference.decoding.test_lossless import SHAPES, decode, requests

@@ -18,8 +18,8 @@ from transformers import (
 
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.decoding.processors import Prefix, Processors, process
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.processors import Prefix, Processors, process
 
 VOCAB = 13  # small: tokens repeat within a text, and random bad words are really begun
 SLOTS = 9

@@ -10,7 +10,9 @@ import pytest
 from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
 from inference.audit.comparison import audit
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.measure.prompts import load_prompts, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heads.api.errors import UserError
-from inference.decoding.noise import SharedNoise
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise
 from inference.kernels.reference.noise import gumbel_noise, noise_bits
 
 TOKENS = torch.arange(24)

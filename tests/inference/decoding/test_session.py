@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Engine, Request
-from inference.decoding.noise import SharedNoise
-from inference.decoding.row_settings import RowNoise, RowSettings
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.decoding.session import Session
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES

@@ -13,9 +13,11 @@ import torch
 
 from heads.api.drafter import TargetStates
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from inference.decoding.engine import Completion, DecodeConfig, Engine
-from inference.decoding.noise import SharedNoise, Stream
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.target.model import TargetModel
 from tests.fakes import RandomTrees
 from tests.heads.micro import ForcedNoise, micro_target, seen_states

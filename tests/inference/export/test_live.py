@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.export import live_check as live
 from inference.export.live_check import Served, decode, first_position, live_check, our_counts
 from inference.export.live_check_folder import LiveConfig, lines, served_folder

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.kernels import noise_pick as kernels
 from inference.kernels.dispatch import VARIABLE
 from inference.kernels.noise_pick import _gumbel

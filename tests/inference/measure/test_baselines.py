@@ -22,12 +22,14 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.distilled import Config as DistilledConfig
 from heads.medusa import Config as MedusaConfig
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
-from inference.decoding.noise import SharedNoise
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from inference.measure.baselines import BaselinesConfig, make_peers, write_llama
-from inference.measure.config import Arm, BenchConfig
+from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
 from inference.report_schema import read_report

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
-from inference.measure.config import Arm
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.measure.profile import ProfileConfig, Setting, best, context_of, make_blocks, profile
 from inference.measure.prompts import Prompt, to_requests
 from inference.target.model import TargetModel

@@ -18,11 +18,10 @@ from heads.api.errors import UserError
 from heads.eagle3 import Config as Eagle3Config
 from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
+from inference.decoding import costs as cost_module
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
-from inference.measure import costs as cost_module
-from inference.measure.config import Arm
-from inference.measure.costs import (
+from inference.decoding.costs import (
     Bench,
     CostConfig,
     CostCurves,
@@ -31,6 +30,8 @@ from inference.measure.costs import (
     interpolate,
     measure_costs,
 )
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.target.model import TargetModel
 from tests.models import VOCAB, random_target
 

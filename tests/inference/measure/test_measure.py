@@ -17,12 +17,15 @@ from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
 from heads.suffix import Config as SuffixConfig
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.measure import run as measure_module
-from inference.measure.config import check_arms, split_prompts
+from inference.measure.config import BenchConfig, check_arms, split_prompts
 from inference.measure.metrics import WeakBaselineError
 from inference.measure.prompts import Prompt, to_requests
-from inference.measure.run import Arm, BenchConfig, measure, quick_tau
+from inference.measure.run import measure, quick_tau
 from inference.report_schema import read_report
 from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, RecordsConfig, read_table

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.measure.prompts import Prompt, load_prompts, prompt_seed, select_prompts, to_requests
 from tests.inference.tokenizers import tiny_tokenizer
 

@@ -17,7 +17,8 @@ from heads.api.errors import UserError
 from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.report_schema import write_report
 from inference.target.model import TargetModel

@@ -16,9 +16,9 @@ from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
 from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.kernels.packed_linear import packed_linears
-from inference.measure.config import Arm
 from inference.measure.roofline import (
     Bandwidth,
     TargetBytes,

@@ -10,7 +10,7 @@ import torch
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.target.loading import prepare, usable_positions
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, SometimesRight

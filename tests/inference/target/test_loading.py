@@ -170,7 +170,7 @@ def test_quantised_weights_are_read_back_or_refused() -> None:
 
 @pytest.mark.skipif(quantization.find_spec("torchao") is None, reason="needs torchao")
 def test_a_torchao_target_decodes_losslessly(tmp_path: Path) -> None:
-    from inference.decoding.engine import DecodeConfig
+    from inference.decoding.config import DecodeConfig
     from tests.fakes import SometimesRight
     from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
 

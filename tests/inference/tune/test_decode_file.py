@@ -13,13 +13,7 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine, Request
-from inference.export.card import _how_to_draft
-from inference.export.engine_folder import ExportConfig, prepare, write_layout
-from inference.export.layouts.base import Target as ExportTarget
-from inference.measure.config import device_facts
-from inference.target.model import TargetModel
-from inference.tune.decode_file import (
+from inference.decoding.decode_file import (
     DECODE_FILE,
     advice,
     draft_length,
@@ -27,7 +21,14 @@ from inference.tune.decode_file import (
     read_tuned,
     write_tuned,
 )
-from inference.tune.drafts import NONE, Draft
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.export.card import _how_to_draft
+from inference.export.engine_folder import ExportConfig, prepare, write_layout
+from inference.export.layouts.base import Target as ExportTarget
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts import drafters
 from scripts.chat import build_engine
 from scripts.config import Settings, load_settings

@@ -14,7 +14,7 @@ import yaml
 
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.tune.layer_search import (
     Chosen,
     Part,

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.decoding.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.tune.tree_search import RankStatistics, measure_ranks, search_tree
 from tests.fakes import Fake, FakeState
 from tests.inference.decoding.test_lossless import answers, decode, requests

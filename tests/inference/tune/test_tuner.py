@@ -14,15 +14,15 @@ import torch
 from heads.api.errors import UserError
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import CostCurves, CostPoint
+from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
-from inference.measure.costs import CostCurves, CostPoint
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
 from inference.tune.costs import Run, StepCosts
-from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey
 from inference.tune.tuner import PREDICTION_ERROR, Tuner, answered, choose, representatives, weighed
 from inference.tune.workload import batch_steps

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, DecodeConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion
 from inference.target.chat import check_messages, render_conversation, render_prompt
 from tests.inference.tokenizers import CHATML, tiny_tokenizer
 from train.data.config import DataConfig

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, Request
+from inference.decoding.requests import Completion, Request
 from inference.target.loading import TargetConfig
 from tests.inference.tokenizers import tiny_tokenizer
 from train.generate.backends.protocols import Ended, completion_of

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Completion, Engine, Request
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_manifest
 from inference.target.model import TargetModel
 from inference.verifications import VerificationLog, record_facts

@@ -13,7 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.manifest import read_manifest
 from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
@@ -21,15 +23,15 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA, output_lock
+from train.data.config import DataConfig
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
-from train.data.sources import DataConfig
 from train.generate.config import GenerateConfig
 from train.generate.loop import sample_answers
 from train.generate.run import generate
 from train.generate.turns import Refused
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DECODE = {"temperature": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 5, "shape": "none"}
 PROMPTS = [f"Add {i} and {i * i % 17} in {'a list' * (i % 4)}." for i in range(20)]
 

@@ -43,7 +43,7 @@ from train.planning.plan import (
 from train.planning.target import active_weights, plan_target
 from train.target.parts import StoredWeights, load_parts
 
-CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+CONFIGS = Path(__file__).parents[3] / "assets" / "configs"
 FLOAT32 = EngineConfig(name="torch", precision="float32")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from inference.decoding.engine import Completion, Request
+from inference.decoding.requests import Completion, Request
 from train.generate.turns import Refused
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, Request
 
 PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 <b>&amp;</b>"
 """A text that tokenizers disagree on."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, Request
+from inference.decoding.requests import Completion, Request
 from train.generate.backends.protocols import (
     PROBE,
     BadAnswerError,

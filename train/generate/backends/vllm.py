@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.decoding.engine import Completion, Request
+from inference.decoding.requests import Completion, Request
 from inference.target.loading import TargetConfig
 from train.generate.backends.protocols import BadAnswerError, Ended, completion_of
 from train.generate.sampling import SamplingConfig

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.tree import TokenTree
-from inference.decoding.noise import SharedNoise
 from inference.decoding.rules import block
 from inference.decoding.rules.block import Block, chances, granted
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.weights import Chain
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from tests.inference.decoding.rules.test_rejection import SETTINGS, kept_one_by_one
 from tests.inference.decoding.rules.toys import (
     CLEAR,

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from inference.decoding import buffers as lanes
-from inference.decoding.engine import DecodeConfig, Engine, Request
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.target.model import TargetModel
 from tests.inference.decoding.rules.toys import CLEAR, CoinIsDraft, p_value
 from tests.inference.decoding.test_lossless_kinds import drafter_of

@@ -15,11 +15,11 @@ from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from heads.nn.drafting.plan import make_plan
 from inference.decoding import config as decode_config
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules.base import Rule
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.registry import CHAINS_ONLY, RULES, check_shape, get_rule
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.toys import START, Toy, consistent
 from tests.inference.steps import NoHost
 

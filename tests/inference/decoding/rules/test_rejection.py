@@ -9,10 +9,10 @@ import torch
 
 from heads.api.drafter import Proposal
 from heads.api.tree import TokenTree
-from inference.decoding.noise import SharedNoise
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.weights import Chain
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from tests.inference.decoding.rules.toys import (
     CLEAR,
     HIGHEST,

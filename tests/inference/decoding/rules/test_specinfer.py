@@ -14,13 +14,13 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn.drafting.plan import make_plan
-from inference.decoding.noise import SharedNoise, Stream
 from inference.decoding.rules import specinfer
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.specinfer import SpecInfer, children_of, tries
 from inference.decoding.rules.weights import draft_logits
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.test_rejection import SETTINGS
 from tests.inference.decoding.rules.toys import (
     CLEAR,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.decoding.noise import SharedNoise, Stream, stream_seeds
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise, Stream, stream_seeds
 from tests.inference.decoding.rules.toys import CLEAR
 
 ROWS = 40_000

@@ -11,9 +11,9 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.decoding.noise import SharedNoise
 from inference.decoding.rules.typical import Typical
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise
 from tests.inference.decoding.rules.toys import CLEAR, START, Toy, consistent, decode, p_value
 
 TREE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])

@@ -19,10 +19,10 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import make_plan
-from inference.decoding.noise import SharedNoise, Stream, stream_seeds
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.rules.weights import Chain
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise, Stream, stream_seeds
 
 START = 5  # position of the first root
 CLEAR = 1e-9

@@ -17,6 +17,7 @@ from heads.api.errors import UserError
 from heads.eagle3 import Config as Eagle3Config
 from heads.early_exit import Config as EarlyExitConfig
 from heads.ngram import Config as NgramConfig
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
@@ -25,7 +26,7 @@ from inference.measure.breakdown.counts import Rates, calibration, count, draws,
 from inference.measure.breakdown.observe import BONUS, CORRECTED, DRAFTED, FIRST, State, Watched, watch
 from inference.measure.breakdown.split import TERMS, Measured, best_tree, split
 from inference.measure.breakdown.transcripts import read_transcripts
-from inference.measure.config import Arm, BenchConfig
+from inference.measure.config import BenchConfig
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from inference.decoding.clock import PHASES
-from inference.decoding.compiled import CompiledStep
 from inference.decoding.config import DecodeConfig
+from inference.decoding.execution.compiled import CompiledStep
 from inference.decoding.step import Decoder, Rows
 from inference.target.kv_cache import KVCache
 from inference.target.model import TargetModel

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.decoding.noise import SharedNoise, Stream
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
@@ -113,7 +113,7 @@ class RowSettings:
         return self._column(1, rows, self.values) > 0
 
     def filtered(self, scaled: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Tempered logits [R, M, V] with removed tokens at -inf: `inference.decoding.sampling.shape_logits`, row by row."""
+        """Tempered logits [R, M, V] with removed tokens at -inf: `inference.decoding.sampling.distribution.shape_logits`, row by row."""
         ordered = scaled.sort(dim=-1, descending=True).values
         last = (self._column(2, rows, self.values).long() - 1).clamp(0, scaled.shape[-1] - 1)
         kth = ordered.gather(-1, last.expand(-1, scaled.shape[1], 1))

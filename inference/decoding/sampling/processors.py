@@ -21,7 +21,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.decoding.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 
 
 @dataclass

@@ -17,9 +17,8 @@ import yaml
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import file_sha256, write_bytes
-from inference.tune.drafts import NONE, Draft
-from inference.verifications import checkpoint_hash
+from inference.decoding.draft import NONE, Draft
+from inference.manifest import checkpoint_hash, file_sha256, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class Advice:
 def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, temperature: float) -> Advice | None:
     """How to draft with the checkpoint in `folder`, by its decode.yaml; None where it has none.
 
-    revision: of the target; device: as `inference.measure.config.device_facts` gives it.
+    revision: of the target; device: as `inference.target.hardware.device_facts` gives it.
     """
     tuned = read_tuned(folder)
     if tuned is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +26,10 @@ from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
-from inference.decoding.noise import SharedNoise
+from inference.decoding.arm import Arm
+from inference.decoding.sampling.noise import SharedNoise
 from inference.kernels.packed_linear import packed_linears
 from inference.target.model import Seen, TargetModel
-
-if TYPE_CHECKING:
-    from inference.measure.config import Arm
 
 Call = Callable[[], Any]
 

@@ -1,7 +1,7 @@
 """How the target's distribution is shaped before a token is picked from it: processors, temperature, filters.
 
 The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change the
-logits (`inference.decoding.processors`, at temperature 0 as well), then come temperature, top-k, top-p and min-p
+logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come temperature, top-k, top-p and min-p
 (`shape_logits`).
 
 Legend: V vocabulary.
@@ -77,7 +77,7 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `inference.decoding.processors` has anything to do."""
+        """Whether `inference.decoding.sampling.processors` has anything to do."""
         return self.repetition_penalty != 1 or bool(self.logit_bias) or bool(self.bad_words)
 
 

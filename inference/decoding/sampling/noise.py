@@ -22,7 +22,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from inference.decoding.sampling import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, noise_bits
 
 _MASK32 = 0xFFFFFFFF
@@ -80,7 +80,7 @@ class SharedNoise:
 
     @property
     def mode(self) -> int:
-        """Which operations a step has, where that changes (`inference.decoding.row_settings`)."""
+        """Which operations a step has, where that changes (`inference.decoding.sampling.row_settings`)."""
         return 0
 
     def stream(self, stream: Stream) -> Tensor:
