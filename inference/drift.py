@@ -22,6 +22,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.nn.losses import kl_divergence
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine
 from inference.metrics import divide, interval95, resample_weights
@@ -100,8 +101,7 @@ def _compare(
     """Sum of the KL and number of equal picks over the answer's tokens."""
     one, other = (_log_probabilities(target, prompt, answer) for target in (original, changed))
     other = other.to(one.device)
-    kl = torch.linalg.vecdot(one.exp(), one - other).sum()
-    return float(kl), int((one.argmax(-1) == other.argmax(-1)).sum())
+    return float(kl_divergence(one, other).sum()), int((one.argmax(-1) == other.argmax(-1)).sum())
 
 
 @torch.no_grad()
