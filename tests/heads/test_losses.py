@@ -1,4 +1,4 @@
-"""Losses against their textbook formulas, their gradients against finite differences, under autocast too."""
+"""Losses against their textbook formulas, their gradients against finite differences; autocast."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def sharp_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits of the size that language models have, drafted ones near the target's: small divergences of large numbers."""
+    """Logits of the size that language models have, the drafted ones near the target's."""
     generator = torch.Generator().manual_seed(1)
     target = 10 + 5 * torch.randn(64, 300, generator=generator)
     drafted = target + 0.3 * torch.randn(64, 300, generator=generator)
@@ -150,7 +150,7 @@ def sharp_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", UNDER_AUTOCAST)
-def test_autocast_leaves_value_and_gradient_as_float64_computes_them(name: str, dtype: torch.dtype) -> None:
+def test_value_and_gradient_under_autocast_equal_float64s(name: str, dtype: torch.dtype) -> None:
     loss, (drafted, target) = UNDER_AUTOCAST[name], sharp_logits(dtype)
     exact = drafted.double().requires_grad_()
     expected = loss(exact, target.double())
@@ -164,12 +164,15 @@ def test_autocast_leaves_value_and_gradient_as_float64_computes_them(name: str, 
         return
     found.sum().backward()
     expected.sum().backward()
-    rounding = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}[dtype]  # of a gradient of the logits' dtype
+    # The gradient has the logits' dtype.
+    rounding = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}[dtype]
     assert (given.grad.double() - exact.grad).norm() <= rounding * exact.grad.norm()
 
 
 @pytest.mark.parametrize("divergence", [losses.forward_kl, UNDER_AUTOCAST["kl_divergence"]])
-def test_forward_kl_under_autocast_is_not_negative(divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_forward_kl_under_autocast_is_positive(
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     drafted, target = sharp_logits(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert bool((divergence(drafted, target) > 0).all())
