@@ -23,7 +23,7 @@ from heads.api.checkpoint import WEIGHTS_FILE, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.target.drift import measure_drift
+from inference.measure.drift import measure_drift
 from inference.target.loading import describe
 from inference.target.model import TargetModel
 from train.config import Job
