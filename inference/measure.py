@@ -37,7 +37,16 @@ from heads.api.errors import UserError
 from inference import metrics
 from inference.audit import AuditReport, audit
 from inference.baselines import Peer, make_peers
-from inference.bench import BASELINE, Arm, BenchConfig, check_arms, device_facts, process_facts, split_prompts
+from inference.bench import (
+    BASELINE,
+    Arm,
+    BenchConfig,
+    ReportSettings,
+    check_arms,
+    device_facts,
+    process_facts,
+    split_prompts,
+)
 from inference.bench_data import Loaded, prompt_facts
 from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Request
 from inference.extras import Loop, baseline_block, device_blocks, mean_length, served_loops
@@ -46,15 +55,19 @@ from inference.lost.block import Sample, lost_block
 from inference.lost.transcripts import discard_transcripts
 from inference.measure_records import write_records
 from inference.metrics import Outcome, TauEstimate, Totals
+from inference.noise import Stream
 from inference.prompts import Prompt, to_requests
 from inference.records import Record, Records
 from inference.report_schema import FORMAT, write_report
+from inference.rules.registry import get_rule
 from inference.target import TargetModel
 from inference.verifications import RecordsConfig
 
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
 REPORT_FILE = "report.json"
+NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
+"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own, or no noise."""
 
 
 def quick_tau(
@@ -256,7 +269,8 @@ class _Session:
 
     def facts(self) -> dict[str, Any]:
         """The blocks of report.json that are known before anything is measured."""
-        info, decode = self.target.info, self.arms[0].decode
+        info = self.target.info
+        decodes = {name: engine.decode for name, engine in self.engines.items()}
         return {
             "target": {
                 "id": info.id,
@@ -265,14 +279,7 @@ class _Session:
                 "parameters": info.parameters,
             },
             "device": device_facts(self.target.device),
-            "settings": {
-                "temperature": decode.temperature,
-                "max_new_tokens": decode.max_new_tokens,
-                "batch_size": 1,
-                "rule": "match",
-                "seed": decode.seed,
-                "prompts": len(self.requests),
-            },
+            "settings": asdict(ReportSettings.of(decodes, len(self.requests))),
         }
 
     def totals(self, records: Records, name: str) -> Totals:
@@ -335,7 +342,7 @@ class _Session:
             "depth": tree.max_depth,
             "nodes": tree.num_nodes,
             "name": arm.name,
-            "noise": "shared" if arm.decode.share_noise else "none",
+            "noise": NOISE[get_rule(arm.decode.rule, tree, share_noise=arm.decode.share_noise).drafts],
         }
         if arm.decode.shape == "tree":
             draft["choices"] = [list(path) for path in arm.decode.choices]
@@ -361,6 +368,7 @@ class _Session:
     def conditions(self, records: Records) -> dict[str, Any]:
         """The `run` block: how it was measured, and details that the agreed keys have no place for."""
         baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
+        typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
         for arm in self.arms:
             totals, report = self.totals(records, arm.name), self.audits[arm.name]
@@ -374,6 +382,7 @@ class _Session:
         return {
             "bench": asdict(self.config),
             "sampling": asdict(decode.sampling()),
+            **({"typical": typical} if decode.rule == "typical" else {}),
             "warmup_prompts": len(self.warmup),
             "baseline_prefill_seconds": float(baseline.seconds["prefill"].sum()),
             "arms": arms,

@@ -125,7 +125,7 @@ def _training(checkpoint: Path) -> Training | None:
         return None
     told = read_manifest(folder, "train")
     git = told.get("provenance", {}).get("git", {})
-    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")))
+    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")), told["best"]["tau"] is not None)
 
 
 def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.records import FINAL_FILE, read_records
 from inference.report_schema import arm_name, read_report
+from inference.rules.names import TEXT, promise
 from inference.watch.evidence import Bets, Evidence, Grid, Sums
 
 FORMAT = 1
@@ -207,6 +208,11 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
             "drafter's report as watch.reference, or make a reference with watch.learn=true."
         )
     entry, settings = entries[0], report["settings"]
+    if promise(settings["rule"], settings["temperature"]) != TEXT:
+        raise UserError(
+            f"'{path}' was measured with rule '{settings['rule']}', which accepts other drafts than rule match. Measure with "
+            "decode.rule=match, or make a reference with watch.learn=true."
+        )
     about = {"kind": entry["kind"], "weights_sha256": weights_sha256}
     draft = {key: entry["draft"][key] for key in ("shape", "depth", "choices") if key in entry["draft"]}
     if draft["shape"] == "dynamic":
