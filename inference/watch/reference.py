@@ -198,6 +198,20 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     return found
 
 
+def require_reference(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is no reference; writing a reference would replace it."""
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise UserError(
+            f"watch.reference: '{path}' is there and is no reference, so it is not replaced. Give another file, or remove it."
+        )
+
+
 def from_report(path: Path, weights_sha256: str) -> Reference:
     """The reference in a measurement's folder: its records, where they lie beside report.json, else the report's figures."""
     report = read_report(path)
