@@ -30,6 +30,7 @@ DEFINITIONS = (
 )
 
 Report = Mapping[str, Any]
+HEADLINE = "# Measured by Headstart"
 
 
 def render(reports: Sequence[Path], out: Path) -> Path:
@@ -68,7 +69,7 @@ def _folder(path: Path) -> Path:
 
 def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     """The text of report.md: a comparison when there are several reports, then each in full."""
-    lines = ["# Measured by Headstart", "", DEFINITIONS, ""]
+    lines = [HEADLINE, "", DEFINITIONS, ""]
     if len(reports) > 1:
         lines += ["## Side by side", "", *_comparison(reports), ""]
     for image in images:

@@ -10,10 +10,12 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
+from inference.report_schema import write_report
 from inference.tune.decode_file import require_tuned
 from inference.watch.reference import require_reference
 from scripts.cli import main
 from scripts.rounds import is_copy
+from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
 from tests.inference.test_folders import contents, recorded
 from train.data.ingest import require_own_input
@@ -177,3 +179,19 @@ def test_rounds_replace_only_their_own_copy(tmp_path: Path) -> None:
     assert not is_copy(training, loop_file)
     write_json(training / "run.json", {"format": 1, "stage": "train", "copied_from": "round-1/train/medusa"})
     assert is_copy(training, loop_file)
+
+
+def test_a_report_replaces_no_other_measurement_and_no_text_of_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = root / "outputs" / "a"
+    write_report(example_report(), run / "measure" / "report.json")
+    write_report(example_report(), recorded(run / "other", "measure") / "report.json")
+    (root / "p" / "report.md").write_text("# My own report\n")
+    common = [f"run.root={root / 'outputs'}", "run.name=a", f"report.reports=[{run / 'measure'}]"]
+    before = contents(root)
+    for out, words in ((root / "p", "was not written by `headstart report`"), (run / "other", "was written by stage 'measure'")):
+        assert main(["report", *common, f"report.out={out}"]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert contents(root) == before
+    for _ in range(2):  # a report of its own is replaced
+        assert main(["report", *common]) == 0
+    assert (run / "report.md").is_file() and (run / "report.json").is_file()
