@@ -33,7 +33,7 @@ from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, e
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
-from inference.decoding.rules.registry import CHAINS_ONLY
+from inference.decoding.rules.names import CHAINS_ONLY
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel

@@ -9,7 +9,8 @@ import torch
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, MODES, AdaptiveSettings
-from inference.decoding.rules.registry import RULES, check_shape
+from inference.decoding.rules.names import RULES
+from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
 
 SHAPES = ("none", "chain", "tree", "dynamic")

@@ -39,13 +39,22 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.rules.registry import get_rule
+from inference.decoding.sampling.noise import Stream
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
 from inference.measure.answers import Record, Records
 from inference.measure.baselines import Peer, make_peers
 from inference.measure.breakdown.block import Sample, lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
-from inference.measure.config import BASELINE, BenchConfig, check_arms, process_facts, split_prompts
+from inference.measure.config import (
+    BASELINE,
+    BenchConfig,
+    ReportSettings,
+    check_arms,
+    process_facts,
+    split_prompts,
+)
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.optional_blocks import Loop, baseline_block, device_blocks, mean_length, served_loops
@@ -59,6 +68,8 @@ from inference.verifications import RecordsConfig
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
 REPORT_FILE = "report.json"
+NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
+"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own, or no noise."""
 
 
 def quick_tau(
@@ -260,7 +271,8 @@ class _Session:
 
     def facts(self) -> dict[str, Any]:
         """The blocks of report.json that are known before anything is measured."""
-        info, decode = self.target.info, self.arms[0].decode
+        info = self.target.info
+        decodes = {name: engine.decode for name, engine in self.engines.items()}
         return {
             "target": {
                 "id": info.id,
@@ -269,14 +281,7 @@ class _Session:
                 "parameters": info.parameters,
             },
             "device": device_facts(self.target.device),
-            "settings": {
-                "temperature": decode.temperature,
-                "max_new_tokens": decode.max_new_tokens,
-                "batch_size": 1,
-                "rule": "match",
-                "seed": decode.seed,
-                "prompts": len(self.requests),
-            },
+            "settings": asdict(ReportSettings.of(decodes, len(self.requests))),
         }
 
     def totals(self, records: Records, name: str) -> Totals:
@@ -339,7 +344,7 @@ class _Session:
             "depth": tree.max_depth,
             "nodes": tree.num_nodes,
             "name": arm.name,
-            "noise": "shared" if arm.decode.share_noise else "none",
+            "noise": NOISE[get_rule(arm.decode.rule, tree, share_noise=arm.decode.share_noise).drafts],
         }
         if arm.decode.shape == "tree":
             draft["choices"] = [list(path) for path in arm.decode.choices]
@@ -365,6 +370,7 @@ class _Session:
     def conditions(self, records: Records) -> dict[str, Any]:
         """The `run` block: how it was measured, and details that the agreed keys have no place for."""
         baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
+        typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
         for arm in self.arms:
             totals, report = self.totals(records, arm.name), self.audits[arm.name]
@@ -378,6 +384,7 @@ class _Session:
         return {
             "bench": asdict(self.config),
             "sampling": asdict(decode.sampling()),
+            **({"typical": typical} if decode.rule == "typical" else {}),
             "warmup_prompts": len(self.warmup),
             "baseline_prefill_seconds": float(baseline.seconds["prefill"].sum()),
             "arms": arms,

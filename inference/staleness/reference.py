@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
+from inference.decoding.rules.names import TEXT, promise
 from inference.manifest import write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.report_schema import arm_name, read_report
@@ -197,6 +198,20 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     return found
 
 
+def require_reference(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is no reference; writing a reference would replace it."""
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise UserError(
+            f"watch.reference: '{path}' is there and is no reference, so it is not replaced. Give another file, or remove it."
+        )
+
+
 def from_report(path: Path, weights_sha256: str) -> Reference:
     """The reference in a measurement's folder: its records, where they lie beside report.json, else the report's figures."""
     report = read_report(path)
@@ -207,6 +222,11 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
             "drafter's report as watch.reference, or make a reference with watch.learn=true."
         )
     entry, settings = entries[0], report["settings"]
+    if promise(settings["rule"], settings["temperature"]) != TEXT:
+        raise UserError(
+            f"'{path}' was measured with rule '{settings['rule']}', which accepts other drafts than rule match. Measure with "
+            "decode.rule=match, or make a reference with watch.learn=true."
+        )
     about = {"kind": entry["kind"], "weights_sha256": weights_sha256}
     draft = {key: entry["draft"][key] for key in ("shape", "depth", "choices") if key in entry["draft"]}
     if draft["shape"] == "dynamic":

@@ -45,7 +45,7 @@ from train.data.answers import (
 )
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
-from train.data.ingest import Input, ingest, remove_rows
+from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, Job
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
@@ -168,6 +168,7 @@ def refuse_foreign(out: Path) -> None:
             f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
             "another folder."
         )
+    require_own_input(out / INPUT)
 
 
 def prepare_output(
