@@ -24,7 +24,7 @@ from inference.manifest import read_manifest, write_manifest
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
-from train.config import Job, require_same, run_facts
+from train.config import TrainingJob, require_same, run_facts
 from train.data.loader import StepLoader
 from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
@@ -64,7 +64,7 @@ REPORTED_DOCUMENTS = 256
 class Run:
     """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
 
-    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
+    def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
         seed_everything(job.config.seed + world.rank)
         self.target, self.access = load_target(job, world)

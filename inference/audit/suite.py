@@ -28,7 +28,7 @@ from heads.api.errors import UserError
 from inference.audit.comparison import Known, audit
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
-from inference.audit.findings import DistributionRow, Findings, Row
+from inference.audit.findings import AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -253,7 +253,7 @@ class _Precision:
         self.summary.add(report.tokens, report.found)
         strict = self.precision == "float64"
         self.findings.rows.append(
-            Row(
+            AuditRow(
                 check=case.check,
                 case=case.setting,
                 precision=self.precision,
