@@ -36,6 +36,7 @@ class AuditRow:
     precision: str
     drafter: str
     kind: str
+    rule: str
     shape: str
     batch_size: int
     temperature: float

@@ -201,7 +201,7 @@ class _Precision:
     # ---- parts of them -----------------------------------------------------------------------------------------------------
 
     def settings(self, **changes: Any) -> DecodeConfig:
-        """The user's settings, for plain decoding unless `changes` says otherwise."""
+        """The user's settings under rule match, for plain decoding unless `changes` says otherwise."""
         common: dict[str, Any] = {
             "shape": "none",
             "rule": "match",
@@ -259,6 +259,7 @@ class _Precision:
                 precision=self.precision,
                 drafter=case.drafter,
                 kind=case.kind,
+                rule=decode.rule,
                 shape=decode.shape,
                 batch_size=decode.batch_size,
                 temperature=decode.temperature,
