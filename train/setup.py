@@ -35,7 +35,7 @@ from train.engines.make import make_engine
 from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
-from train.loop import Evaluation, Limits, Progress, Trainer
+from train.loop import Evaluation, Progress, Trainer
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
@@ -254,16 +254,9 @@ class Run:
                 tracker=tracker,
                 display=display,
                 world=self.world,
-                limits=Limits(
-                    self.steps,
-                    config.eval_every,
-                    config.patience,
-                    config.save_every,
-                    config.max_seconds,
-                    config.goal,
-                    job.schedule.begin,
-                    job.schedule.end,
-                ),
+                config=config,
+                schedule=job.schedule,
+                steps=self.steps,
                 run_facts=self.facts,
                 progress=progress,
                 meter=self.meter,
