@@ -19,6 +19,7 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.card import CardFacts, Engine, Training, base_model, card, measured_entries
 from inference.export.engine_folder import serve
 from inference.folders import EXPORT_FILE, replaced
@@ -32,7 +33,6 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.report_schema import read_report
-from inference.tune.decode_file import DECODE_FILE, read_current
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
@@ -125,7 +125,7 @@ def _training(checkpoint: Path) -> Training | None:
         return None
     told = read_manifest(folder, "train")
     git = told.get("provenance", {}).get("git", {})
-    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")))
+    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")), told["best"]["tau"] is not None)
 
 
 def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, Any]) -> None:

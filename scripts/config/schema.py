@@ -21,19 +21,19 @@ from hydra.core.override_parser.types import Override
 from heads.api.config import build
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.audit_config import AuditConfig
-from inference.bench import BenchConfig
-from inference.decode_config import DecodeConfig
+from inference.audit.config import AuditConfig
+from inference.decoding.config import DecodeConfig
 from inference.export.engine_folder import ExportConfig
 from inference.export.hub import PushConfig
 from inference.export.importing import ImportConfig
 from inference.export.pull import PullConfig
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
+from inference.measure.config import BenchConfig
 from inference.server.config import ServeConfig
+from inference.staleness.config import WatchConfig
+from inference.target.loading import TargetConfig
 from inference.traffic.config import TrafficConfig
 from inference.tune.config import TuneConfig
-from inference.watch.config import WatchConfig
 from scripts.config.compose import compose_stage, parse
 from scripts.config.loop import LoopConfig
 from scripts.config.own import (
@@ -46,14 +46,14 @@ from scripts.config.own import (
 from scripts.config.stages import OPTION_GROUPS, STAGES, Stage
 from train.config import TrainConfig
 from train.data.config import DataConfig
-from train.data.sampling import SamplingConfig
-from train.engine import EngineConfig
-from train.features import FeaturesConfig
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
 from train.feedback.config import FeedbackConfig
-from train.generate import GenerateConfig
-from train.joint_config import JointConfig
+from train.generate.config import GenerateConfig
+from train.generate.sampling import SamplingConfig
+from train.joint.config import JointConfig
 from train.optim import OptimConfig, ScheduleConfig
-from train.plan import PlanConfig
+from train.planning.plan import PlanConfig
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_c
 from heads.api.config import build
 from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
-from inference.bench import device_facts
-from inference.decode_config import DecodeConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.decode_file import DECODE_FILE, advice
 from inference.manifest import MANIFEST_FILE, read_manifest
-from inference.target import TargetModel
-from inference.tune.decode_file import DECODE_FILE, advice
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain

@@ -51,6 +51,8 @@ class RunRecord:
     sessions: list[Session] = field(default_factory=list)
     finished: str = ""
     """When it was completed (UTC); empty before."""
+    copied_from: str = ""
+    """Of the training that a loop keeps of its rounds: the round's training."""
 
     @property
     def complete(self) -> bool:
@@ -59,9 +61,10 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write <folder>/run.json."""
-        content = asdict(self)
-        if not self.finished:
-            del content["finished"]
+        optional = ("finished", "copied_from")
+        content = {
+            key: value for key, value in asdict(self).items() if value or key not in optional
+        }
         write_json(folder / RUN_FILE, content)
 
 
@@ -118,7 +121,7 @@ def open_folder(
         inputs=hashes,
         choices=settings.choices,
         seed=config.seed,
-        sessions=[*(previous.sessions if previous else []), this_session()],
+        sessions=[*(previous.sessions if previous else []), this_session(settings)],
     )
     if is_main_process():
         path.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import transformers
 
 from scripts.config.compose import REPOSITORY
 from scripts.config.own import RunConfig
+from scripts.config.schema import Settings
 
 PACKAGES = (
     "torch",
@@ -50,15 +51,15 @@ class Session:
     """Processes of the launch."""
 
 
-def this_session() -> Session:
-    """The session of this process."""
+def this_session(settings: Settings) -> Session:
+    """The session of this process, with the device that the stage's settings choose."""
     return Session(
         started=now(),
         command=["headstart", *sys.argv[1:]],
         git=git_state(),
         python=platform.python_version(),
         packages=versions(),
-        device=device(),
+        device=device(settings),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
 
@@ -97,14 +98,19 @@ def git_state() -> dict[str, Any]:
     }
 
 
-def device() -> dict[str, Any]:
-    """The accelerator, or the processor and its threads."""
-    if torch.cuda.is_available():
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+def device(settings: Settings) -> dict[str, Any]:
+    """The accelerator, or the processor and its threads: those that the stage computes with."""
+    asked = str((settings.resolved.get("target") or {}).get("device", ""))
+    if torch.cuda.is_available() and asked != "cpu":
+        return {
+            "kind": "cuda",
+            "name": torch.cuda.get_device_name(),
+            "count": torch.cuda.device_count(),
+        }
     return {
         "kind": "cpu",
         "name": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
+        "threads": settings.run.threads or torch.get_num_threads(),
     }
 
 

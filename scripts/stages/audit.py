@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from heads.api.checkpoint import new_drafter
-from inference.audit_config import AuditConfig
-from inference.audit_findings import AUDIT_FILE, read, to_json, write
-from inference.audit_report import print_summary, write_markdown
-from inference.audit_suite import Contestant, run_audit
-from inference.bench import process_facts
-from inference.target import TargetModel
+from inference.audit.config import AuditConfig
+from inference.audit.findings import AUDIT_FILE, read, to_json, write
+from inference.audit.report import print_summary, write_markdown
+from inference.audit.suite import Contestant, run_audit
+from inference.measure.config import process_facts
+from inference.target.model import TargetModel
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run import drafters

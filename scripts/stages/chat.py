@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.chat import render_prompt
-from inference.engine import Engine
-from inference.metrics import divide
-from inference.prompts import prompt_seed
-from inference.requests import PassRecord, Request
-from inference.target import TargetModel
-from inference.text_pieces import TextPieces
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
+from inference.measure.metrics import divide
+from inference.measure.prompts import prompt_seed
+from inference.target.chat import render_prompt
+from inference.target.model import TargetModel
+from inference.target.text_pieces import TextPieces
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found

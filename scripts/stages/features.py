@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from inference.manifest import MANIFEST_FILE, read_manifest
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.config.compose import parse
 from scripts.config.schema import Settings, compose_settings
 from scripts.run.folder import answers_folder, open_folder
 from scripts.run.process import prepare_process, shown
+from train.features.remote.server import FeatureServer
+from train.features.store.claims import folder_lock
+from train.features.store.run import StoreJob, write_features
+from train.features.store.writer import gib
 from train.processes import terminable
-from train.remote_server import FeatureServer
-from train.store.claims import folder_lock
-from train.store.run import StoreJob, write_features
-from train.store.writer import gib
 
 
 def run(settings: Settings) -> None:

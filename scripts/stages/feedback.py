@@ -8,13 +8,15 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.verifications import FACTS_FILE
 from scripts.config.schema import Settings
 from scripts.run.folder import open_folder
 from scripts.run.process import is_main_process, shown
-from train.data.target_facts import TargetFacts
-from train.feedback import BRANCHES, VARIATIONS, build, write_branches, write_variations
+from train.feedback import build
+from train.feedback.branches import BRANCHES, write_branches
+from train.feedback.variations import VARIATIONS, write_variations
+from train.generate.target_facts import TargetFacts
 from train.recording import RECORDS
 
 STAGE = "feedback"

@@ -13,7 +13,7 @@ from scripts.config.stages import STAGES
 from scripts.run.folder import open_folder
 from scripts.run.process import prepare_process, shown
 from train.data.config import DataConfig, HeldOut
-from train.generate import generate
+from train.generate.run import generate
 
 
 def run(settings: Settings) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.bench import Arm, BenchConfig
-from inference.bench_data import Loaded, load_bench_prompts
-from inference.measure import REPORT_FILE, measure
-from inference.prompts import Prompt
+from inference.decoding.arm import Arm
+from inference.measure.config import BenchConfig
+from inference.measure.datasets import Loaded, load_bench_prompts
+from inference.measure.prompts import Prompt
+from inference.measure.run import REPORT_FILE, measure
 from inference.report import print_table
 from inference.report_schema import read_report
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
 from scripts.run import drafters

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from inference.manifest import write_json
-from inference.memory import gib
+from inference.target.memory import gib
 from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, stage_folder
 from scripts.run.process import prepare_process, shown
-from train.config import Job
-from train.loop import train
-from train.plan import Speed, make_plan, read_summary
-from train.tracker import TrackerConfig
+from train.config import TrainingJob
+from train.planning.plan import Speed, make_plan, read_summary
+from train.run import train
+from train.tracking.tracker import TrackerConfig
 
 
 def run(settings: Settings) -> None:
@@ -38,15 +38,15 @@ def run(settings: Settings) -> None:
     print(f"written to {shown(path)}; the target was not loaded for this" if settings.plan.gpu else f"written to {shown(path)}")
 
 
-def job_of(settings: Settings) -> Job:
+def job_of(settings: Settings) -> TrainingJob:
     """The training that is planned."""
-    return Job(
+    return TrainingJob(
         settings.head.kind, settings.head.config, settings.target, answers_folder(settings), stage_folder(settings),
         settings.train, settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
     )  # fmt: skip
 
 
-def speed_of(job: Job, settings: Settings) -> Speed:
+def speed_of(job: TrainingJob, settings: Settings) -> Speed:
     """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
     plan = settings.plan
     if plan.gpu:
@@ -57,7 +57,7 @@ def speed_of(job: Job, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: Job, steps: int, folder: Path) -> dict[str, Any]:
+def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
     """The summary of so many real steps of the training, of which nothing is kept."""
     config = replace(
         job.config, max_steps=steps, eval_every=0, save_every=0, parity=False, tracker=TrackerConfig(wandb="disabled")

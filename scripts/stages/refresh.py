@@ -17,14 +17,14 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_config, load_drafter, read_config
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.measure import quick_tau
-from inference.metrics import TauEstimate
-from inference.prompts import select_prompts, to_requests
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.measure.metrics import TauEstimate
+from inference.measure.prompts import select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -33,10 +33,10 @@ from scripts.run.folder import read_config as read_stage_config
 from scripts.run.process import is_main_process, prepare_process, shown
 from scripts.stages.generate import with_benches
 from scripts.stages.measure import prompts
-from train.answer_loop import OwnDecoder
-from train.generate import generate
-from train.loop import train
+from train.generate.loop import OwnDecoder
+from train.generate.run import generate
 from train.refresh import RefreshConfig
+from train.run import train
 
 REFRESH_FILE, SECONDS_FILE = "refresh.json", "seconds.json"
 
@@ -86,7 +86,7 @@ def refresh(settings: Settings, old: Found, trained: Path, session: Mapping[str,
         "drafter": {"old": shown(old.checkpoint), "new": shown(trained / manifest["checkpoint"]), "kind": old.kind},
         "target": {"old": read_config(old.checkpoint)["target"], "new": manifest["target"]},
         "settings": asdict(settings.refresh) | {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape,
-                                                "temperature": decode.temperature},
+                                                "temperature": decode.temperature, "rule": decode.rule},
         "before": asdict(before),
         "after": asdict(after),
         "goal": goal,

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.manifest import checkpoint_hash
 from inference.server.config import read_secret
-from inference.verifications import checkpoint_hash
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
 from scripts.stages.chat import build_engine, chosen

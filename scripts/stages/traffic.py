@@ -16,11 +16,11 @@ from typing import Any
 from rich.table import Table
 
 from heads.api.errors import UserError
-from inference.bench import device_facts
 from inference.manifest import write_json
-from inference.memory import gib
-from inference.prompts import load_prompts
-from inference.target import TargetModel
+from inference.measure.prompts import load_prompts
+from inference.target.hardware import device_facts
+from inference.target.memory import gib
+from inference.target.model import TargetModel
 from inference.traffic.advice import advise, ways_to_serve
 from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig

@@ -13,7 +13,7 @@ from inference.manifest import MANIFEST_FILE, read_manifest
 from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, open_folder, stage_folder
 from scripts.run.process import is_main_process, prepare_process, shown
-from train.loop import train
+from train.run import train
 
 
 def run(settings: Settings) -> None:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.bench import device_facts
-from inference.bench_data import load_bench_prompts
+from inference.decoding.decode_file import require_tuned, write_tuned
 from inference.manifest import write_json
-from inference.target import TargetModel
-from inference.tune.decode_file import write_tuned
+from inference.measure.datasets import load_bench_prompts
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from inference.tune.tuner import Tuner
 from scripts.config.schema import Settings
 from scripts.run import drafters
@@ -38,6 +38,7 @@ def run(settings: Settings) -> None:
         return  # one process measures: others beside it would only disturb the clock
     found = chosen(settings)
     assert found.checkpoint is not None, "`chosen` refuses others"
+    require_tuned(found.checkpoint)
     files = [found.checkpoint / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     folder = open_folder(settings, settings.run.directory / "tune" / found.name, files, stage_decides=True)
     prepare_process(settings.run)

@@ -10,25 +10,26 @@ from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.manifest import file_sha256
-from inference.prompts import to_requests
-from inference.target import TargetModel
-from inference.verifications import read_facts
-from inference.watch.config import WatchConfig
-from inference.watch.drift import DriftTest
-from inference.watch.evidence import Sums
-from inference.watch.reference import (
+from inference.measure.prompts import to_requests
+from inference.staleness.config import WatchConfig
+from inference.staleness.evidence import Sums
+from inference.staleness.reference import (
     DRAFT_KEYS,
     WATCH_FILE,
+    DomainAnswers,
     Reference,
-    Tally,
     find_reference,
     passes_within,
+    require_reference,
 )
-from inference.watch.result import content, show, write
-from inference.watch.sources import Fresh, decoded, recorded, scraped, with_system
+from inference.staleness.result import content, show, write
+from inference.staleness.sequential_test import DriftTest
+from inference.staleness.sources import Fresh, decoded, recorded, scraped, with_system
+from inference.target.model import TargetModel
+from inference.verifications import read_facts
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -71,10 +72,11 @@ def learn(settings: Settings, found: Found) -> int:
     assert found.checkpoint is not None
     path = Path(config.reference) if config.reference else found.checkpoint / WATCH_FILE
     path = path / WATCH_FILE if path.is_dir() else path
+    require_reference(path)
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
     decode = batched(drafters.draft_settings(found, settings.decode), settings)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     for fresh in decoded_now(settings, found, target, decode, changed=False):
         tally(tallies, fresh)
     draft = {key: getattr(decode, key) for key in DRAFT_KEYS if key in ("shape", "depth") or decode.shape in ("tree", "dynamic")}
@@ -104,7 +106,7 @@ def watch(settings: Settings, found: Found) -> int:
     reference = find_reference(config.reference, found.checkpoint, file_sha256(weights(found)))
     grid = reference.grid()
     test = DriftTest(grid, reference.most, reference.evidence(grid), config.tolerance, config.alarm_rate)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     target: dict[str, Any] = {}
     if config.metrics:
         source = ", ".join(config.metrics)
@@ -133,7 +135,7 @@ def watch(settings: Settings, found: Found) -> int:
 
 
 def decode_and_feed(
-    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, Tally]
+    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, DomainAnswers]
 ) -> tuple[str, dict[str, Any]]:
     """Decode the prompts as the reference was decoded; returns where they are from, and the target's facts."""
     prepare_process(settings.run)
@@ -179,7 +181,7 @@ def batched(decode: DecodeConfig, settings: Settings) -> DecodeConfig:
     return decode if asked else replace(decode, batch_size=BATCH)
 
 
-def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], stop: bool) -> None:
+def feed(test: DriftTest, tallies: dict[str, DomainAnswers], answers: Iterable[Fresh], stop: bool) -> None:
     """Give the test one answer after the other. stop: end with the first alarm."""
     for fresh in answers:
         tally(tallies, fresh)
@@ -188,9 +190,9 @@ def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], s
             break
 
 
-def tally(tallies: dict[str, Tally], fresh: Fresh) -> None:
+def tally(tallies: dict[str, DomainAnswers], fresh: Fresh) -> None:
     """Count an answer to its domain."""
-    tallies.setdefault(fresh.domain, Tally()).answers.append(fresh.passes)
+    tallies.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
 
 
 def count_totals(test: DriftTest, reference: Reference, config: WatchConfig) -> None:

@@ -1,8 +1,7 @@
-"""Kill a loop of rounds again and again: it must end like the same loop without a kill.
+"""A loop of rounds that is killed again and again must end like one that was left in peace: evidence for docs/reports/loop.json.
 
-`kill_and_compare` runs one loop twice. One copy gets SIGKILL at random points, each after the progress
-of the one before it, and is repeated after each; then both results are compared: the weights of the
-best drafter bit by bit, and loop.json without its times.
+`kill_and_compare` plays the same loop twice. One copy gets SIGKILL at random points, each behind the progress of the one before it,
+and is repeated after each; then both results are compared: weights of the best drafter bit by bit, and loop.json but for times.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
-from scripts.cli import main
-from scripts.stages.loop.record import LOOP_FILE
 
+LOOP_FILE = "loop.json"
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""
 LONGEST_SECONDS = 1200.0
 
 
-def kill_and_compare(
-    overrides: Sequence[str], folder: Path, kills: int, seed: int = 0
-) -> dict[str, Any]:
+def kill_and_compare(overrides: Sequence[str], folder: Path, kills: int, seed: int = 0) -> dict[str, Any]:
     """Play `headstart loop` with `overrides` calmly and killed `kills` times, below `folder`: killed where, and what is the same.
 
     overrides must leave run.root and run.name alone, and give paths that hold in any working directory.
@@ -64,13 +60,15 @@ def play(overrides: list[str], folder: str) -> None:
     file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    from scripts.cli import main
+
     sys.exit(main(["loop", *overrides, "run.root=.", "run.name=run"]))
 
 
 def started(overrides: Sequence[str], folder: Path) -> Any:
     """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "train.loop", "train.generate"])
+    context.set_forkserver_preload(["scripts.loop_kill", "scripts.cli", "scripts.stages.loop.rounds", "train.run", "train.generate"])
     folder.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=play, args=(list(overrides), str(folder)))
     process.start()
@@ -85,9 +83,7 @@ def finish(overrides: Sequence[str], folder: Path) -> None:
     assert process.exitcode == 0, f"the loop ended with status {process.exitcode}:\n{log[-3000:]}"
 
 
-def kill(
-    overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float
-) -> str | None:
+def kill(overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float) -> str | None:
     """Kill the loop `delay` seconds after it has written `more` further files of `kept`, those that stay; so that points are spread
     over its work however fast the machine is. Returns where it was, or None if it ended before.
     """
@@ -126,13 +122,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def weights(folder: Path) -> list[bytes]:
     """The weights of the best round and of the run's drafter."""
     best = folder / summary(folder)["best"]["checkpoint"]
-    return [
-        path.read_bytes()
-        for path in (
-            best / WEIGHTS_FILE,
-            *sorted((folder / "run" / "train").glob(f"*/best/{WEIGHTS_FILE}")),
-        )
-    ]
+    return [path.read_bytes() for path in (best / WEIGHTS_FILE, *sorted((folder / "run" / "train").glob(f"*/best/{WEIGHTS_FILE}")))]
 
 
 def timeless(content: Any) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from scripts.rounds import GENERATED, HARD, Rounds
+from scripts.rounds_plan import PLAIN, TRIALS
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
 from scripts import loop_ablation
 from scripts.config import load_settings
-from scripts.rounds import GENERATED, HARD, Rounds
-from scripts.rounds_plan import PLAIN, TRIALS
 from scripts.stages import STAGES
 from tests.scripts.loops import micro_loop
 

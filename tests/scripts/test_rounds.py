@@ -12,7 +12,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
-from inference.metrics import Gain
+from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
 from scripts.config.stages import STAGES
@@ -23,7 +23,7 @@ from scripts.stages.loop.rounds import Rounds, only_switches
 from scripts.stages.loop.table import compare, table
 from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
-from train.feedback import FeedbackConfig
+from train.feedback.config import FeedbackConfig
 
 
 def settings(*overrides: str) -> Settings:

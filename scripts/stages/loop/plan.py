@@ -19,7 +19,7 @@ from scripts.run.drafters import DRAFT_KEYS
 from scripts.run.folder import stage_folder
 from scripts.stages.loop.steps import Step
 from train.data.config import SourceConfig
-from train.data.sampling import backend_of
+from train.generate.sampling import backend_of
 
 T = TypeVar("T")
 

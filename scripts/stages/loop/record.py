@@ -10,9 +10,9 @@ from typing import Any
 
 from heads.api.config import build
 from inference.manifest import write_json
-from inference.metrics import Gain
+from inference.measure.metrics import Gain
 from scripts.config.loop import BudgetConfig, RoundConfig
-from train.feedback import FeedbackConfig
+from train.feedback.config import FeedbackConfig
 
 LOOP_FILE = "loop.json"
 FORMAT = 1

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, write_json
-from inference.metrics import Gain
-from inference.target import TargetModel
-from inference.verifications import checkpoint_hash
+from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
+from inference.measure.metrics import Gain
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
+from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.open_loop import run_open_loop
@@ -38,7 +38,10 @@ from scripts.stages.loop.speed import measure_generation
 from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import show
 from scripts.stages.measure import measure_run
-from train.feedback import FeedbackConfig, build, write_branches, write_variations
+from train.feedback import build
+from train.feedback.branches import write_branches
+from train.feedback.config import FeedbackConfig
+from train.feedback.variations import write_variations
 from train.recording import RECORDS
 
 ON_POLICY, HARD = "on_policy", "hard_prompts"
@@ -122,7 +125,7 @@ class Rounds:
     def require_own(self) -> None:
         """Raise `UserError` where the best drafter's place is taken by another training."""
         out = self.settings.run.directory / "train" / self.plan.drafter
-        if out.exists() and not (self.settings.run.directory / LOOP_FILE).is_file():
+        if out.exists() and not is_copy(out, self.settings.run.directory):
             raise UserError(
                 f"'{out}' is the training of another loop, and the rounds' best drafter belongs there. "
                 "Choose another run.name."
@@ -329,10 +332,26 @@ class Rounds:
                 shutil.copytree(source / name, fresh / name)
             elif (source / name).is_file():
                 shutil.copy2(source / name, fresh / name)
+        record = read_record(fresh)
+        if record is not None:
+            record.copied_from = str(source)
+            record.write(fresh)
         if out.exists():
             out.rename(old)
         fresh.rename(out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def is_copy(training: Path, run: Path) -> bool:
+    """Whether a training's folder is the copy of a round: by its record, or by weights in <run>/loop.json."""
+    if not (run / LOOP_FILE).is_file():
+        return False
+    record = read_record(training)
+    if record is not None and record.copied_from:
+        return True
+    rounds = LoopRecord.read(run).rounds
+    known = {entry.training.weights_sha256 for entry in rounds if entry.training is not None}
+    return checkpoint_hash(training / "best") in known
 
 
 def only_switches(config: FeedbackConfig, names: list[str]) -> FeedbackConfig:

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from heads.api.checkpoint import load_drafter
 from heads.api.config import build
-from inference.audit import audit
-from inference.engine import Engine
+from inference.audit.comparison import audit
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
-from inference.metrics import divide
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.measure.metrics import divide
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.stages.loop.facts import SPEED_FILE
 from scripts.stages.loop.record import HelpedGeneration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from inference.metrics import Gain
+from inference.measure.metrics import Gain
 from scripts.stages.loop.record import LoopRecord, Measured, OpenLoopRecord, RoundRecord
 from scripts.stages.report import console
 

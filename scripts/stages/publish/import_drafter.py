@@ -12,7 +12,7 @@ from heads.api.errors import UserError
 from inference.export.importing import import_folder, summary
 from inference.export.layouts.folder import Folder
 from inference.folders import require_folder_name
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run.process import is_main_process
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from heads.api.errors import UserError
 from inference.export.live_check_folder import check_folder, lines
 from inference.export.verify import verify
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run.process import is_main_process
 
