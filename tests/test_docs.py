@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from scripts.config import load_settings
-from scripts.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
+from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
 from scripts.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,11 +7,14 @@ best drafter bit by bit, and loop.json without its times.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
@@ -20,11 +23,21 @@ from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from scripts.cli import main
+from scripts.evidence import rounds
+from scripts.evidence.common import REPORTS, read_json
 from scripts.rounds import LOOP_FILE
+from scripts.tools.common import make_parser, run
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""
 LONGEST_SECONDS = 1200.0
+FEW = [
+    rounds.RECIPE,
+    *rounds.KINDS["distilled"][1],
+    *"debug=fast sampling.batch_size=1 loop.round.overrides=[] loop.round.prompts=share".split(),
+    *"loop.round.patience=0 train.save_every=2 train.parity=false data.limit=24 run.threads=1".split(),
+]
+"""The loop of the report: the embedded target, a few prompts and steps."""
 
 
 def kill_and_compare(
@@ -142,3 +155,19 @@ def timeless(content: Any) -> Any:
     if isinstance(content, list):
         return [timeless(item) for item in content]
     return content
+
+
+def report(given: argparse.Namespace) -> None:
+    """Kill a small loop on the embedded target and put the result into docs/reports/loop.json."""
+    folder = Path(tempfile.mkdtemp(prefix="headstart-kills-"))
+    try:
+        found = {"settings": FEW, **kill_and_compare(FEW, folder, given.kills)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    rounds.write({**read_json(REPORTS / "loop.json"), "killed": found})
+
+
+if __name__ == "__main__":
+    parser = make_parser("tests.chaos.kill_loop", __doc__)
+    parser.add_argument("--kills", type=int, default=10)
+    sys.exit(run(parser, report))
