@@ -33,7 +33,7 @@ from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_p
 from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.held_out_target import corpus, making
 from scripts.held_out_target.model import HeldOutShape
-from scripts.tools.common import ROOT, make_parser, run
+from scripts.tools.common import ROOT, add_options, make_parser, run
 
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
 
@@ -256,13 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = "of the target's training, 4,096 tokens each"
     parser.add_argument("--steps", type=int, default=800, help=steps)
     counts = making.PROMPTS
-    parser.add_argument("--training", type=int, default=counts["training"], help="prompts")
-    parser.add_argument("--measuring", type=int, default=counts["measuring"], help="prompts")
+    add_options(
+        parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
+    )
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     rivals = "drafters that speculators trains"
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help=rivals)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=REPORTS / "held_out", help="without its ending")
+    add_options(parser, threads=1, out=(REPORTS / "held_out", "without its ending"))
     return run(parser, report, arguments)
 
 

@@ -41,7 +41,7 @@ from inference.metrics import Outcome, Totals
 from inference.prompts import load_prompts, select_prompts, to_requests
 from inference.target import TargetModel
 from scripts.evidence.common import REPORTS
-from scripts.tools.common import PROMPTS, ROOT, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 
 PLAIN, GENERATE = "ours_plain", "transformers_generate"
 
@@ -49,12 +49,15 @@ PLAIN, GENERATE = "ours_plain", "transformers_generate"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and write the report; returns the exit status."""
     parser = make_parser("scripts.evidence.plain_decoding", __doc__)
-    parser.add_argument("--target", type=Path, default=TARGET)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="a file or a folder")
-    parser.add_argument("--count", type=int, default=4, help="prompts per domain")
-    parser.add_argument("--tokens", type=int, default=128, help="most new tokens of an answer")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="0: as torch chooses")
+    add_options(
+        parser,
+        target=TARGET,
+        prompts=(PROMPTS, "a file or a folder"),
+        count=(4, "prompts per domain"),
+        tokens=(128, "most new tokens of an answer"),
+        repeats=1,
+        threads=(0, "0: as torch chooses"),
+    )
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     parser.add_argument("--drafter", type=Path, action="append", default=[], help="may be repeated")
     parser.add_argument("--depth", type=int, default=4, help="drafted tokens of a chain")

@@ -32,7 +32,7 @@ from inference.prompts import load_prompts, to_requests
 from inference.report_blocks import markdown_table
 from inference.target import TargetModel
 from scripts.evidence.common import REPORTS, cell, cpu_target, read_json, run_stage, write_page
-from scripts.tools.common import PROMPTS, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
 from train.feedback import FeedbackConfig, build
 
 SCRIPT = "scripts.evidence.rounds"
@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = (LOOP, ANSWERS, DISTINCT)
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rows", nargs="*", choices=rows, default=rows)
-    parser.add_argument("--work", type=Path, default=Path("outputs/loop_report"), help="for runs")
-    parser.add_argument("--open", type=Path, default=Path("outputs/families/train"))
+    add_options(
+        parser, work=(Path("outputs/loop_report"), "for runs"), open=Path("outputs/families/train")
+    )
     parser.add_argument(
         "--few-prompts", action="store_true", help="rounds from few prompts instead"
     )

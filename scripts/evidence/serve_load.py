@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -54,7 +53,7 @@ from inference.target import TargetModel
 from scripts import drafters
 from scripts.evidence.common import REPORTS, cpu_target
 from scripts.run import RunConfig
-from scripts.tools.common import PROMPTS, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
 
 DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
@@ -78,14 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("scripts.evidence.serve_load", __doc__)
     drafter = "checkpoint folder, or a kind without weights"
     parser.add_argument("--drafter", default="ngram", help=drafter)
-    parser.add_argument("--target", default=str(TARGET))
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--overload-seconds", type=float, default=30.0)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--cases", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine, offline and served")
-    parser.add_argument("--out", type=Path, default=REPORTS / "serve_load.json")
+    add_options(
+        parser,
+        target=str(TARGET),
+        clients=64,
+        minutes=5.0,
+        overload_seconds=30.0,
+        rows=16,
+        cases=64,
+        threads=(1, "of the engine, offline and served"),
+        out=REPORTS / "serve_load.json",
+    )
     return run(parser, report, arguments)
 
 

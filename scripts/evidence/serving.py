@@ -44,7 +44,7 @@ from inference.target import TargetModel
 from scripts.drafters import SWEPT
 from scripts.evidence.common import REPORTS, read_json, write_page
 from scripts.evidence.families import trainings
-from scripts.tools.common import ROOT, make_parser, run
+from scripts.tools.common import ROOT, add_options, make_parser, run
 
 NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
 FEW, SHORT, POSITIONS = 2, 24, 512
@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafters", nargs="*", default=NAMES)
     parser.add_argument("--speculators", nargs="*", type=Path, default=[])
     parser.add_argument("--interpreted", nargs="*", default=[])
-    parser.add_argument("--target", default="assets/tiny-target")
-    parser.add_argument("--prompts-per-domain", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    add_options(parser, target="assets/tiny-target", prompts_per_domain=8, max_new_tokens=128)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--out", type=Path, default=REPORTS)
     parser.add_argument("--merge", action="store_true")

@@ -32,7 +32,7 @@ from inference.prompts import load_prompts, to_requests
 from inference.server.metrics import resident_bytes
 from inference.target import TargetModel
 from scripts.evidence.common import REPORTS
-from scripts.tools.common import PROMPTS, ROOT, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 
 GROWTH_ALLOWED = 0.03
 """Share by which resident memory may grow from the second to the last third: allocators vary."""
@@ -75,13 +75,10 @@ class Tally:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the soak and write the report; returns the exit status."""
     parser = make_parser("scripts.evidence.soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--target", default=str(TARGET))
+    add_options(parser, minutes=30.0, target=str(TARGET))
     checkpoints = "checkpoint folders; fresh eagle3, medusa and ngram besides"
     parser.add_argument("--drafters", nargs="*", default=[], help=checkpoints)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=REPORTS / "soak.json")
+    add_options(parser, dtype="float32", seed=0, out=REPORTS / "soak.json")
     return run(parser, report, arguments)
 
 

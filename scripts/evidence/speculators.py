@@ -46,7 +46,7 @@ from scripts.config import load_settings
 from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.stages import STAGES
-from scripts.tools.common import PROMPTS, ROOT, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 from train.config import Job
 from train.data.pack import PackedData
 from train.display import Display
@@ -434,20 +434,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(MODULE, __doc__)
     parser.add_argument("--python", help=f"a python that has speculators {VERSION}")
     parser.add_argument("--answers", type=Path, help="folder of `headstart generate`")
-    parser.add_argument("--target", type=Path, default=TARGET)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="held-out prompts for tau")
+    add_options(parser, target=TARGET, prompts=(PROMPTS, "held-out prompts for tau"))
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["eagle3", "dspark"])
     parser.add_argument("--only", choices=("timing", "tau"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--warm", type=int, default=1, help="rounds that are not counted")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of two steps that are timed")
+    add_options(
+        parser,
+        threads=2,
+        warm=(1, "rounds that are not counted"),
+        rounds=(4, "rounds of two steps that are timed"),
+    )
     rows = "shorter rows of the library to time, in tokens"
     parser.add_argument("--rows", nargs="*", type=int, default=SHORTER, help=rows)
-    parser.add_argument("--steps", type=int, default=61, help="steps before tau is measured")
-    parser.add_argument("--count", type=int, default=24, help="prompts for tau")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens per prompt")
-    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "speculators")
-    parser.add_argument("--out", type=Path, default=REPORTS / "speculators.json")
+    add_options(
+        parser,
+        steps=(61, "steps before tau is measured"),
+        count=(24, "prompts for tau"),
+        tokens=(96, "new tokens per prompt"),
+        work=ROOT / "outputs" / "speculators",
+        out=REPORTS / "speculators.json",
+    )
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     return run(parser, compare, arguments)
 

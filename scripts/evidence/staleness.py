@@ -33,7 +33,7 @@ from inference.watch.reference import WATCH_FILE, Reference
 from inference.watch.result import STALENESS_FILE
 from scripts.evidence.common import REPORTS, cpu_target, read_json, run_stage, tau_facts
 from scripts.run import git_state
-from scripts.tools.common import PROMPTS, ROOT, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 from scripts.watch_targets import making, prompts
 from scripts.watch_targets.streams import Plan, Streams
 
@@ -358,8 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--refresh", nargs="*", default=[], metavar="KEY=VALUE", help=changes)
     streams = "of the unchanged target; a fifth of others"
     parser.add_argument("--streams", type=int, default=STREAMS, help=streams)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=REPORTS / "watch.json")
+    add_options(parser, threads=1, out=REPORTS / "watch.json")
     return run(parser, report, arguments)
 
 

@@ -28,7 +28,7 @@ from scripts.config import load_settings
 from scripts.evidence.common import REPORTS, read_json, run_stage
 from scripts.run import git_state, versions
 from scripts.stages import STAGES
-from scripts.tools.common import ROOT, make_parser, run
+from scripts.tools.common import ROOT, add_options, make_parser, run
 from train.clock import PARTS
 from train.tracker import LOG_FILE, read_log
 
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     steps = f"timed steps, after {WARM_UP} that warm up"
     parser.add_argument("--steps", type=int, default=6, help=steps)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8, help="rows per step")
+    add_options(parser, threads=2, rows=(8, "rows per step"))
     parser.add_argument("--only", nargs="*", default=[], help="recipes; none named: all")
     parser.add_argument("--out", type=Path, default=REPORTS / "throughput.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)

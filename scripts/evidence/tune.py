@@ -49,7 +49,7 @@ from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, summed
 from scripts import drafters
 from scripts.evidence.common import DOCS, REPORTS, cell, cpu_target, read_json
-from scripts.tools.common import Section, make_parser, run
+from scripts.tools.common import Section, add_options, make_parser, run
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -73,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write; returns the exit status."""
     parser = make_parser("scripts.evidence.tune", __doc__)
     parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
-    parser.add_argument("--target", default="assets/tiny-target")
-    parser.add_argument("--held-out", type=Path, default=Path("assets/prompts"))
+    add_options(parser, target="assets/tiny-target", held_out=Path("assets/prompts"))
     surveys = "folder of what needs no quiet machine"
     parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
     parser.add_argument("--page", action="store_true", help="only write the page's tables")

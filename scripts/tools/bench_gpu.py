@@ -34,7 +34,7 @@ from inference.measure import measure
 from inference.prompts import Prompt, to_requests
 from inference.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.target import TargetModel
-from scripts.tools.common import ROOT, make_parser, run
+from scripts.tools.common import ROOT, add_options, make_parser, run
 
 REPORTS = ROOT / "docs" / "reports"
 SIZES = "vocab hidden layers heads kv_heads intermediate".split()
@@ -73,12 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add("--" + name.replace("_", "-"), type=int, default=0, help="instead of the shape's")
     add("--device", default="auto")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    add("--depth", type=int, default=0, help="draft length; default: the trajectory's deepest")
-    add("--prompts", type=int, default=8)
-    add("--context", type=int, default=512, help="tokens of a prompt")
-    add("--tokens", type=int, default=256, help="new tokens of an answer")
-    add("--repeats", type=int, default=3)
-    add("--trajectories", type=Path, default=REPORTS / "trajectories.json")
+    add_options(
+        parser,
+        depth=(0, "draft length; default: the trajectory's deepest"),
+        prompts=8,
+        context=(512, "tokens of a prompt"),
+        tokens=(256, "new tokens of an answer"),
+        repeats=3,
+        trajectories=REPORTS / "trajectories.json",
+    )
     which = "which one all drafters replay; own: each the one of its name"
     add("--trajectory", default="distilled", help=which)
     record = "write --trajectories from finished measurements"

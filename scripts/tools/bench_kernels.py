@@ -1,9 +1,8 @@
-"""Kernels against plain torch and the memory's speed: `python -m scripts.tools.bench_kernels --out FILE` on a GPU.
+"""Kernels against plain torch and the memory's speed: `python -m scripts.tools.bench_kernels --out FILE`.
 
-All that is compared runs in one process in shuffled rounds, each call captured as a CUDA graph, a large copy
-among them; results are ratios within a round with 95% bootstrap intervals over rounds. A kernel's bandwidth
-is what it must read and write at least, over its time, as a share of what the copy moved. Operands are spread
-over so many layers that no cache holds them.
+On a GPU. `triton.testing.do_bench` times every call many times, each with an empty level-2 cache. A
+kernel's bandwidth is what it must read and write at least, over its median time; it is reported as a
+share of what a large copy moves.
 
 Legend: B rows, N nodes, L context, D head size.
 """
@@ -13,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,17 +24,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from heads.api.errors import UserError, suggest
 from heads.api.tree import TokenTree
 from inference.bench import device_facts, process_facts
-from inference.cost import captured, interleaved
 from inference.kernels.dispatch import triton_version
 from inference.kernels.reference_attention import TREE_ATTENTION, visible
 from inference.kernels.reference_commit import ACCEPT_WALK, COMPACT
 from inference.kernels.reference_heads import RESIDUAL_BLOCKS
 from inference.kernels.reference_noise import NOISE_PICK
-from inference.metrics import interval95, resample_weights
+from inference.manifest import write_json
+from scripts.tools.common import make_parser, run
 
 Call = Callable[[], Any]
+Timer = Callable[[Call], Sequence[float]]
+"""Milliseconds of a call: the median, and the ends of the middle 95%."""
 KERNEL, COPY = "kernel", "copy"
-WARMUP = 3
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sizes:
     key_heads: int = 8
     head_dim: int = 128
     layers: int = 32
-    """Layers whose cache is compacted; and the most that operands are spread over."""
+    """Layers whose cache is compacted."""
     hidden: int = 4096
     vocab: int = 128256
     contexts: tuple[tuple[int, int], ...] = (
@@ -61,128 +61,96 @@ class Sizes:
     nodes: tuple[int, ...] = (1, 8, 64)
     splits: tuple[int, ...] = (128, 256, 512, 1024)
     """Split sizes of tree attention; the first arm, `kernel`, has the default one."""
-    spread_bytes: int = 1 << 28
-    """Operands are repeated until they hold this much: several times a GPU's level-2 cache."""
     copy_bytes: int = 1 << 29
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One thing that several calls do. calls[KERNEL] is ours; `moved`: bytes that one call must read and
-    write at least.
-    """
+    """Several calls that do the same; calls[KERNEL] is ours."""
 
     what: dict[str, Any]
     calls: dict[str, Call]
     moved: int
+    """Bytes that one call must read and write at least."""
     difference: float
-    """Largest difference between the kernel's result and the reference's, as a share of the largest
-    result.
+    """Largest difference of the kernel's result from the reference's, as a share of the largest value.
+
+    Of `noise_pick`: share of nodes with another pick (scores nearer than the noise's rounding).
     """
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the report; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.tools.bench_kernels", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument(
-        "benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)}; none: all"
-    )
+    parser = make_parser("scripts.tools.bench_kernels", __doc__)
+    known = f"of {', '.join(BENCHES)}; none: all"
+    parser.add_argument("benches", nargs="*", metavar="BENCH", help=known)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON report is written")
-    parser.add_argument("--repeats", type=int, default=30, help="rounds")
-    given = parser.parse_args(arguments)
-    try:
-        for name in given.benches:
-            if name not in BENCHES:
-                raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
-        if not torch.cuda.is_available():
-            raise UserError(
-                "kernels are measured on a CUDA device, and torch sees none here; under the interpreter they "
-                "run for tests only, at no meaningful speed. Run this on a GPU, with a CUDA build of torch."
-            )
-        report = measure(
-            given.benches or list(BENCHES), torch.device("cuda"), Sizes(), given.repeats
+    return run(parser, report, arguments)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Measure and write."""
+    for name in given.benches:
+        if name not in BENCHES:
+            raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "kernels are measured on a CUDA device, and torch sees none here; under the interpreter they "
+            "run for tests only, at no meaningful speed. Run this on a GPU, with a CUDA build of torch."
         )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"{len(report['results'])} comparisons: {given.out}")
-    return 0
+    from triton.testing import do_bench
+
+    def timer(call: Call) -> Sequence[float]:
+        times: Sequence[float] = do_bench(call, quantiles=(0.5, 0.025, 0.975))
+        return times
+
+    device = torch.device("cuda")
+    content = measure(given.benches or list(BENCHES), device, Sizes(), timer)
+    write_json(given.out, {"command": given.command, **content})
+    print(f"{len(content['results'])} comparisons: {given.out}")
 
 
 @torch.no_grad()
-def measure(benches: list[str], device: torch.device, sizes: Sizes, repeats: int) -> dict[str, Any]:
+def measure(
+    benches: Sequence[str], device: torch.device, sizes: Sizes, timer: Timer
+) -> dict[str, Any]:
     """The report: device, versions, sizes and a result per comparison."""
+    source = torch.ones(sizes.copy_bytes // 4, device=device)
+    sink = torch.empty_like(source)
+    copy = timer(lambda: sink.copy_(source))
+    bandwidth = 2 * source.nbytes / copy[0]
     results = []
     for name in benches:
         for contest in BENCHES[name](device, sizes):
-            results.append({"bench": name, **judge(contest, device, sizes, repeats)})
+            times = {label: timer(call) for label, call in contest.calls.items()}
+            own = times[KERNEL][0]
+            others = {label: found[0] / own for label, found in times.items() if label != KERNEL}
+            results.append(
+                {
+                    "bench": name,
+                    **contest.what,
+                    "bytes": contest.moved,
+                    "difference": contest.difference,
+                    "milliseconds": {label: list(found) for label, found in times.items()},
+                    "share_of_copy_bandwidth": contest.moved / own / bandwidth,
+                    "kernel_is_faster_than": others,
+                }
+            )
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return {
         **process_facts(),
         "device": device_facts(device),
         "triton": triton_version(),
         "sizes": asdict(sizes),
-        "repeats": repeats,
+        "copy_milliseconds": list(copy),
         "results": results,
     }
 
 
-def judge(contest: Contest, device: torch.device, sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Run a contest beside the copy; seconds are medians, speedups and the share of the bandwidth have
-    intervals.
-    """
-    source = torch.ones(sizes.copy_bytes // 4, device=device)
-    sink = torch.empty_like(source)
-    calls = {**contest.calls, COPY: lambda: sink.copy_(source)}
-    if device.type == "cuda":
-        calls = {name: captured(call) for name, call in calls.items()}
-    rounds = {
-        name: np.array(times) for name, times in interleaved(calls, device, repeats, WARMUP).items()
-    }
-    weights = resample_weights(repeats, seed=0)
-
-    def ratio(upper: str, lower: str, factor: float = 1.0) -> dict[str, float]:
-        low, high = interval95(weights @ rounds[upper], weights @ rounds[lower])
-        value = float(rounds[upper].sum() / rounds[lower].sum())
-        return {"value": value * factor, "low": low * factor, "high": high * factor}
-
-    return {
-        **contest.what,
-        "bytes": contest.moved,
-        "difference": contest.difference,
-        "seconds": {name: float(np.median(times)) for name, times in rounds.items()},
-        "copy_bytes_per_second": 2 * source.nbytes / float(np.median(rounds[COPY])),
-        "share_of_copy_bandwidth": ratio(COPY, KERNEL, contest.moved / (2 * source.nbytes)),
-        "kernel_is_faster_than": {
-            name: ratio(name, KERNEL) for name in contest.calls if name != KERNEL
-        },
-        **contest.notes,
-    }
-
-
-def layers_for(size: int, sizes: Sizes) -> int:
-    """How many operands of `size` bytes no cache holds, at most as many as a model has layers."""
-    return max(1, min(sizes.layers, -(-sizes.spread_bytes // size)))
-
-
-def each(function: Callable[..., Any], operands: list[tuple[Any, ...]], **named: Any) -> Call:
-    """A call that runs `function` on every set of operands."""
-
-    def call() -> None:
-        for operand in operands:
-            function(*operand, **named)
-
-    return call
-
-
 def furthest(found: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest value."""
-    scale = float(expected.abs().max())
-    return float((found.float() - expected.float()).abs().max()) / max(scale, 1e-30)
+    scale = max(float(expected.abs().max()), 1e-30)
+    return float((found.float() - expected.float()).abs().max()) / scale
 
 
 def wide_tree(nodes: int, device: torch.device) -> TokenTree:
@@ -193,182 +161,126 @@ def wide_tree(nodes: int, device: torch.device) -> TokenTree:
     )
 
 
-# --- tree attention -----------------------------------------------------------------------------------------
-
-
 def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Against scaled_dot_product_attention with the whole mask, which is spared the empty half of the
-    buffers.
+    """Against scaled_dot_product_attention with the whole mask, without the empty half of the buffers.
 
-    `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa, repeated
-    keys`: keys and values copied for each query head, as transformers does where there is a mask.
+    `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa,
+    repeated keys`: keys and values copied for each query head, as transformers does with a mask.
     """
-    for rows, context in sizes.contexts:
-        for nodes in sizes.nodes:
-            yield _attention_contest(device, sizes, rows, context, nodes)
-
-
-def _attention_contest(
-    device: torch.device, sizes: Sizes, rows: int, context: int, nodes: int
-) -> Contest:
-    groups, end = sizes.heads // sizes.key_heads, context + nodes
-    scaling = sizes.head_dim**-0.5
-    tree = wide_tree(nodes, device)
-    lengths, words = torch.full((rows,), context, device=device), tree.words()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    buffer = (
-        rows,
-        sizes.key_heads,
-        2 * context + nodes,
-        sizes.head_dim,
-    )  # half empty, as planned memory is
-    used = 2 * rows * sizes.key_heads * end * sizes.head_dim * 2
-    layers = layers_for(used, sizes)
-    operands = [
-        (normal(rows, sizes.heads, nodes, sizes.head_dim), normal(*buffer), normal(*buffer))
-        for _ in range(layers)
-    ]
-    bias = torch.zeros(rows, 1, nodes, end, device=device, dtype=torch.bfloat16)
-    bias.masked_fill_(~visible(lengths, words, tree.depth, end, None)[:, None], float("-inf"))
-    stacked = bias.repeat(1, 1, groups, 1)
-
-    def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        packed = query.reshape(rows, sizes.key_heads, groups * nodes, sizes.head_dim)
-        out = scaled_dot_product_attention(
-            packed, keys[:, :, :end], values[:, :, :end], stacked, scale=scaling
+    groups, scaling = sizes.heads // sizes.key_heads, sizes.head_dim**-0.5
+    for (rows, context), nodes in (
+        (pair, nodes) for pair in sizes.contexts for nodes in sizes.nodes
+    ):
+        end, tree = context + nodes, wide_tree(nodes, device)
+        lengths, words = torch.full((rows,), context, device=device), tree.words()
+        buffer = (
+            rows,
+            sizes.key_heads,
+            2 * context + nodes,
+            sizes.head_dim,
+        )  # as planned memory is
+        asked = (rows, sizes.heads, nodes, sizes.head_dim)
+        query, keys, values = (
+            torch.randn(shape, device=device, dtype=BF16) for shape in (asked, buffer, buffer)
         )
-        return out.reshape(query.shape).transpose(1, 2)
+        bias = torch.zeros(rows, 1, nodes, end, device=device, dtype=BF16)
+        hidden = ~visible(lengths, words, tree.depth, end, None)[:, None]
+        bias.masked_fill_(hidden, float("-inf"))
+        stacked = bias.repeat(1, 1, groups, 1)
+        tensors = (query, keys, values, lengths, words, tree.depth)
+        used = [x[:, :, :end] for x in (keys, values)]
 
-    def repeated(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = (x[:, :, :end].repeat_interleave(groups, 1) for x in (keys, values))
-        return scaled_dot_product_attention(query, keys, values, bias, scale=scaling).transpose(
-            1, 2
-        )
+        def kernel(tensors: tuple[Any, ...] = tensors, **options: int) -> Tensor:
+            found: Tensor = TREE_ATTENTION.triton()(*tensors, scaling=scaling, **options)
+            return found
 
-    whole = [(*operand, lengths, words, tree.depth) for operand in operands]
-    kernel = TREE_ATTENTION.triton()
-    calls = {KERNEL: each(kernel, whole, scaling=scaling)}
-    calls |= {
-        f"kernel, splits of {s}": each(kernel, whole, scaling=scaling, split_size=s)
-        for s in sizes.splits
-    }
-    calls |= {"sdpa": each(sdpa, operands), "sdpa, repeated keys": each(repeated, operands)}
-    return Contest(
-        {"rows": rows, "context": context, "nodes": nodes, "layers": layers},
-        calls,
-        layers * (used + 2 * operands[0][0].nbytes),
-        furthest(kernel(*whole[0], scaling=scaling), sdpa(*operands[0])),
-    )
+        def sdpa(
+            query: Tensor = query, used: list[Tensor] = used, mask: Tensor = stacked
+        ) -> Tensor:
+            packed = query.reshape(query.shape[0], sizes.key_heads, -1, sizes.head_dim)
+            out = scaled_dot_product_attention(packed, *used, mask, scale=scaling)
+            return out.reshape(query.shape).transpose(1, 2)
 
+        def repeated(
+            query: Tensor = query, used: list[Tensor] = used, mask: Tensor = bias
+        ) -> Tensor:
+            whole = [x.repeat_interleave(groups, 1) for x in used]
+            return scaled_dot_product_attention(query, *whole, mask, scale=scaling).transpose(1, 2)
 
-# --- commit -------------------------------------------------------------------------------------------------
+        calls: dict[str, Call] = {KERNEL: kernel, "sdpa": sdpa, "sdpa, repeated keys": repeated}
+        for size in sizes.splits:
+            calls[f"kernel, splits of {size}"] = lambda call=kernel, size=size: call(
+                split_size=size
+            )
+        moved = 2 * rows * sizes.key_heads * end * sizes.head_dim * 2 + 2 * query.nbytes
+        what = {"rows": rows, "context": context, "nodes": nodes}
+        yield Contest(what, calls, moved, furthest(kernel(), sdpa()))
 
 
 def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
     """The walk and the compaction of all layers together, against the same in torch operations."""
-    for rows, context in sizes.contexts:
-        for nodes in sizes.nodes:
-            if nodes > 1 and context * rows <= 8192:  # what lies before the tree is not touched
-                yield _commit_contest(device, sizes, rows, context, nodes)
+    for (rows, context), nodes in (
+        (pair, nodes) for pair in sizes.contexts for nodes in sizes.nodes
+    ):
+        if nodes == 1 or context * rows > 8192:  # what lies before the tree is not touched
+            continue
+        tree = wide_tree(nodes, device)
+        tokens = torch.randint(0, 4, (rows, nodes), device=device)
+        walked = (tokens, tokens.roll(-1, 1), tree)
+        shape = (sizes.layers, rows, sizes.key_heads, context + nodes, sizes.head_dim)
+        keys, values = (torch.randn(shape, device=device, dtype=BF16) for _ in range(2))
+        cache = (keys, values, torch.full((rows,), context, device=device))
 
+        def commit(
+            walk: Any,
+            compact: Any,
+            cache: tuple[Any, ...] = cache,
+            walked: tuple[Any, ...] = walked,
+        ) -> Call:
+            return lambda: compact(*cache, walk(*walked).path)
 
-def _commit_contest(
-    device: torch.device, sizes: Sizes, rows: int, context: int, nodes: int
-) -> Contest:
-    tree = wide_tree(nodes, device)
-    tokens = torch.randint(0, 4, (rows, nodes), device=device)
-    picks = tokens.roll(-1, 1)
-    lengths = torch.full((rows,), context, device=device)
-    shape = (sizes.layers, rows, sizes.key_heads, context + nodes, sizes.head_dim)
-    keys, values = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def commit(walk: Callable[..., Any], compact: Callable[..., None]) -> Call:
-        def call() -> None:
-            compact(keys, values, lengths, walk(tokens, picks, tree).path)
-
-        return call
-
-    path = ACCEPT_WALK.triton()(tokens, picks, tree).path
-    expected = ACCEPT_WALK.reference(tokens, picks, tree).path
-    entries = 2 * sizes.layers * rows * sizes.key_heads * path.shape[1] * sizes.head_dim * 2
-    return Contest(
-        {"rows": rows, "context": context, "nodes": nodes},
-        {
+        path = ACCEPT_WALK.triton()(*walked).path
+        calls = {
             KERNEL: commit(ACCEPT_WALK.triton(), COMPACT.triton()),
             "reference": commit(ACCEPT_WALK.reference, COMPACT.reference),
-        },
-        2 * entries,
-        furthest(path, expected),
-    )
-
-
-# --- noise and heads ----------------------------------------------------------------------------------------
+        }
+        entries = 2 * sizes.layers * rows * sizes.key_heads * path.shape[1] * sizes.head_dim * 2
+        difference = furthest(path, ACCEPT_WALK.reference(*walked).path)
+        what = {"rows": rows, "context": context, "nodes": nodes}
+        yield Contest(what, calls, 2 * entries, difference)
 
 
 def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Noise, temperature and argmax in one pass, against the same in torch and against argmax alone, which
-    every decoder pays.
-    """
+    """Noise, temperature and argmax in one pass, against the same in torch and against argmax alone."""
+    seeds = torch.ones(1, dtype=torch.int64, device=device)
     for nodes in sizes.nodes:
-        layers = layers_for(nodes * sizes.vocab * 2, sizes)
-        positions = torch.arange(nodes, device=device)[None]
-        seeds = torch.ones(1, dtype=torch.int64, device=device)
-        operands = [
-            (
-                torch.randn(1, nodes, sizes.vocab, device=device, dtype=torch.bfloat16),
-                positions,
-                seeds,
-                0.7,
-            )
-            for _ in range(layers)
-        ]
-        kernel = NOISE_PICK.triton()
-        different = kernel(*operands[0]) != NOISE_PICK.reference(*operands[0])
-        yield Contest(
-            {"nodes": nodes, "vocab": sizes.vocab, "layers": layers},
-            {
-                KERNEL: each(kernel, operands),
-                "reference": each(NOISE_PICK.reference, operands),
-                "argmax": each(lambda logits, *_: logits.argmax(-1), operands),
-            },
-            layers * operands[0][0].nbytes,
-            float(different.float().mean()),
-            {
-                "difference_is": "share of nodes with another pick: scores nearer than the noise's rounding"
-            },
-        )
+        logits = torch.randn(1, nodes, sizes.vocab, device=device, dtype=BF16)
+        operands = (logits, torch.arange(nodes, device=device)[None], seeds, 0.7)
+        calls = both(NOISE_PICK, operands)
+        different = calls[KERNEL]() != calls["reference"]()
+        calls["argmax"] = lambda logits=logits: logits.argmax(-1)
+        what = {"nodes": nodes, "vocab": sizes.vocab}
+        yield Contest(what, calls, logits.nbytes, float(different.float().mean()))
 
 
 def residual_blocks(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
     """The residual blocks of four Medusa heads, against one batched product and what follows it."""
-    heads = 4
+    heads, size = 4, sizes.hidden
     for rows in (1, 4, 16):
-        layers = layers_for(heads * sizes.hidden**2 * 2, sizes)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, dtype=torch.bfloat16) / sizes.hidden**0.5
-
-        operands = [
-            (
-                normal(heads, rows, sizes.hidden),
-                normal(heads, sizes.hidden, sizes.hidden),
-                normal(heads, sizes.hidden),
-            )
-            for _ in range(layers)
-        ]
-        kernel = RESIDUAL_BLOCKS.triton()
-        yield Contest(
-            {"heads": heads, "rows": rows, "hidden": sizes.hidden, "layers": layers},
-            {
-                KERNEL: each(kernel, operands),
-                "reference": each(RESIDUAL_BLOCKS.reference, operands),
-            },
-            layers * (operands[0][1].nbytes + 2 * operands[0][0].nbytes),
-            furthest(kernel(*operands[0]), RESIDUAL_BLOCKS.reference(*operands[0])),
+        shapes = ((heads, rows, size), (heads, size, size), (heads, size))
+        operands = tuple(
+            torch.randn(shape, device=device, dtype=BF16) / size**0.5 for shape in shapes
         )
+        calls = both(RESIDUAL_BLOCKS, operands)
+        moved = operands[1].nbytes + 2 * operands[0].nbytes
+        difference = furthest(calls[KERNEL](), calls["reference"]())
+        yield Contest({"heads": heads, "rows": rows, "hidden": size}, calls, moved, difference)
+
+
+def both(op: Any, operands: tuple[Any, ...]) -> dict[str, Call]:
+    """The kernel of an operation and its reference, as calls."""
+    kernel = op.triton()
+    return {KERNEL: lambda: kernel(*operands), "reference": lambda: op.reference(*operands)}
 
 
 BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
@@ -381,4 +293,4 @@ BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

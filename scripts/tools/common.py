@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
@@ -22,6 +23,15 @@ def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """The parser of `python -m <module>`, described by the first line of the module's docstring."""
     about = (doc or "").split("\n")[0]
     return argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+
+
+def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Add `--name` for every name, with its default's type; a pair is (default, help)."""
+    for name, given in options.items():
+        default, about = given if isinstance(given, tuple) else (given, None)
+        kind = Path if isinstance(default, Path) else type(default)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=default, help=about)
 
 
 def run(

@@ -37,7 +37,7 @@ from inference.prompts import Prompt, load_prompts, to_requests
 from inference.target import TargetModel
 from inference.tree_search import measure_ranks, search_tree
 from inference.tune.replay import Replay
-from scripts.tools.common import PROMPTS, ROOT, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 from scripts.tools.recording import split_prompts
 
 DEPTH = 4
@@ -53,10 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the report; returns the exit status."""
     parser = make_parser("scripts.tools.rank_trees", __doc__)
     parser.add_argument("drafters", nargs="+", metavar="NAME=FOLDER")
-    parser.add_argument("--target", default=str(TARGET))
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
-    parser.add_argument("--per-domain", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=128)
+    add_options(parser, target=str(TARGET), prompts=PROMPTS, per_domain=12, tokens=128)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--rules", nargs="+", default=["match", "rejection", "block"])
     out = ROOT / "docs" / "reports" / "tree_ranking.json"

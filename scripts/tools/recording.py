@@ -17,7 +17,7 @@ from inference.loading import TargetConfig
 from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
 from inference.requests import Request
 from inference.target import TargetModel
-from scripts.tools.common import TARGET, VALIDATION, make_parser
+from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser
 
 HELD_OUT_EVERY = 5
 
@@ -31,8 +31,7 @@ def recording_parser(
     parser.add_argument("--out", type=Path, required=True, help="where the result goes")
     parser.add_argument("--target", default=str(TARGET))
     parser.add_argument("--prompts", type=Path, nargs="+", default=[VALIDATION])
-    parser.add_argument("--count", type=int, default=32, help="prompts per domain")
-    parser.add_argument("--tokens", type=int, default=96, help="most new tokens per prompt")
+    add_options(parser, count=(32, "prompts per domain"), tokens=(96, "most new tokens per prompt"))
     parser.add_argument("--depth", type=int, default=depth, help=depth_help)
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser

@@ -38,7 +38,7 @@ from inference.loading import TargetConfig
 from inference.manifest import write_bytes, write_json
 from inference.prompts import Prompt, load_prompts, to_requests
 from inference.target import TargetModel
-from scripts.tools.common import PROMPTS, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
@@ -49,24 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Search, write the recipe and the report; returns the exit status."""
     parser = make_parser("scripts.tools.search_layers", __doc__)
     add = parser.add_argument
-    add("--target", default=str(TARGET))
-    add("--dtype", default="float32")
-    add("--device", default="auto")
+    add_options(parser, target=str(TARGET), dtype="float32", device="auto")
     add("--kind", default="early_exit", choices=sorted(SETTING))
     add("--prompts", type=Path, default=PROMPTS)
     add("--domain", help="search for one domain's prompts alone")
-    add("--per-domain", type=int, default=4, help="prompts per domain to search on")
-    add("--held-out", type=int, default=4, help="other prompts per domain to judge the result on")
-    add("--tokens", type=int, default=48, help="new tokens per prompt")
-    add("--temperature", type=float, default=0.0)
-    add("--depth", type=int, default=4, help="tokens drafted per pass")
-    add("--evaluations", type=int, default=48, help="sets that are tried")
+    add_options(
+        parser,
+        per_domain=(4, "prompts per domain to search on"),
+        held_out=(4, "other prompts per domain to judge the result on"),
+        tokens=(48, "new tokens per prompt"),
+        temperature=0.0,
+        depth=(4, "tokens drafted per pass"),
+        evaluations=(48, "sets that are tried"),
+    )
     add("--objective", default="speedup", choices=OBJECTIVES)
     cost = "largest share of the target's weights per drafted token"
     add("--most-cost", type=float, default=1.0, help=cost)
     add("--sublayers", action="store_true", help="leave out attention and MLP separately")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("outputs") / "layers", help="folder of recipe and report")
+    add_options(parser, seed=0, out=(Path("outputs") / "layers", "folder of recipe and report"))
     return run(parser, report, arguments)
 
 

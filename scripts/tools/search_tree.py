@@ -29,7 +29,7 @@ from inference.requests import Request
 from inference.target import TargetModel
 from inference.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts import drafters
-from scripts.tools.common import TARGET, VALIDATION, make_parser, run
+from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser, run
 from scripts.tools.recording import split_prompts
 
 
@@ -38,17 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("scripts.tools.search_tree", __doc__)
     add = parser.add_argument
     add("drafter", type=Path, help="a checkpoint folder, or the folder of a train stage")
-    add("--target", default=str(TARGET))
-    add("--dtype", default="float32")
-    add("--device", default="auto")
-    add("--prompts", type=Path, default=VALIDATION)
-    add("--per-domain", type=int, default=8, help="prompts per domain to search on")
-    add("--held-out", type=int, default=8, help="other prompts per domain to judge the tree on")
-    add("--tokens", type=int, default=96, help="new tokens per prompt")
-    add("--temperature", type=float, default=0.0)
-    add("--nodes", type=int, default=26, help="nodes of the tree, the root included")
-    add("--depth", type=int, default=4, help="its deepest level")
-    add("--ranks", type=int, default=10, help="candidates per node that are told apart")
+    add_options(
+        parser,
+        target=str(TARGET),
+        dtype="float32",
+        device="auto",
+        prompts=VALIDATION,
+        per_domain=(8, "prompts per domain to search on"),
+        held_out=(8, "other prompts per domain to judge the tree on"),
+        tokens=(96, "new tokens per prompt"),
+        temperature=0.0,
+        nodes=(26, "nodes of the tree, the root included"),
+        depth=(4, "its deepest level"),
+        ranks=(10, "candidates per node that are told apart"),
+    )
     add("--name", help="of the option; default: the drafter's name and the nodes")
     add("--out", type=Path, default=Path("outputs") / "trees", help="folder for HEADSTART_CONF")
     return run(parser, report, arguments)
