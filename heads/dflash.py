@@ -30,15 +30,16 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
-from heads.nn import block_confidence, losses
+from heads.nn import losses
 from heads.nn.attention import Place, additive, cache_attention, write_cache
-from heads.nn.block_attention import Anchors, KeyValue, View, attend_blocks
-from heads.nn.block_config import Config as Config
-from heads.nn.block_losses import log_probability
-from heads.nn.block_model import BlockModel
+from heads.nn.block import confidence as block_confidence
+from heads.nn.block.attention import Anchors, KeyValue, View, attend_blocks
+from heads.nn.block.config import Config as Config
+from heads.nn.block.losses import log_probability
+from heads.nn.block.model import BlockModel
 from heads.nn.blocks import Attend
-from heads.nn.drafting import Plan, PlanCache, last_valid
-from heads.nn.growth import fill, grow
+from heads.nn.drafting.growth import fill, grow
+from heads.nn.drafting.plan import Plan, PlanCache, last_valid
 from heads.nn.rope import look_up
 
 

@@ -37,9 +37,9 @@ from heads.nn.attention import (
     write_cache,
 )
 from heads.nn.blocks import DecoderLayer, RMSNorm, initialise_blocks
-from heads.nn.drafting import Plan, last_valid
-from heads.nn.feature_base import FeatureDrafter, layer_shape, probabilities_of, teacher_logits
-from heads.nn.growth import grow
+from heads.nn.drafting.growth import grow
+from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.feature.base import FeatureDrafter, layer_shape, probabilities_of, teacher_logits
 from heads.nn.rope import Rope, look_up
 
 

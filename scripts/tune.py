@@ -31,13 +31,14 @@ TUNE_FILE = "tune.json"
 
 def run(settings: Settings) -> None:
     """Tune, write decode.yaml and tune.json, and show what was chosen."""
-    from inference.tune.decode_file import write_tuned
+    from inference.decoding.decode_file import require_tuned, write_tuned
     from scripts.report import console
 
     if not is_main_process():
         return  # one process measures: others beside it would only disturb the clock
     found = chosen(settings)
     assert found.checkpoint is not None, "`chosen` refuses others"
+    require_tuned(found.checkpoint)
     files = [found.checkpoint / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     folder = open_folder(settings, settings.run.directory / "tune" / found.name, files, stage_decides=True)
     prepare_process(settings.run)
@@ -72,9 +73,9 @@ def chosen(settings: Settings) -> Found:
 
 def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tuple[Tuner, dict[str, Any]]:
     """The tuner with everything loaded; and what it works with, for reports."""
-    from inference.bench import device_facts
-    from inference.bench_data import load_bench_prompts
-    from inference.target import TargetModel
+    from inference.measure.datasets import load_bench_prompts
+    from inference.target.hardware import device_facts
+    from inference.target.model import TargetModel
     from inference.tune.tuner import Tuner
 
     config = settings.tune

@@ -12,17 +12,17 @@ from typing import Any
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
-from inference.engine import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
-from train.engine import EngineConfig
-from train.features import FeaturesConfig
-from train.joint_config import JointConfig
+from inference.target.loading import TargetConfig
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.joint.config import JointConfig
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
 from train.state import Snapshot
-from train.tracker import TrackerConfig
+from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 

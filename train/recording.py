@@ -14,20 +14,21 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.engine import Completion, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
+from inference.manifest import checkpoint_hash
 from inference.verifications import (
     SCHEMAS,
     SEQUENCES,
     VERIFICATIONS,
     RecordsConfig,
     VerificationLog,
-    checkpoint_hash,
     record_facts,
 )
-from train.data.answering import Talk
 from train.data.answers import DONE, PARTS, Answer
-from train.data.sampling import backend_of
+from train.generate.sampling import backend_of
+from train.generate.turns import Talk
 
 RECORDS = "records"
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.nn.drafting import LevelPlan, TreePlan
+from heads.nn.drafting.plan import LevelPlan, TreePlan
 from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26

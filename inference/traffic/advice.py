@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.metrics import divide
-from inference.prompts import Prompt
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.measure.metrics import divide
+from inference.measure.prompts import Prompt
+from inference.target.model import TargetModel
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
 from inference.traffic.simulate import Costs, Job, Served, concurrency, draw_commits, simulate
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import NONE, Draft
 from inference.tune.tuner import Tuner
 
 QUANTILES = {"p50": 0.5, "p95": 0.95}

@@ -1,6 +1,6 @@
 """A server with continuous batching, played through with known costs: who waits, who is decoded with whom, when answers end.
 
-It does what `inference.session` does: as soon as a row is free and somebody waits, prompts are read into all free rows at once;
+It does what `inference.decoding.session` does: as soon as a row is free and somebody waits, prompts are read into all free rows at once;
 otherwise a step advances every row in use by one verification. How many tokens a verification commits is drawn beforehand, so a
 request is a number of passes, and the simulator can leap over all the steps in which nobody comes, goes or is let in.
 
@@ -16,7 +16,7 @@ from math import ceil
 
 import numpy as np
 
-from inference.metrics import divide
+from inference.measure.metrics import divide
 from inference.traffic.arrivals import Arrival
 
 

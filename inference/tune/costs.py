@@ -1,6 +1,6 @@
 """What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from them.
 
-A curve's point is one call on its own (`inference.cost`). Decoding puts the calls together, and does more beside them: picks,
+A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls together, and does more beside them: picks,
 acceptance, what the host does between steps. So every family of drafts is run for a short while at every batch size: the ratio of
 each phase's seconds to the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from inference.bench import Arm
-from inference.clock import StepClock
-from inference.cost import Bench, Call, CostCurves, CostPoint, captured, interleaved
-from inference.decode_config import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import Bench, Call, CostCurves, CostPoint, captured, interleaved
+from inference.decoding.draft import Draft
 from inference.kernels.packed_linear import packed_linears
-from inference.metrics import divide
-from inference.target import TargetModel
-from inference.tune.drafts import Draft
+from inference.measure.metrics import divide
+from inference.target.model import TargetModel
 
 MEASURED = ("draft", "verify", "commit")
 """The phases of a step that have a curve."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.loading import TargetConfig
 from inference.manifest import write_bytes
-from inference.metrics import TauEstimate
-from inference.target import TargetModel
+from inference.measure.metrics import TauEstimate
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import cli
 from scripts.tools.common import ROOT, TARGET
 

@@ -16,7 +16,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference import plots
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.metrics import efficiency
+from inference.measure.metrics import efficiency
 from inference.report import facts
 from inference.report_blocks import markdown_table
 from inference.report_schema import arm_name, read_report

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from heads.api.checkpoint import load_drafter
-from inference.decode_config import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.measure import quick_tau
-from inference.prompts import load_prompts, to_requests
+from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.run import quick_tau
 from inference.report_blocks import markdown_table
 from inference.report_schema import arm_name, read_report
 from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page

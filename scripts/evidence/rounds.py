@@ -24,16 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
-from inference.audit import audit
-from inference.engine import DecodeConfig, Engine, PassRecord
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
-from inference.metrics import Gain, Outcome, Totals, gain, tau_estimate
-from inference.prompts import load_prompts, to_requests
+from inference.measure.metrics import Gain, Outcome, Totals, gain, tau_estimate
+from inference.measure.prompts import load_prompts, to_requests
 from inference.report_blocks import markdown_table
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.evidence.common import REPORTS, cell, cpu_target, read_json, run_stage, write_page
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
-from train.feedback import FeedbackConfig, build
+from train.feedback import build
+from train.feedback.config import FeedbackConfig
 
 SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"

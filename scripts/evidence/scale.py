@@ -18,19 +18,19 @@ import torch
 
 from heads.api.checkpoint import new_drafter
 from inference.manifest import write_json
-from inference.metrics import divide
+from inference.measure.metrics import divide
 from inference.report_blocks import markdown_table
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.evidence.common import DOCS, REPORTS, read_json
 from scripts.plan import job_of
 from scripts.stages import STAGES
 from scripts.tools.common import Section, make_parser, run
-from train.engine import Objective
-from train.footprint import Footprint
-from train.plan import Speed, make_plan
-from train.plan_dry import dry_batch, dry_step, planned_drafter
-from train.plan_target import plan_target
+from train.engines.base import Objective
+from train.planning.dry_run import dry_batch, dry_step, planned_drafter
+from train.planning.footprint import Footprint
+from train.planning.plan import Speed, make_plan
+from train.planning.target import plan_target
 
 REPORT, PAGE = REPORTS / "scale.json", DOCS / "scale.md"
 TABLES = Section("tables", "scripts/evidence/scale.py")

@@ -2,7 +2,7 @@
 
 The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai client.
 Answers are compared with plain offline decoding, token by token; differences are examined
-(inference/audit.py): a near tie of float32 is counted, anything else is a mismatch. Phases:
+(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch. Phases:
 
 1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over
    HTTP by as many clients, in turn;
@@ -39,17 +39,17 @@ import openai
 import torch
 
 from heads.api.errors import UserError
-from inference.audit import audit
-from inference.bench import device_facts
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.manifest import write_json
-from inference.metrics import divide
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.requests import Request
-from inference.sampling import SamplingSettings
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.server.metrics import resident_bytes
-from inference.target import TargetModel
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts import drafters
 from scripts.evidence.common import REPORTS, cpu_target
 from scripts.run import RunConfig

@@ -1,7 +1,7 @@
 """A long run of random work: `python -m scripts.evidence.soak --minutes 30` writes docs/reports/soak.json.
 
 Random prompts, lengths, seeds and cancellations. Every answer is compared with plain decoding of the
-same request; differences are examined (inference/audit.py): a near tie of float32 is counted, anything
+same request; differences are examined (inference/audit/comparison.py): a near tie of float32 is counted, anything
 else is a mismatch. Resident memory is read every round; growth is judged from the second third on, when
 every engine has its buffers. The exit status is 1 after a mismatch or growth.
 """
@@ -24,13 +24,15 @@ import torch
 
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.registry import get_kind
-from inference.audit import audit
-from inference.engine import Completion, DecodeConfig, Engine, Request
-from inference.loading import TargetConfig
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_json
-from inference.prompts import load_prompts, to_requests
+from inference.measure.prompts import load_prompts, to_requests
 from inference.server.metrics import resident_bytes
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.evidence.common import REPORTS
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 

@@ -34,14 +34,15 @@ import torch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.bench import device_facts, process_facts
-from inference.decode_config import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.manifest import write_json
-from inference.measure import quick_tau
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
+from inference.measure.config import process_facts
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
@@ -49,17 +50,18 @@ from scripts.stages import STAGES
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 from train.config import Job
 from train.data.pack import PackedData
-from train.display import Display
 from train.distributed import join_world
-from train.engine import TrainEngine, make_engine
-from train.loop import Run
+from train.engines.base import TrainEngine
+from train.engines.make import make_engine
+from train.loop import Limits, Progress, Trainer
 from train.memory import keep_freed_memory
-from train.meter import Meter
 from train.optim import learning_rate
+from train.setup import Run
 from train.state import StateStore
 from train.stopping import StopRequest
-from train.tracker import Tracker
-from train.trainer import Limits, Progress, Trainer
+from train.tracking.display import Display
+from train.tracking.meter import Meter
+from train.tracking.tracker import Tracker
 
 MODULE = "scripts.evidence.speculators"
 WORKER = ROOT / "scripts" / "evidence" / "foreign" / "speculators_worker.py"

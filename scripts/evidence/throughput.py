@@ -23,14 +23,14 @@ import torch
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
-from inference.metrics import divide
+from inference.measure.metrics import divide
 from scripts.config import load_settings
 from scripts.evidence.common import REPORTS, read_json, run_stage
 from scripts.run import git_state, versions
 from scripts.stages import STAGES
 from scripts.tools.common import ROOT, add_options, make_parser, run
-from train.clock import PARTS
-from train.tracker import LOG_FILE, read_log
+from train.tracking.clock import PARTS
+from train.tracking.tracker import LOG_FILE, read_log
 
 MODULE = "scripts.evidence.throughput"
 WARM_UP = 2

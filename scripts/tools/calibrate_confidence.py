@@ -4,7 +4,7 @@
         --out outputs/dspark_calibrated
 
 Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark, 2607.05147;
-heads/nn/block_confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
+heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
 to each depth on them, before and after.
 
 Legend: M recorded chains, K depths.
@@ -25,10 +25,11 @@ from torch import Tensor
 from heads.api.checkpoint import save_drafter
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
-from heads.nn.block_confidence import calibration_errors
-from inference.engine import DecodeConfig, Engine
-from inference.requests import Request
-from inference.target import TargetModel
+from heads.nn.block.confidence import calibration_errors
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
 from scripts.tools.common import run
 from scripts.tools.recording import load, recording_parser, split_requests
 

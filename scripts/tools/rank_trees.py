@@ -28,15 +28,17 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
-from inference import metrics
-from inference.engine import Completion, DecodeConfig, Engine
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
 from inference.manifest import write_json
-from inference.metrics import Outcome, Totals
-from inference.prompts import Prompt, load_prompts, to_requests
-from inference.target import TargetModel
-from inference.tree_search import measure_ranks, search_tree
+from inference.measure import metrics
+from inference.measure.metrics import Outcome, Totals
+from inference.measure.prompts import Prompt, load_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from inference.tune.replay import Replay
+from inference.tune.tree_search import measure_ranks, search_tree
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 from scripts.tools.recording import split_prompts
 

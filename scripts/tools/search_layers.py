@@ -4,7 +4,7 @@
     python -m scripts.tools.search_layers --domain code --sublayers
     python -m scripts.tools.search_layers --kind distilled   # layers to start a distilled drafter from
 
-Sets of layers are tried by decoding (`inference.layer_search`). The best by tau / (1 + gamma c), with c
+Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma c), with c
 the share of the target's weights that a drafted token reads (or the best by tau within a largest c), is
 written as a head's recipe for `head=` or `measure.heads`, with a report of every trial. The prompts of
 the search are not those that the result is judged on.
@@ -22,8 +22,12 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig
-from inference.layer_search import (
+from inference.decoding.config import DecodeConfig
+from inference.manifest import write_bytes, write_json
+from inference.measure.prompts import Prompt, load_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
     Found,
@@ -34,10 +38,6 @@ from inference.layer_search import (
     parts_of,
     search_layers,
 )
-from inference.loading import TargetConfig
-from inference.manifest import write_bytes, write_json
-from inference.prompts import Prompt, load_prompts, to_requests
-from inference.target import TargetModel
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
 from scripts.tools.recording import split_prompts
 

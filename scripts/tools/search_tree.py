@@ -5,7 +5,7 @@
         measure.drafters=[outputs/demo/train/medusa]
 
 Chains on validation prompts show at every depth which of the drafter's candidates the target picks; the
-tree takes the likeliest nodes first (`inference.tree_search`; Medusa, 2401.10774). It is written as an
+tree takes the likeliest nodes first (`inference.tune.tree_search`; Medusa, 2401.10774). It is written as an
 option of the group `decode`, <out>/decode/<name>.yaml, with a report: the rates, the tau that they
 promise, and the tau of the tree and of a chain on prompts that the search has not seen.
 """
@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.decode_config import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes, write_json
-from inference.measure import quick_tau
-from inference.prompts import Prompt, load_prompts, to_requests
-from inference.requests import Request
-from inference.target import TargetModel
-from inference.tree_search import SearchedTree, measure_ranks, search_tree
+from inference.measure.prompts import Prompt, load_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.tune.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts import drafters
 from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser, run
 from scripts.tools.recording import split_prompts

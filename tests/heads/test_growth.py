@@ -21,8 +21,8 @@ from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn import attention
 from heads.nn.attention import Place
-from heads.nn.drafting import DynamicPlan, Plan, TreePlan
-from heads.nn.growth import fill, grow
+from heads.nn.drafting.growth import fill, grow
+from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 from heads.nn.rope import Rope
 from tests.heads.micro import PlainNoise
 

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from heads.api.features import FeatureSpec
-from inference.engine import DecodeConfig, Engine, Request
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.train.micro_run import settings
 from train.config import Job
 from train.distributed import World, join_world
-from train.engine import EngineConfig
-from train.target_sharding import DividedLayers, load_target
+from train.engines.base import EngineConfig
+from train.target.sharding import DividedLayers, load_target
 
 REQUESTS = [Request(i, (3, 4 + i, 5), i, 8) for i in range(2)]
 

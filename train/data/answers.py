@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.chat import Span
 from inference.manifest import MANIFEST_FILE, file_entry, write_bytes
+from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
 SHARD_SCHEMA = pa.schema(

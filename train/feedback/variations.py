@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.chat import render_prompt
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes
-from inference.target import TargetModel
+from inference.target.chat import render_prompt
+from inference.target.model import TargetModel
 from train.feedback.build import Source
 from train.feedback.config import FeedbackConfig
 

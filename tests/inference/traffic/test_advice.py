@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from inference.decoding.draft import NONE, Draft
 from inference.traffic.advice import Way, advise, seen_by_users
 from inference.traffic.arrivals import Arrival
 from inference.traffic.simulate import Costs, Job, Served
-from inference.tune.drafts import NONE, Draft
 
 ROWS = 8
 PLAIN = Way("none", NONE, Costs((0.010,) * ROWS, (0.0,) * ROWS, 0.001, 0.0), {"": [1]}, {"cache": 100, "weights": 0})

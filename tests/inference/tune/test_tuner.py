@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.clock import StepClock
-from inference.cost import CostCurves, CostPoint
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.metrics import divide
-from inference.prompts import Prompt
-from inference.target import TargetModel
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import CostCurves, CostPoint
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.measure.metrics import divide
+from inference.measure.prompts import Prompt
+from inference.target.model import TargetModel
 from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
 from inference.tune.costs import Run, StepCosts
-from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey
 from inference.tune.tuner import PREDICTION_ERROR, Tuner, answered, choose, representatives, weighed
 from inference.tune.workload import batch_steps
-from tests.inference.test_lossless_kinds import drafter_of
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
 
 CONFIG = TuneConfig(

@@ -12,7 +12,7 @@ from scripts.config import load_settings
 from scripts.evidence import scale, throughput
 from scripts.evidence.common import read_json
 from scripts.stages import STAGES
-from train.clock import PARTS
+from train.tracking.clock import PARTS
 
 
 def line(step: int, tokens: int, seconds: float, mfu: float, **parts: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from scripts.evidence import serve_load
 from scripts.evidence.serve_load import Case, Seen
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from inference.loading import TargetConfig
-from inference.target import TargetModel
-from inference.watch.drift import DriftTest
-from inference.watch.evidence import Bets, Evidence, Grid
+from inference.staleness.evidence import Bets, Evidence, Grid
+from inference.staleness.sequential_test import DriftTest
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.evidence.staleness import CHANGES, Folders
 from scripts.held_out_target.making import read_json
 from scripts.tiny_target import corpus

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from inference.decode_config import DecodeConfig
-from inference.engine import Completion, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_manifest
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.verifications import VerificationLog, record_facts
-from tests.inference.test_lossless_kinds import drafter_of
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
 from train.data.answers import Answer, PartWriter, merge_parts
 

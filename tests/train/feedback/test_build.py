@@ -19,7 +19,8 @@ from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.data.sources import Row, Source
-from train.feedback import FeedbackConfig, build
+from train.feedback import build
+from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import Evidence, Records, evidence_of
 
 

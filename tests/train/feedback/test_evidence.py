@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from inference.engine import Completion
+from inference.decoding.requests import Completion
 from tests.train.feedback.recorded import decoded, name_of, target, tokens_of, write_records
 from train.feedback.evidence import Evidence, Records, evidence_of
 
