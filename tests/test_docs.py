@@ -14,7 +14,7 @@ import yaml
 
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
+from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

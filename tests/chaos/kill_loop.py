@@ -1,16 +1,20 @@
-"""A loop of rounds that is killed again and again must end like one that was left in peace: evidence for docs/reports/loop.json.
+"""Kill a loop of rounds again and again: it must end like the same loop without a kill.
 
-`kill_and_compare` plays the same loop twice. One copy gets SIGKILL at random points, each behind the progress of the one before it,
-and is repeated after each; then both results are compared: weights of the best drafter bit by bit, and loop.json but for times.
+`kill_and_compare` runs one loop twice. One copy gets SIGKILL at random points, each after the progress
+of the one before it, and is repeated after each; then both results are compared: the weights of the
+best drafter bit by bit, and loop.json without its times.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
@@ -18,14 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
+from scripts.cli import main
+from scripts.evidence import rounds
+from scripts.evidence.common import REPORTS, read_json
+from scripts.stages.loop.record import LOOP_FILE
+from scripts.tools.common import make_parser, run
 
-LOOP_FILE = "loop.json"
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""
 LONGEST_SECONDS = 1200.0
+FEW = [
+    rounds.RECIPE,
+    *rounds.KINDS["distilled"][1],
+    *"debug=fast sampling.batch_size=1 loop.round.overrides=[] loop.round.prompts=share".split(),
+    *"loop.round.patience=0 train.save_every=2 train.parity=false data.limit=24 run.threads=1".split(),
+]
+"""The loop of the report: the embedded target, a few prompts and steps."""
 
 
-def kill_and_compare(overrides: Sequence[str], folder: Path, kills: int, seed: int = 0) -> dict[str, Any]:
+def kill_and_compare(
+    overrides: Sequence[str], folder: Path, kills: int, seed: int = 0
+) -> dict[str, Any]:
     """Play `headstart loop` with `overrides` calmly and killed `kills` times, below `folder`: killed where, and what is the same.
 
     overrides must leave run.root and run.name alone, and give paths that hold in any working directory.
@@ -60,15 +77,13 @@ def play(overrides: list[str], folder: str) -> None:
     file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    from scripts.cli import main
-
     sys.exit(main(["loop", *overrides, "run.root=.", "run.name=run"]))
 
 
 def started(overrides: Sequence[str], folder: Path) -> Any:
     """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["scripts.loop_kill", "scripts.cli", "scripts.stages.loop.rounds", "train.run", "train.generate"])
+    context.set_forkserver_preload([__name__, "train.run", "train.generate"])
     folder.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=play, args=(list(overrides), str(folder)))
     process.start()
@@ -83,7 +98,9 @@ def finish(overrides: Sequence[str], folder: Path) -> None:
     assert process.exitcode == 0, f"the loop ended with status {process.exitcode}:\n{log[-3000:]}"
 
 
-def kill(overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float) -> str | None:
+def kill(
+    overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float
+) -> str | None:
     """Kill the loop `delay` seconds after it has written `more` further files of `kept`, those that stay; so that points are spread
     over its work however fast the machine is. Returns where it was, or None if it ended before.
     """
@@ -122,7 +139,13 @@ def summary(folder: Path) -> dict[str, Any]:
 def weights(folder: Path) -> list[bytes]:
     """The weights of the best round and of the run's drafter."""
     best = folder / summary(folder)["best"]["checkpoint"]
-    return [path.read_bytes() for path in (best / WEIGHTS_FILE, *sorted((folder / "run" / "train").glob(f"*/best/{WEIGHTS_FILE}")))]
+    return [
+        path.read_bytes()
+        for path in (
+            best / WEIGHTS_FILE,
+            *sorted((folder / "run" / "train").glob(f"*/best/{WEIGHTS_FILE}")),
+        )
+    ]
 
 
 def timeless(content: Any) -> Any:
@@ -132,3 +155,19 @@ def timeless(content: Any) -> Any:
     if isinstance(content, list):
         return [timeless(item) for item in content]
     return content
+
+
+def report(given: argparse.Namespace) -> None:
+    """Kill a small loop on the embedded target and put the result into docs/reports/loop.json."""
+    folder = Path(tempfile.mkdtemp(prefix="headstart-kills-"))
+    try:
+        found = {"settings": FEW, **kill_and_compare(FEW, folder, given.kills)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    rounds.write({**read_json(REPORTS / "loop.json"), "killed": found})
+
+
+if __name__ == "__main__":
+    parser = make_parser("tests.chaos.kill_loop", __doc__)
+    parser.add_argument("--kills", type=int, default=10)
+    sys.exit(run(parser, report))

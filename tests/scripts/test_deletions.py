@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scripts.rounds import is_copy
 
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned
@@ -15,6 +14,7 @@ from inference.manifest import write_json
 from inference.report_schema import write_report
 from inference.staleness.reference import require_reference
 from scripts.cli import main
+from scripts.stages.loop.rounds import is_copy
 from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
 from tests.inference.test_folders import contents, recorded
