@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.checkpoint import build_config, read_config
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonNegativeInt, config, require_one_of
+from heads.api.errors import UserError
 from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.layouts import registry
 from inference.export.layouts.base import Checkpoint, Options, Target, Written, read_checkpoint
@@ -35,6 +36,7 @@ WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 """What vLLM looks for in a draft model's path when its method is none of `TELLING`'s: the path then decides the method."""
 
 
+@config("export")
 @dataclass(frozen=True)
 class ExportConfig:
     """What is exported, for which engine, and where to."""
@@ -45,7 +47,7 @@ class ExportConfig:
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
     """The folder to write; empty: <run>/export/<drafter>/<engine>."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's decode.yaml says, without one as many
     as the drafter was trained for."""
     dtype: str = ""
@@ -56,16 +58,9 @@ class ExportConfig:
     """Replace the folder when it is there and an export wrote it."""
 
     def __post_init__(self) -> None:
-        if self.dtype and self.dtype not in DTYPES:
-            raise UserError(
-                f"export.dtype '{self.dtype}' is unknown. Allowed: {', '.join(DTYPES)}, or nothing."
-            )
-        if self.engine not in registry.ENGINES:
-            raise UserError(
-                f"export.engine '{self.engine}' is unknown.{suggest(self.engine, registry.ENGINES)}"
-            )
-        if self.tokens < 0:
-            raise UserError(f"export.tokens must not be negative; given {self.tokens}.")
+        if self.dtype:
+            require_one_of("export.dtype", self.dtype, DTYPES)
+        require_one_of("export.engine", self.engine, registry.ENGINES)
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> dict[str, Any]:

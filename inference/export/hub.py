@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from heads.api.config import config
 from heads.api.errors import UserError
 from inference.export.card import CardFacts
 from inference.export.hub_errors import Exchange, explained
@@ -29,6 +30,7 @@ DRAFTER = "@drafter"
 """In push.repo, the place of a drafter's name. A character that the Hub's names cannot hold and Hydra reads without quotes."""
 
 
+@config("push")
 @dataclass(frozen=True)
 class PushConfig:
     """Where drafters are published and what their cards say."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
+from heads.api.config import config, require_one_of
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.decode_file import DECODE_FILE
 from inference.export.layouts import causal, dflash_reading, eagle, eagle3, medusa, mtp, speculators
@@ -42,6 +43,7 @@ READERS: dict[str, tuple[Callable[[Folder], bool], Callable[[Folder, Receiver], 
 """Layout -> whether a folder is of it, and its reader, in the order in which they are tried."""
 
 
+@config("import")
 @dataclass(frozen=True)
 class ImportConfig:
     """Which folder is imported, and where to."""
@@ -58,10 +60,7 @@ class ImportConfig:
     """Replace the checkpoint when it is there and was imported."""
 
     def __post_init__(self) -> None:
-        if self.layout != "auto" and self.layout not in READERS:
-            raise UserError(
-                f"import.layout '{self.layout}' is unknown.{suggest(self.layout, ['auto', *READERS])}"
-            )
+        require_one_of("import.layout", self.layout, ("auto", *READERS))
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import load_drafter
+from heads.api.config import NonEmpty, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
@@ -19,6 +20,7 @@ from inference.measure.vllm_process import EngineProcess
 from inference.target.model import TargetModel
 
 
+@config("verify.live")
 @dataclass(frozen=True)
 class LiveConfig:
     """How an export is served for the comparison."""
@@ -27,21 +29,14 @@ class LiveConfig:
     """Python of an environment with vLLM (`make serve-env` makes .venv-serve/bin/python)."""
     prompts: str = "assets/prompts"
     """A .jsonl file, or a folder with one <domain>.jsonl per domain."""
-    prompts_per_domain: int = 4
+    prompts_per_domain: PositiveInt = 4
     """Prompts of each domain."""
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer."""
-    batches: tuple[int, ...] = (1, 8)
+    batches: NonEmpty[PositiveInt] = (1, 8)
     """Requests under way at once; every size is a pass over all prompts."""
-    seconds: float = 1800.0
+    seconds: PositiveFloat = 1800.0
     """Longest time that the engine may take."""
-
-    def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            raise UserError(f"verify.live.batches must name sizes of at least 1; given: {list(self.batches)}.")
-        for name in ("prompts_per_domain", "max_new_tokens", "seconds"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"verify.live.{name} must be above 0; given: {getattr(self, name)}.")
 
     def process(self) -> EngineProcess:
         """The engine's process; raises `UserError` without its Python."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
+from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from inference.export.hub import REPO_NAME, hub_address, transfer_for
 from inference.export.hub_errors import Exchange, explained
@@ -29,6 +30,7 @@ PARTIAL_FILE = ".headstart-pull.json"
 """Marks a folder in which a pull's files arrive; it goes when they are all there."""
 
 
+@config("pull")
 @dataclass(frozen=True)
 class PullConfig:
     """Which published drafter is fetched, and to where."""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import PositiveInt, config
 from inference.export.live_check_folder import LiveConfig
 
-MODES = ("static", "live")
 
-
+@config("verify")
 @dataclass(frozen=True)
 class VerifyConfig:
     """Which exported folder is checked, and how."""
 
     dir: str = ""
     """The folder that `headstart export` wrote, or any other in one of its layouts."""
-    mode: str = "static"
+    mode: Literal["static", "live"] = "static"
     """static: the engine's loading rules and its forward pass, replayed without it; live: the engine itself serves the folder."""
-    contexts: int = 6
+    contexts: PositiveInt = 6
     """Places in the target's own text at which the forward passes are compared (>= 1)."""
     source: str = ""
     """The checkpoint that the folder was made of; empty: where `headstart_export.json` says, if it is still there."""
     live: LiveConfig = field(default_factory=LiveConfig)
     """How the engine is asked, for verify.mode=live."""
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"verify.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
-        if self.contexts < 1:
-            raise UserError(f"verify.contexts must be at least 1; given {self.contexts}.")

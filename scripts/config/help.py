@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import annotated_types
 
 from heads.api import config as bounds
 from scripts.config.compose import REPOSITORY, compose_stage, options, parse
@@ -147,9 +149,15 @@ def allowed(file: Path, kind: str) -> str:
         options = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
         return "one of " + ", ".join(str(option) for option in options if option is not None)
     found = [name for name in names if name in bounds.BOUNDED]
-    if not found:
+    marks = [
+        getattr(annotated_types, ast.unparse(item.func))(ast.literal_eval(item.args[0]))
+        for item in ast.walk(node)
+        if isinstance(item, ast.Call)
+    ]
+    if not found and not marks:
         return ""
-    words = bounds.limits(getattr(bounds, found[0]))
+    hint = getattr(bounds, found[0]) if found else Annotated[(float, *marks)]
+    words = bounds.limits(hint)
     return words.removeprefix("be ").replace("not be negative", "0 or more")
 
 

@@ -16,24 +16,25 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import config
+from heads.api.errors import UserError
 from inference.manifest import write_bytes
 from train.tracking.tensorboard import EventFile, scalars
 
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
-WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
 
 
+@config("train.tracker")
 @dataclass(frozen=True)
 class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
 
-    wandb: str = "offline"
+    wandb: Literal["disabled", "offline", "online"] = "offline"
     """disabled, offline (files below <out>/wandb, to be synchronised by hand) or online (needs a login)."""
     project: str = "headstart"
     """Weights & Biases project."""
@@ -43,12 +44,6 @@ class TrackerConfig:
     """Tags of the run there."""
     tensorboard: bool = False
     """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
-
-    def __post_init__(self) -> None:
-        if self.wandb not in WANDB_MODES:
-            raise UserError(
-                f"train.tracker.wandb '{self.wandb}' is unknown.{suggest(self.wandb, WANDB_MODES)}"
-            )
 
 
 class Tracker:
