@@ -9,21 +9,18 @@ Writes <run>/traffic/traffic.json (docs/tuning.md says what a line of the traffi
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.prompts import load_prompts
 from inference.target.hardware import device_facts
-from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.traffic.advice import advise, ways_to_serve
 from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig
+from inference.traffic.table import advice_lines, traffic_table
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -61,7 +58,7 @@ def run(settings: Settings) -> None:
     }
     write_json(folder.path / TRAFFIC_FILE, {**facts, **told})
     folder.finish()
-    screen.print(table(told))
+    screen.print(traffic_table(told))
     for line in advice_lines(told):
         screen.print(line)
     print(shown(folder.path / TRAFFIC_FILE), flush=True)
@@ -92,37 +89,3 @@ def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: in
             f"has {limit}. Leave such requests out, or say shorter answers."
         )
     return context
-
-
-def table(told: Mapping[str, Any]) -> Table:
-    """One line per drafter and length."""
-    level = told["concurrency"]
-    found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
-    found.add_column("drafter")
-    found.add_column("draft")
-    for column in (
-        "tau", "tokens/s", "latency p50", "p95", "first token p50", "p95",
-        f"speedup at {level['p50']} (p50)", f"at {level['p95']} (p95)", "more memory",
-    ):  # fmt: skip
-        found.add_column(column, justify="right")
-    for way in told["ways"]:
-        found.add_row(
-            way["drafter"], way["draft"], f"{way['tau']:.2f}", f"{way['tokens_per_second']:.0f}",
-            *(f"{way[what][name]:.2f} s" for what in ("latency", "first_token") for name in ("p50", "p95")),
-            *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
-            gib(way["extra_bytes"]),
-        )  # fmt: skip
-    return found
-
-
-def advice_lines(told: Mapping[str, Any]) -> list[str]:
-    """What to do, in a sentence for each concurrency."""
-    lines = []
-    for name, best in told["best"].items():
-        where = f"at {told['concurrency'][name]} requests ({name})"
-        if best["draft"] == "none":
-            lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
-            continue
-        way = next(way for way in told["ways"] if all(way[key] == best[key] for key in ("drafter", "draft")))
-        lines.append(f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as fast as plain decoding")
-    return lines

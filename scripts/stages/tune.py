@@ -9,10 +9,7 @@ headstart tune tune.drafter=<folder> tune.batches=[1,4,16] tune.temperatures=[0,
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.table import Table
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
@@ -21,6 +18,7 @@ from inference.manifest import write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
+from inference.tune.table import tune_table
 from inference.tune.tuner import Tuner
 from scripts.config.schema import Settings
 from scripts.run import drafters
@@ -49,7 +47,7 @@ def run(settings: Settings) -> None:
     write_json(folder.path / TUNE_FILE, {"format": 1, "command": command, **facts, "rows": rows, **tuner.facts()})
     written = write_tuned(found.checkpoint, facts["target"], facts["device"], rows, command)
     folder.finish()
-    screen.print(table(found.name, rows))
+    screen.print(tune_table(found.name, rows))
     for row in rows:
         if row["label"] == "none":
             where = f"batch size {row['batch_size']}, temperature {row['temperature']:g}"
@@ -81,23 +79,3 @@ def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tupl
         "drafter": {"name": found.name, "kind": found.kind, "path": shown(found.checkpoint) if found.checkpoint else ""},
     }
     return tuner, facts
-
-
-def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What was chosen, for the terminal."""
-    found = Table(title=name)
-    for column in ("batch size", "temperature", "draft", "predicted tokens/s", "measured", "without", "speedup"):
-        found.add_column(column, justify="left" if column == "draft" else "right")
-    for row in rows:
-        low, high = row["speedup_ci95"]
-        found.add_row(
-            str(row["batch_size"]),
-            f"{row['temperature']:g}",
-            str(row["label"]),
-            f"{row['predicted_tokens_per_second']:.0f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['baseline_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
-        )
-    return found
-

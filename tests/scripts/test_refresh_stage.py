@@ -14,8 +14,8 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.config.own import RunConfig
-from scripts.stages import refresh as stage
 from scripts.run import drafters
+from scripts.stages import refresh as stage
 from tests.inference.tokenizers import save_micro_target
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")
@@ -132,7 +132,7 @@ def test_training_ends_where_tau_is_restored(place: Path, in_folder: Path) -> No
         (["refresh.drafter="], "refresh.drafter is missing"),
         (["refresh.drafter=ngram"], "has no weights, so there is nothing to refresh"),
         (["refresh.until=restored"], "is not at hand, so the tau that it had is not known"),
-        (["refresh.until=later"], "refresh.until 'later' is not known"),
+        (["refresh.until=later"], "refresh.until 'later' is unknown"),
         (["refresh.restore=2"], "refresh.restore must be above 0 and at most 1"),
         (["head=eagle3"], "a refresh keeps the kind and settings"),
     ],
