@@ -1,12 +1,12 @@
 """Configuration classes: frozen dataclasses whose types say which values are allowed.
 
-`@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from YAML
-(`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does not fit
-becomes one `UserError` with the dotted path, what was given, what is allowed and the nearest name.
-Conditions that concern several fields stay in `__post_init__`.
+`@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from
+YAML (`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does
+not fit becomes one `UserError` with the dotted path, what was given, what is allowed and the
+nearest name. Conditions that concern several fields stay in `__post_init__`.
 
-Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared tuple, a
-mapping the declared dataclass, a whole number a float or a text, a text a path.
+Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared
+tuple, a mapping the declared dataclass, a whole number a float or a text, a text a path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Strict,
-    TypeAdapter,
     ValidationError,
     create_model,
 )
@@ -95,7 +94,9 @@ def config(path: str) -> Callable[[type[T]], type[T]]:
         for field in dataclasses.fields(cast(Any, cls)):
             field.type = strict(hints[field.name])
         made: Any = cls
-        if hasattr(cls, "__pydantic_validator__"):  # a base is checked: pydantic would change `cls` itself
+        if hasattr(
+            cls, "__pydantic_validator__"
+        ):  # a base is checked: pydantic would change `cls` itself
             names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
             made = type(cls.__name__, (cls,), names)
         made = checked_dataclass(made, frozen=True, config=SETTINGS)
@@ -117,17 +118,18 @@ def config(path: str) -> Callable[[type[T]], type[T]]:
 def build(cls: type[T], values: Any, path: str) -> T:
     """Build a configuration class, or any dataclass, from plain values.
 
-    Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path` is
-    the dotted path of `values` in its messages.
+    Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path`
+    is the dotted path of `values` in its messages.
     """
     missing = find_unset(values)
     if missing is not None:
         where, hint = locate(cls, missing, path)
         raise UserError(f"{where} is missing. Give it as {where}=... ({expected(hint)}).")
     try:
-        if hasattr(cls, "__pydantic_validator__"):
-            return cast(T, TypeAdapter(cls).validate_python(values))
-        twin = unchecked_twin(cls).model_validate(values)
+        validator = getattr(cls, "__pydantic_validator__", None)
+        if validator is not None:
+            return cast(T, validator.validate_python(values))
+        twin = unchecked_twin(cast(Any, cls)).model_validate(values)
         return cls(**{name: getattr(twin, name) for name in twin.model_fields_set})
     except ValidationError as error:
         raise explain(error, cls, path) from None

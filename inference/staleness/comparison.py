@@ -68,7 +68,8 @@ class Comparison:
         seen = ", ".join(map(repr, self.test.unknown)) or "none"
         raise UserError(
             "no fresh answer is of a domain that the reference knows "
-            f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, or make "
+            f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, "
+            "or make "
             "a reference with these by watch.learn=true."
         )
 
@@ -119,8 +120,6 @@ def decode_prompts(
 def draft_of(decode: DecodeConfig) -> dict[str, Any]:
     """The draft of a reference, as watch.json holds it."""
     every = decode.shape in ("tree", "dynamic")
-    draft = {
-        key: getattr(decode, key) for key in DRAFT_KEYS if every or key in ("shape", "depth")
-    }
+    draft = {key: getattr(decode, key) for key in DRAFT_KEYS if every or key in ("shape", "depth")}
     draft["choices"] = [list(choice) for choice in draft.get("choices", ())]
     return draft

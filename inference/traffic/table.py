@@ -13,7 +13,9 @@ from inference.target.memory import gib
 def traffic_table(told: Mapping[str, Any]) -> Table:
     """One line per drafter and length."""
     level = told["concurrency"]
-    found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
+    found = Table(
+        title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together"
+    )
     found.add_column("drafter")
     found.add_column("draft")
     for column in (
@@ -22,9 +24,11 @@ def traffic_table(told: Mapping[str, Any]) -> Table:
     ):  # fmt: skip
         found.add_column(column, justify="right")
     for way in told["ways"]:
+        times = [way[what] for what in ("latency", "first_token")]
+        seconds = [f"{item[name]:.2f} s" for item in times for name in ("p50", "p95")]
         found.add_row(
             way["drafter"], way["draft"], f"{way['tau']:.2f}", f"{way['tokens_per_second']:.0f}",
-            *(f"{way[what][name]:.2f} s" for what in ("latency", "first_token") for name in ("p50", "p95")),
+            *seconds,
             *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
             gib(way["extra_bytes"]),
         )  # fmt: skip
@@ -39,6 +43,13 @@ def advice_lines(told: Mapping[str, Any]) -> list[str]:
         if best["draft"] == "none":
             lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
             continue
-        way = next(way for way in told["ways"] if all(way[key] == best[key] for key in ("drafter", "draft")))
-        lines.append(f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as fast as plain decoding")
+        way = next(
+            way
+            for way in told["ways"]
+            if all(way[key] == best[key] for key in ("drafter", "draft"))
+        )
+        lines.append(
+            f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as "
+            "fast as plain decoding"
+        )
     return lines

@@ -11,7 +11,15 @@ from rich.table import Table
 def tune_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """What was chosen, for the terminal."""
     found = Table(title=name)
-    for column in ("batch size", "temperature", "draft", "predicted tokens/s", "measured", "without", "speedup"):
+    for column in (
+        "batch size",
+        "temperature",
+        "draft",
+        "predicted tokens/s",
+        "measured",
+        "without",
+        "speedup",
+    ):
         found.add_column(column, justify="left" if column == "draft" else "right")
     for row in rows:
         low, high = row["speedup_ci95"]
@@ -25,4 +33,3 @@ def tune_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
         )
     return found
-

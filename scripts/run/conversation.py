@@ -22,7 +22,8 @@ GREEN, PLAIN = "\033[32m", "\033[0m"
 
 @dataclass
 class Answer:
-    """One answer: its text, its number of tokens, its verify passes, and the seconds it took, reading the prompt included."""
+    """One answer: its text, its number of tokens, its verify passes, and the seconds it took,
+    reading the prompt included."""
 
     text: str
     tokens: int
@@ -35,7 +36,9 @@ class Chat:
 
     def __init__(self, engine: Engine, system: str, seed: int) -> None:
         self.engine, self.seed = engine, seed
-        self.opening: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.opening: list[dict[str, str]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
         self.messages = list(self.opening)
 
     def clear(self) -> None:
@@ -82,7 +85,9 @@ class TextStream:
     def show(self, piece: str, drafted: bool = False) -> None:
         """Print a piece of text."""
         if piece:
-            print(f"{GREEN}{piece}{PLAIN}" if drafted and self.colour else piece, end="", flush=True)
+            print(
+                f"{GREEN}{piece}{PLAIN}" if drafted and self.colour else piece, end="", flush=True
+            )
 
     def close(self) -> None:
         """Print what was held back, and end the line."""
@@ -94,14 +99,16 @@ def summary(answer: Answer, name: str) -> str:
     """One line of numbers about an answer."""
     tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
     speed = divide(answer.tokens, answer.seconds)
-    return f"[{name}: tau {tau:.2f}, {speed:.0f} tokens/s, {answer.tokens} tokens in {answer.seconds:.2f} s]"
+    total = f"{answer.tokens} tokens in {answer.seconds:.2f} s"
+    return f"[{name}: tau {tau:.2f}, {speed:.0f} tokens/s, {total}]"
 
 
 def converse(chat: Chat, name: str) -> None:
     """The terminal loop."""
     console = Console()
     console.print(
-        f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or Ctrl-D ends it."
+        f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "
+        "Ctrl-D ends it."
     )
     while True:
         try:
@@ -115,8 +122,12 @@ def converse(chat: Chat, name: str) -> None:
             chat.clear()
         elif prompt:
             try:
-                console.print(summary(chat.answer(prompt), name), style="dim", highlight=False, markup=False)
+                console.print(
+                    summary(chat.answer(prompt), name), style="dim", highlight=False, markup=False
+                )
             except UserError as error:  # most often a conversation that no longer fits
-                console.print(f"{error} (/clear starts a new conversation)", style="red", markup=False)
+                console.print(
+                    f"{error} (/clear starts a new conversation)", style="red", markup=False
+                )
             except KeyboardInterrupt:
                 console.print("\n(stopped)", style="dim")

@@ -1,7 +1,9 @@
-"""`headstart chat`: talk to the target through a drafter. Works on a terminal and with a piped prompt.
+"""`headstart chat`: talk to the target through a drafter. Works on a terminal and with a piped
+prompt.
 
-On a terminal, tokens that were drafted and accepted are green; the target's own picks are plain. Piped: all of standard input is
-one prompt, the answer goes to standard output and the numbers to standard error.
+On a terminal, tokens that were drafted and accepted are green; the target's own picks are plain.
+Piped: all of standard input is one prompt, the answer goes to standard output and the numbers to
+standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def run(settings: Settings) -> None:
     prompt = sys.stdin.read().strip()
     if not prompt:
         raise UserError(
-            "standard input is empty. Pipe a prompt in (`echo 'What is a list?' | headstart chat`) or use a terminal."
+            "standard input is empty. Pipe a prompt in (`echo 'What is a list?' | headstart chat`) "
+            "or use a terminal."
         )
     answer = chat.answer(prompt)
     print(summary(answer, name), file=sys.stderr)

@@ -1,8 +1,11 @@
-"""`headstart train --plan`: predicts memory, disk and hours of a training, and writes them to <run>/plan/<drafter>.json.
+"""`headstart train --plan`: predicts memory, disk and hours of a training, and writes them to
+<run>/plan/<drafter>.json.
 
-    headstart train --plan experiment=llama31_8b_eagle3 plan.gpu=h100 plan.count=8 plan.tokens=200000000
+    headstart train --plan experiment=llama31_8b_eagle3 plan.gpu=h100 \
+        plan.count=8 plan.tokens=200000000
 
-Without `plan.gpu` and `plan.measured` a few real steps are taken here, which needs the target and the answers.
+Without `plan.gpu` and `plan.measured` a few real steps are taken here, which needs the target and
+the answers.
 """
 
 from __future__ import annotations
@@ -33,15 +36,29 @@ def run(settings: Settings) -> None:
     path = settings.run.directory / "plan" / f"{stage_folder(settings).name}.json"
     write_json(path, content)
     Console(soft_wrap=True).print(plan_table(content))
-    print(f"written to {shown(path)}; the target was not loaded for this" if settings.plan.gpu else f"written to {shown(path)}")
+    print(
+        f"written to {shown(path)}; the target was not loaded for this"
+        if settings.plan.gpu
+        else f"written to {shown(path)}"
+    )
 
 
 def job_of(settings: Settings) -> TrainingJob:
     """The training that is planned."""
     return TrainingJob(
-        settings.head.kind, settings.head.config, settings.target, answers_folder(settings), stage_folder(settings),
-        settings.train, settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
-    )  # fmt: skip
+        settings.head.kind,
+        settings.head.config,
+        settings.target,
+        answers_folder(settings),
+        stage_folder(settings),
+        settings.train,
+        settings.features,
+        settings.engine,
+        settings.optim,
+        settings.schedule,
+        settings.decode,
+        settings.joint,
+    )
 
 
 def speed_of(job: TrainingJob, settings: Settings) -> Speed:
@@ -58,12 +75,31 @@ def speed_of(job: TrainingJob, settings: Settings) -> Speed:
 def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
     """The summary of so many real steps of the training, of which nothing is kept."""
     config = replace(
-        job.config, max_steps=steps, eval_every=0, save_every=0, parity=False, tracker=TrackerConfig(wandb="disabled")
+        job.config,
+        max_steps=steps,
+        eval_every=0,
+        save_every=0,
+        parity=False,
+        tracker=TrackerConfig(wandb="disabled"),
     )
     train(
-        job.kind, job.head, target=job.target, data=job.data, out=folder, config=config, features=job.features,
-        engine=job.engine, optim=job.optim, schedule=job.schedule, decode=job.decode, joint=job.joint,
-    )  # fmt: skip
+        job.kind,
+        job.head,
+        target=job.target,
+        data=job.data,
+        out=folder,
+        config=config,
+        features=job.features,
+        engine=job.engine,
+        optim=job.optim,
+        schedule=job.schedule,
+        decode=job.decode,
+        joint=job.joint,
+    )
     found = read_summary(str(folder))
-    found["seconds"] = {**found["seconds"], "evaluation": 0.0, "saving": 0.0}  # nothing was measured, one state written
+    found["seconds"] = {
+        **found["seconds"],
+        "evaluation": 0.0,
+        "saving": 0.0,
+    }  # nothing was measured, one state written
     return found

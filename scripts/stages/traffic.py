@@ -1,7 +1,8 @@
-"""`headstart traffic`: what speculation gains on given traffic, per drafter and draft length, by simulating a server here.
+"""`headstart traffic`: what speculation gains on given traffic, per drafter and draft length, by
+simulating a server here.
 
 headstart traffic run.name=demo traffic.file=requests.jsonl
-headstart traffic traffic.file=metrics.txt traffic.drafters=[<folder>] traffic.rows=16 traffic.depths=[1,2,4]
+headstart traffic traffic.file=metrics.txt traffic.drafters=[<folder>] traffic.depths=[1,2,4]
 
 Writes <run>/traffic/traffic.json (docs/tuning.md says what a line of the traffic holds).
 """
@@ -38,7 +39,10 @@ def run(settings: Settings) -> None:
     config, found = settings.traffic, chosen(settings)
     file = Path(config.file).expanduser()
     folder = open_folder(
-        settings, settings.run.directory / "traffic", [file] if file.is_file() else [], stage_decides=True
+        settings,
+        settings.run.directory / "traffic",
+        [file] if file.is_file() else [],
+        stage_decides=True,
     )
     prepare_process(settings.run)
     screen = console()
@@ -71,7 +75,8 @@ def chosen(settings: Settings) -> list[Found]:
     found = found or drafters.best_of_sweeps(drafters.trained(settings.run))
     if not found:
         raise UserError(
-            f"'{settings.run.directory}' has no trained drafter. Train one, or give checkpoint folders in traffic.drafters."
+            f"'{settings.run.directory}' has no trained drafter. Train one, or give checkpoint "
+            "folders in traffic.drafters."
         )
     names = [item.name for item in found]
     if len(set(names)) < len(names):
@@ -80,12 +85,14 @@ def chosen(settings: Settings) -> list[Found]:
 
 
 def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: int) -> int:
-    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the target's."""
+    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the
+    target's."""
     longest = max(item.prompt + item.answer for item in arrivals)
     context = config.context or longest
     if longest > context or context > limit:
         raise UserError(
-            f"a request of the traffic takes {longest} positions (prompt and answer); traffic.context is {context} and the target "
+            f"a request of the traffic takes {longest} positions (prompt and answer); "
+            f"traffic.context is {context} and the target "
             f"has {limit}. Leave such requests out, or say shorter answers."
         )
     return context

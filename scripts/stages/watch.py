@@ -1,4 +1,5 @@
-"""`headstart watch`: does a drafter still suit its target and traffic? Writes <run>/<name>/staleness.json; status 1 means alarm."""
+"""`headstart watch`: does a drafter still suit its target and traffic? Writes
+<run>/<name>/staleness.json; status 1 means alarm."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ def run(settings: Settings) -> int:
     given = settings.watch.drafter
     if not given:
         raise UserError(
-            "watch.drafter is missing: give the drafter's checkpoint folder, or its name in this run."
+            "watch.drafter is missing: give the drafter's checkpoint folder, or its name in this "
+            "run."
         )
     found = drafters.find(given, settings.run)
     if found.checkpoint is None:
         raise UserError(
-            f"watch.drafter: '{found.name}' was not trained on this target's answers, so it cannot go stale."
+            f"watch.drafter: '{found.name}' was not trained on this target's answers, so it cannot "
+            "go stale."
         )
     weights = found.checkpoint / WEIGHTS_FILE
     if not weights.is_file():
@@ -84,14 +87,16 @@ def learn(settings: Settings, found: Found, weights: Path) -> int:
     for name in reference.domains:
         told = answers[name]
         print(
-            f"{name}: {len(told.answers)} answers, {told.acceptance:.2f} drafted tokens accepted per pass"
+            f"{name}: {len(told.answers)} answers, {told.acceptance:.2f} drafted tokens accepted "
+            "per pass"
         )
     print(shown(path), flush=True)
     return 0
 
 
 def watch(settings: Settings, found: Found, weights: Path) -> int:
-    """Compare fresh traffic with the reference, print, write staleness.json; returns the exit status."""
+    """Compare fresh traffic with the reference, print, write staleness.json; returns the exit
+    status."""
     config = settings.watch
     reference = find_reference(config.reference, weights.parent, file_sha256(weights))
     comparison = Comparison(config, reference)

@@ -105,14 +105,14 @@ def test_a_stopped_refresh_goes_on_to_the_same_weights(
     place: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(command(place, "run.root=whole")) == 0
-    measured = stage.measured
+    measured = stage.measure_tau
 
     def stop(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "measured", stop)
+    monkeypatch.setattr(stage, "measure_tau", stop)
     assert main(command(place, "run.root=parts")) == 130
-    monkeypatch.setattr(stage, "measured", measured)
+    monkeypatch.setattr(stage, "measure_tau", measured)
     assert main(command(place, "run.root=parts")) == 0
     weights = [Path(root, "refresh/train/distilled/best/model.safetensors").read_bytes() for root in ("whole", "parts")]
     assert weights[0] == weights[1]

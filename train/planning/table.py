@@ -15,12 +15,20 @@ def plan_table(content: Mapping[str, Any]) -> Table:
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
     fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]
-    room = f" of {gib(int(content['memory_capacity']))}: {fits}" if content["memory_capacity"] else ""
+    room = (
+        f" of {gib(int(content['memory_capacity']))}: {fits}" if content["memory_capacity"] else ""
+    )
     target, drafter = content["target"], content["drafter"]
-    found.add_row("target", f"{target['path']}: {target['parameters']:,} weights, {target['active']:,} of the layers per token")
+    found.add_row(
+        "target",
+        f"{target['path']}: {target['parameters']:,} weights, {target['active']:,} of the layers "
+        "per token",
+    )
     found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
     beside = content["target_process_bytes"]
-    found.add_row("memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}")
+    found.add_row(
+        "memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}"
+    )
     for name, count in memory.items():
         if name != "total" and count:
             found.add_row(f"  {name}", gib(count))
@@ -36,7 +44,8 @@ def plan_table(content: Mapping[str, Any]) -> Table:
     found.add_row("speed", content["speed"]["source"])
     found.add_row(
         "time",
-        f"{content['hours']:.3g} h for {content['steps']:,} steps, {content['device_hours']:.3g} device-hours on "
+        f"{content['hours']:.3g} h for {content['steps']:,} steps, {content['device_hours']:.3g} "
+        "device-hours on "
         f"{settings['processes']} (measuring tau comes on top unless it was measured)",
     )
     return found
@@ -45,14 +54,22 @@ def plan_table(content: Mapping[str, Any]) -> Table:
 def add_features(found: Table, content: Mapping[str, Any]) -> None:
     """Add where the target runs, and what its features take of disks or network."""
     beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
-    once = f"; making it: {beforehand['device_hours']:.3g} device-hours" if settings["features"] == "store" else ""
+    once = (
+        f"; making it: {beforehand['device_hours']:.3g} device-hours"
+        if settings["features"] == "store"
+        else ""
+    )
     found.add_row("target runs", beforehand["where"] + once)
     if reading is not None:
-        found.add_row("  a trainer holds of it", f"{settings['trainer_target']} (features.trainer_target)")
+        found.add_row(
+            "  a trainer holds of it", f"{settings['trainer_target']} (features.trainer_target)"
+        )
         found.add_row(
             "features read",
-            f"{rate(reading['process_bytes_per_second'])} per trainer, {rate(reading['total_bytes_per_second'])} in all "
-            f"({reading['bytes_per_token']:,.0f} bytes a token); the time assumes that they arrive as fast",
+            f"{rate(reading['process_bytes_per_second'])} per trainer, "
+            f"{rate(reading['total_bytes_per_second'])} in all "
+            f"({reading['bytes_per_token']:,.0f} bytes a token); the time assumes that they arrive "
+            "as fast",
         )
 
 

@@ -1,4 +1,5 @@
-"""The stages of a round: the loop's own settings with another place, another start and other prompts.
+"""The stages of a round: the loop's own settings with another place, another start and other
+prompts.
 
 A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual folders;
 <run>/round-<r>/trials/ is another one.
@@ -26,7 +27,8 @@ T = TypeVar("T")
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
 MORE = ("variations", "branches")
-"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that answers them."""
+"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that
+answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
 MADE_COLUMNS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
@@ -52,7 +54,8 @@ class RoundPlan:
         backend, answers = backend_of(self.generate.sampling), self.generate.generate.answers
         if backend != "own" or answers != "sample":
             raise UserError(
-                "loop.rounds needs answers of our own decoder, whose rejected drafts are what the next round "
+                "loop.rounds needs answers of our own decoder, whose rejected drafts are what the "
+                "next round "
                 "learns from. Use sampling.backend=own and generate.answers=sample; given: "
                 f"{backend} and {answers}."
             )
@@ -80,7 +83,7 @@ class RoundPlan:
         return self.folder(number) / switch / f"{switch}.jsonl"
 
     def compose(self, stage: str, number: int) -> Settings:
-        """A stage of a round before the round's changes: with its own overrides, in its own folder."""
+        """A stage of a round before further changes: its own overrides, its own folder."""
         own = self.own(stage, number)
         return place(self.settings.derive(stage, self.recipe, more=own), self.folder(number))
 
@@ -104,7 +107,9 @@ class RoundPlan:
         hard: prompts to answer again.
         """
         found = self.answering(number, drafter, records)
-        found = found.put(data=self.change(number, "data", found.data, **self.prompts(number, hard)))
+        found = found.put(
+            data=self.change(number, "data", found.data, **self.prompts(number, hard))
+        )
         return Step(f"round {number}: generate", found)
 
     def answering(self, number: int, drafter: str, records: bool) -> Settings:
@@ -138,7 +143,7 @@ class RoundPlan:
         return Step(f"round {number}: generate from {switch}", found.put(data=data, run=run))
 
     def prompts(self, number: int, hard: Path | None) -> dict[str, object]:
-        """The values of `data` that choose a round's prompts: its share, and `hard` ones once more."""
+        """The values of `data` that choose a round's prompts: its share, and `hard` ones."""
         loop, data = self.settings.loop, self.generate.data
         shared = loop.round.prompts == "share" and loop.rounds > 1
         share = {"share": (number, loop.rounds)} if shared else {}
@@ -151,14 +156,13 @@ class RoundPlan:
         return {**single, "mixture": tuple(sources)}
 
     def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
-        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe begins)."""
+        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe
+        begins)."""
         rounds = self.settings.loop.rounds
         found = self.started(number, answers, start, on_policy)
         if self.settings.loop.round.one_schedule:
             part = self.part(number / rounds, (number + 1) / rounds)
-            found = found.put(
-                schedule=self.change(number, "schedule", found.schedule, **part)
-            )
+            found = found.put(schedule=self.change(number, "schedule", found.schedule, **part))
         return Step(f"round {number}: train", found)
 
     def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
@@ -189,7 +193,9 @@ class RoundPlan:
         run = replace(found.run, answers=str(answers))
         return begin(found.put(train=train, run=run), start, on_policy)
 
-    def judged(self, number: int, checkpoints: Sequence[str], folder: Path | None = None) -> Settings:
+    def judged(
+        self, number: int, checkpoints: Sequence[str], folder: Path | None = None
+    ) -> Settings:
         """The measurement that judges a round's drafter, or others as that one.
 
         folder: the run where these lie; None: the round's.
@@ -199,10 +205,16 @@ class RoundPlan:
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
             raise UserError(
-                f"train.prompts names {len(prompts)} files, but a round is judged on one file or folder. Say "
+                f"train.prompts names {len(prompts)} files, but a round is judged on one file or "
+                "folder. Say "
                 "which with loop.round.judge=['bench.prompts=<file>']."
             )
-        more = ["bench.prompts=''", "bench.compare_noise=false", *judge, *self.own("measure", number)]
+        more = [
+            "bench.prompts=''",
+            "bench.compare_noise=false",
+            *judge,
+            *self.own("measure", number),
+        ]
         found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))

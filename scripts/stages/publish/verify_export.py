@@ -1,4 +1,5 @@
-"""`headstart verify-export`: whether an exported folder is what its engine needs, and drafts what our drafter drafts.
+"""`headstart verify-export`: whether an exported folder is what its engine needs, and drafts what
+our drafter drafts.
 
 headstart verify-export verify.dir=outputs/demo/export/eagle3/vllm
 headstart verify-export verify.dir=... verify.mode=live verify.live.python=<a Python that has vLLM>
@@ -36,9 +37,12 @@ def static(settings: Settings) -> int:
     found = verify(settings.verify, settings.target)
     print(f"{settings.verify.dir}: {found.layout} for {found.engine}")
     if found.forward is not None:
-        gap = "" if found.forward.worst is None else f", largest difference {found.forward.worst:.2g}"
+        gap = (
+            "" if found.forward.worst is None else f", largest difference {found.forward.worst:.2g}"
+        )
         print(
-            f"forward: {found.forward.compared} rows of logits compared{gap}; {found.forward.accepted} of {found.forward.drafted} "
+            f"forward: {found.forward.compared} rows of logits compared{gap}; "
+            f"{found.forward.accepted} of {found.forward.drafted} "
             "drafted tokens are what the target says itself"
         )
     for note in found.notes:
@@ -52,7 +56,9 @@ def static(settings: Settings) -> int:
 def live(settings: Settings) -> int:
     """The check with the engine itself; when they part, the static check names the cause."""
     config = settings.verify
-    rows = check_folder(config.live, TargetModel.load(settings.target), Path(config.dir), config.source)
+    rows = check_folder(
+        config.live, TargetModel.load(settings.target), Path(config.dir), config.source
+    )
     for line in lines(rows):
         print(line)
     if not any(row.problems for row in rows):
