@@ -8,12 +8,13 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from heads.api.config import AtLeastTwo, NonEmpty, NonNegativeFloat, PositiveInt, config, require_one_of
+from inference.decoding.config import Shape
 from inference.decoding.rules.names import LOSSLESS
 from inference.folders import require_folder_name
 from inference.target.loading import DTYPES
 
 CHECKS = ("invariance", "processors", "distribution")
-SHAPES = ("chain", "tree", "dynamic")
+SHAPES: tuple[Shape, ...] = ("chain", "tree", "dynamic")
 
 
 @config("audit")
@@ -35,7 +36,7 @@ class AuditConfig:
     """Formats the target is loaded in, one after another. Processors are checked in the first; float64 must
     be identical.
     """
-    shapes: NonEmpty[str] = SHAPES
+    shapes: NonEmpty[Shape] = SHAPES
     """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic."""
     choices: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))
     """The tree, where decode.choices does not give one."""

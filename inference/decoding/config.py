@@ -16,6 +16,8 @@ from inference.decoding.rules.names import RULES
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
 
+Shape = Literal["none", "chain", "tree", "dynamic"]
+
 
 @config("decode")
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class DecodeConfig(SamplingSettings):
     """Rule typical: a draft at least this likely is always kept."""
     typical_delta: Fraction = 0.3
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
-    shape: Literal["none", "chain", "tree", "dynamic"] = "chain"
+    shape: Shape = "chain"
     """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
     depth: PositiveInt = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""

@@ -31,8 +31,6 @@ MORE = ("variations", "branches")
 answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
-MADE_COLUMNS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
-"""How prompts are stored that the loop has made."""
 
 
 @dataclass
@@ -137,7 +135,10 @@ class RoundPlan:
             limit=None,
             shuffle=False,
             share=(0, 1),
-            **MADE_COLUMNS,
+            kind="tokens",
+            column="tokens",
+            id_column="id",
+            domain_column="domain",
         )
         run = replace(found.run, root=str(self.folder(number)), name=switch)
         return Step(f"round {number}: generate from {switch}", found.put(data=data, run=run))
@@ -151,7 +152,15 @@ class RoundPlan:
             return dict(share)
         sources = [replace(source, **share) for source in data.sources]  # type: ignore[arg-type]
         if hard is not None:
-            sources.append(SourceConfig(path=str(hard), **MADE_COLUMNS))  # type: ignore[arg-type]
+            sources.append(
+                SourceConfig(
+                    path=str(hard),
+                    kind="tokens",
+                    column="tokens",
+                    id_column="id",
+                    domain_column="domain",
+                )
+            )
         single: dict[str, object] = {} if data.mixture else {"path": "", "limit": None}
         return {**single, "mixture": tuple(sources)}
 
@@ -161,8 +170,10 @@ class RoundPlan:
         rounds = self.settings.loop.rounds
         found = self.started(number, answers, start, on_policy)
         if self.settings.loop.round.one_schedule:
-            part = self.part(number / rounds, (number + 1) / rounds)
-            found = found.put(schedule=self.change(number, "schedule", found.schedule, **part))
+            first, last = self.part(number / rounds, (number + 1) / rounds)
+            found = found.put(
+                schedule=self.change(number, "schedule", found.schedule, begin=first, end=last)
+            )
         return Step(f"round {number}: train", found)
 
     def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
@@ -172,16 +183,16 @@ class RoundPlan:
         train = self.change(number, "train", found.train, eval_every=0, save_every=0)
         found = found.put(train=replace(train, max_steps=loop.round.trial_steps))
         if loop.round.one_schedule:
-            part = self.part(number / loop.rounds, 1.0)
-            found = found.put(schedule=replace(found.schedule, **part))
+            first, last = self.part(number / loop.rounds, 1.0)
+            found = found.put(schedule=replace(found.schedule, begin=first, end=last))
         run = replace(found.run, root=str(self.folder(number)), name=TRIALS, drafter=name)
         return Step(f"round {number}: trial of {name}", found.put(run=run))
 
-    def part(self, begin: float, end: float) -> dict[str, float]:
+    def part(self, begin: float, end: float) -> tuple[float, float]:
         """Begin and end of a part of the loop's schedule, given as shares of it."""
         whole = self.train.schedule
         width = whole.end - whole.begin
-        return {"begin": whole.begin + width * begin, "end": whole.begin + width * end}
+        return whole.begin + width * begin, whole.begin + width * end
 
     def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
         """The train stage of a round with its seed, answers and start.
