@@ -2,7 +2,7 @@
 
     python -m scripts.held_out [--speculators <python that has speculators>]
 
-Makes a small Qwen3 from C++ headers (scripts/held_out_target), lets it answer prompts, trains drafters with the settings of
+Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters with the settings of
 conf/experiment/families.yaml at the learning rates that were best on the embedded target, and measures them on prompts of files
 that neither target nor drafters saw. With `--speculators` that library trains EAGLE-3, DFlash and DSpark on the same answers for
 the same passes; its checkpoints are converted and measured in the same session. Writes docs/reports/held_out.{json,md}. Every step
@@ -12,6 +12,7 @@ that is done is skipped, so the command may be repeated after an interruption.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,14 +32,14 @@ from inference.prompts import load_prompts, to_requests
 from inference.report_blocks import markdown_table
 from inference.report_schema import arm_name, read_report
 from scripts import cli
+from scripts.assets import cpp_headers, held_out_target
 from scripts.compare_speculators import PLACES, RECIPES, Setting, write_rows
-from scripts.held_out_target import corpus, making
-from scripts.held_out_target.model import HeldOutShape
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARED = ROOT / "docs" / "reports" / "speculators.json"
 EPOCHS = 2
 DEPTH, NEW_TOKENS = 4, 96
+LAST_LAYER = held_out_target.CONFIG["num_hidden_layers"] - 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ ROWS = {
     "hydra_heads": Row("hydra_heads", 3e-3),
     "eagle": Row("eagle", 1e-2),
     "eagle3": Row("eagle3", 3e-3, ("head.ttt_steps=4",)),
-    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", f"head.from_target_layer={HeldOutShape().layers - 1}")),
+    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", f"head.from_target_layer={LAST_LAYER}")),
     "dflash": Row("dflash", 1e-3, ("head.num_anchors=64",)),
     "dspark": Row("dspark", 1e-3, ("head.num_anchors=64",)),
 }
@@ -134,13 +135,13 @@ def train_rival(place: Place, kind: str, python: str, threads: int) -> dict[str,
         for file in (setting.work / f"theirs-{kind}-{best}" / "converted").iterdir():
             write_bytes(record.parent / "best" / file.name, file.read_bytes())
         write_json(record, found)
-    known: dict[str, float] = making.read_json(record)
+    known: dict[str, float] = read_json(record)
     return known
 
 
 def best_recipes(kind: str) -> list[str]:
     """The library's recipe with the best tau on the embedded target, by the report of compare_speculators; without it, all."""
-    told = making.read_json(COMPARED) if COMPARED.is_file() else {}
+    told = read_json(COMPARED) if COMPARED.is_file() else {}
     sides = told.get("tau", {}).get(kind, {}).get("sides", {})
     known = {recipe: sides[f"speculators, {recipe}"]["tau"] for recipe in RECIPES if f"speculators, {recipe}" in sides}
     return [max(known, key=lambda recipe: known[recipe])] if known else list(RECIPES)
@@ -179,7 +180,7 @@ def report(place: Place, recipes: Mapping[str, Mapping[str, float]], command: st
          "holds": table[kind]["tau"] >= table[f"speculators_{kind}"]["tau"]}
         for kind in RIVALS if {kind, f"speculators_{kind}"} <= set(table)
     ]  # fmt: skip
-    told = making.read_json(place.target / "training.json")
+    told = read_json(place.target / "training.json")
     trained = {key: told[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {
         "format": 1, "command": command, "target": {**measured["target"], "id": "held_out/target"},
@@ -220,6 +221,11 @@ def markdown(content: Mapping[str, Any]) -> bytes:
     return "\n".join(text).encode()
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def yes(holds: bool) -> str:
     """A verdict in words."""
     return "yes" if holds else "no"
@@ -231,8 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--speculators", metavar="PYTHON", help="a python that has speculators; without it, only ours are trained")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "held_out")
     parser.add_argument("--steps", type=int, default=800, help="of the target's training, 4,096 tokens each")
-    parser.add_argument("--training", type=int, default=making.PROMPTS["training"], help="prompts for the drafters")
-    parser.add_argument("--measuring", type=int, default=making.PROMPTS["measuring"], help="prompts for the report")
+    parser.add_argument("--training", type=int, default=held_out_target.PROMPTS["training"], help="prompts for the drafters")
+    parser.add_argument("--measuring", type=int, default=held_out_target.PROMPTS["measuring"], help="prompts for the report")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="drafters to train")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help="drafters that speculators trains")
     parser.add_argument("--threads", type=int, default=1)
@@ -242,13 +248,13 @@ def main(arguments: list[str] | None = None) -> int:
     command = "python -m scripts.held_out" + (" --speculators PYTHON" if given.speculators else "")
     try:
         work = given.work.resolve()
-        place = Place(work, making.make(work, given.steps, {**making.PROMPTS, "training": given.training}))
+        place = Place(work, held_out_target.make(work, given.steps, {**held_out_target.PROMPTS, "training": given.training}))
         place.generate()
         for name in given.rows:
             place.train(name, ROWS[name])
         rivals = given.rivals if given.speculators else []
         recipes = {kind: train_rival(place, kind, given.speculators, given.threads) for kind in rivals}
-        place.measure(-(-given.measuring // len(corpus.DOMAINS)))
+        place.measure(-(-given.measuring // len(cpp_headers.DOMAINS)))
         content = report(place, recipes, command)
     except UserError as error:
         print(error, file=sys.stderr)

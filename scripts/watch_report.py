@@ -2,7 +2,7 @@
 
     headstart loop experiment=families && python -m scripts.watch_report
 
-Fine-tunes the embedded target on C++ headers (scripts/watch_targets), and changes it otherwise: LoRA merged, quantised, under
+Fine-tunes the embedded target on C++ headers (scripts/assets), and changes it otherwise: LoRA merged, quantised, under
 another system prompt. A drafter of the unchanged target is given a reference on prompts that neither has seen; then `headstart
 watch` decodes other unseen prompts with every version of the target. False alarms are counted on streams resampled from what the
 unchanged target gave. `headstart refresh` is compared with a training from scratch on the new target's answers to 1,440 prompts, on
@@ -34,10 +34,10 @@ from inference.watch.evidence import Grid
 from inference.watch.reference import WATCH_FILE, Reference
 from inference.watch.result import STALENESS_FILE
 from scripts import cli
-from scripts.held_out_target.making import read_json
+from scripts.assets import changed_targets, cpp_headers
+from scripts.held_out import read_json
 from scripts.run import git_state
-from scripts.watch_targets import making, prompts
-from scripts.watch_targets.streams import Plan, Streams
+from scripts.watch_streams import Plan, Streams
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
@@ -128,11 +128,10 @@ class Place:
 def make(place: Place) -> None:
     """The changed targets and all prompts."""
     if not (place.prompts / "measuring.jsonl").is_file():
-        making.write_prompts(place.prompts / "headers", making.rows_by_group())
-        prompts.write_all(place.prompts, ROOT / "assets" / "prompts", place.prompts / "headers")
-    for name, recipe in making.RECIPES.items():
-        if not (place.work / name / making.MADE_FILE).is_file():
-            making.finetune(TARGET, place.work / name, making.rows_by_group()["train"], recipe)
+        changed_targets.write_prompts(place.prompts, ROOT / "assets" / "prompts")
+    pairs = cpp_headers.split_pairs(cpp_headers.operators())["train"]
+    for name, recipe in changed_targets.RECIPES.items():
+        changed_targets.finetune(TARGET, place.work / name, pairs, recipe)
 
 
 def train_full(place: Place) -> dict[str, Any]:
@@ -315,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    recipes = {name: read_json(places[0].work / name / making.MADE_FILE) for name in making.RECIPES}
+    recipes = {name: read_json(places[0].work / name / changed_targets.MADE_FILE) for name in changed_targets.RECIPES}
     command = "python -m scripts.watch_report" + (f" --rows {' '.join(given.rows)}" if given.rows != list(ROWS) else "")
     write_json(given.out, {"format": 1, "command": command, "git": git_state().get("revision", ""),
                            "targets": recipes, "system": SYSTEM, "rows": rows})  # fmt: skip
