@@ -15,7 +15,14 @@ from math import log
 
 import numpy as np
 
-from inference.staleness.evidence import Floats, Grid, above_factors, below_factors, log_mean, shift_below
+from inference.staleness.evidence import (
+    Floats,
+    Grid,
+    above_factors,
+    below_factors,
+    log_mean,
+    shift_below,
+)
 
 Pools = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -36,8 +43,14 @@ class Streams:
     def __init__(self, grid: Grid, most: int, known: Pools, fresh: Pools, plan: Plan) -> None:
         self.plan, self.domains = plan, sorted(plan.reference)
         self.needed = log((len(self.domains) + 1) / plan.alarm_rate)
-        self.above = {name: np.stack([above_factors(grid, most, *pair)[:, :-1] for pair in known[name]]) for name in self.domains}
-        self.below = {name: np.stack([below_factors(grid, most, *pair) for pair in fresh[name]]) for name in self.domains}
+        self.above = {
+            name: np.stack([above_factors(grid, most, *pair)[:, :-1] for pair in known[name]])
+            for name in self.domains
+        }
+        self.below = {
+            name: np.stack([below_factors(grid, most, *pair) for pair in fresh[name]])
+            for name in self.domains
+        }
         cells = np.arange(len(grid.values))
         shift = shift_below(1.0 - plan.tolerance)
         self.at = np.where(cells == 0, 0, np.clip(cells + shift, 0, len(grid.values)))
@@ -59,9 +72,13 @@ class Streams:
             places = np.flatnonzero(which == number)
             if not len(places):
                 continue
-            evidence = self.evidence(name, known, rng.integers(0, len(self.below[name]), len(places)))
+            evidence = self.evidence(
+                name, known, rng.integers(0, len(self.below[name]), len(places))
+            )
             held = np.zeros(self.plan.length)
-            held[places] = np.diff(evidence, prepend=0.0)  # the domain's evidence stays until its next answer
+            held[places] = np.diff(
+                evidence, prepend=0.0
+            )  # the domain's evidence stays until its next answer
             together += held.cumsum()
             hits = places[evidence >= self.needed]
             first = min(first, *hits[:1]) if len(hits) else first
