@@ -268,7 +268,7 @@ def _provenance(training: Training | None, about: CardFacts) -> list[str]:
             "was kept."
         )
     if about.datasets:
-        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself.")
+        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}.")
     return [*lines, ""] if len(lines) > 2 else []
 
 

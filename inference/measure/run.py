@@ -43,7 +43,7 @@ from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.noise import Stream
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
-from inference.measure.answers import Record, Records
+from inference.measure.answers import AnswerLog, Record
 from inference.measure.baselines import Peer, make_peers
 from inference.measure.breakdown.block import Sample, lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
@@ -107,7 +107,7 @@ def measure(
     speedup exceeds tau.
     """
     session = _Session.prepare(config, target, arms, prompts)
-    records = Records.open(out, session.fingerprint(), session.names)
+    records = AnswerLog.open(out, session.fingerprint(), session.names)
     with ExitStack() as stack:
         for (
             arm
@@ -229,7 +229,7 @@ class _Session:
             for request in self.warmup:
                 peer.answer(request)
 
-    def run(self, records: Records, console: Console | None) -> None:
+    def run(self, records: AnswerLog, console: Console | None) -> None:
         """Decode what is not on record yet: all arms in turn for every prompt, the order rotating."""
         columns = (
             TextColumn("measuring"),
@@ -284,7 +284,7 @@ class _Session:
             "settings": asdict(ReportSettings.of(decodes, len(self.requests))),
         }
 
-    def totals(self, records: Records, name: str) -> Totals:
+    def totals(self, records: AnswerLog, name: str) -> Totals:
         domains = {prompt.id: prompt.domain for prompt in self.prompts}
         outcomes = [
             Outcome(
@@ -296,7 +296,7 @@ class _Session:
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
-    def results(self, records: Records) -> dict[str, Any]:
+    def results(self, records: AnswerLog) -> dict[str, Any]:
         """The `baseline` and `drafters` blocks. Raises `WeakBaselineError` instead of reporting the
         impossible.
         """
@@ -316,7 +316,7 @@ class _Session:
             )
         return {"baseline": metrics.baseline_numbers(baseline), "drafters": drafters}
 
-    def extras(self, records: Records, results: Mapping[str, Any]) -> dict[str, Any]:
+    def extras(self, records: AnswerLog, results: Mapping[str, Any]) -> dict[str, Any]:
         """The optional blocks that `bench` asks for, measured now that the arms are done."""
         requests = {prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)}
         lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
@@ -353,7 +353,7 @@ class _Session:
         parameters = sum(p.numel() for p in drafter.parameters()) if trained else 0
         return {"kind": drafter.kind, "path": arm.path, "parameters": parameters, "draft": draft}
 
-    def audit(self, records: Records, arm: Arm) -> AuditReport:
+    def audit(self, records: AnswerLog, arm: Arm) -> AuditReport:
         """Compare an arm's answers with the baseline's."""
         place = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         plain = {(record.prompt, record.repeat): record.tokens for record in records.of(BASELINE)}
@@ -367,7 +367,7 @@ class _Session:
             width=max(2, self.engines[arm.name].tree.num_nodes),
         )
 
-    def conditions(self, records: Records) -> dict[str, Any]:
+    def conditions(self, records: AnswerLog) -> dict[str, Any]:
         """The `run` block: how it was measured, and details that the agreed keys have no place for."""
         baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}

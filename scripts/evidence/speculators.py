@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,12 @@ from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.stages import STAGES
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from train.config import Job
+from train.config import TrainingJob
 from train.data.pack import PackedData
 from train.distributed import join_world
 from train.engines.base import TrainEngine
 from train.engines.make import make_engine
-from train.loop import Limits, Progress, Trainer
+from train.loop import Progress, Trainer
 from train.memory import keep_freed_memory
 from train.optim import learning_rate
 from train.setup import Run
@@ -366,7 +366,7 @@ def build_side(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
     keep_freed_memory()
-    inputs = Job(
+    inputs = TrainingJob(
         settings.head.kind,
         settings.head.config,
         settings.target,
@@ -401,7 +401,9 @@ def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
             tracker=tracker,
             display=display,
             world=world,
-            limits=Limits(made.steps, 0, 0, 0, 0.0),
+            config=replace(job.config, save_every=0, eval_every=0),
+            schedule=job.schedule,
+            steps=made.steps,
             run_facts=made.facts,
             progress=progress,
             meter=Meter(world.device, job.engine.dtype, progress.spent),

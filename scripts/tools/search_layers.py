@@ -30,9 +30,9 @@ from inference.target.model import TargetModel
 from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
-    Found,
-    Part,
     SearchConfig,
+    SearchResult,
+    SkippablePart,
     ideal_speedup,
     measure_tau,
     parts_of,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(given: argparse.Namespace) -> None:
     """Search, write <kind>_layers.yaml, a recipe as those of conf/head/, and report.json."""
     content = {**search(given), "command": given.command}
-    lines = [f"# Found by: {given.command}", f"kind: {given.kind}"]
+    lines = [f"# SearchResult by: {given.command}", f"kind: {given.kind}"]
     lines += [f"{name}: {value}" for name, value in content["head"].items() if value]
     write_bytes(given.out / f"{given.kind}_layers.yaml", ("\n".join(lines) + "\n").encode())
     write_json(given.out / "report.json", content)
@@ -142,7 +142,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def settings(kind: str, parts: Sequence[Part], kept: Chosen) -> dict[str, Any]:
+def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[str, Any]:
     """The head's settings for a set of parts."""
     chosen = [part for part, keep in zip(parts, kept, strict=True) if keep]
     layers = sorted({part.layer for part in chosen})
@@ -154,7 +154,7 @@ def settings(kind: str, parts: Sequence[Part], kept: Chosen) -> dict[str, Any]:
     return values
 
 
-def judge(found: Found, tau: Callable[[Chosen], float], config: SearchConfig) -> dict[str, Any]:
+def judge(found: SearchResult, tau: Callable[[Chosen], float], config: SearchConfig) -> dict[str, Any]:
     """The found set on held-out prompts, and two sets of no higher cost that need no search."""
     layers = max(part.layer for part in found.parts) + 1
 

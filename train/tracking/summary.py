@@ -17,7 +17,7 @@ from rich.table import Table
 
 from inference.manifest import write_json
 from inference.target.memory import gib
-from train.config import Job
+from train.config import TrainingJob
 from train.data.pack import PackReport
 from train.distributed import World
 from train.loop import Progress
@@ -31,7 +31,7 @@ SUMMARY_FILE, PLOT_FILE = "summary.json", "tau.png"
 
 
 def summarise(
-    job: Job, progress: Progress, reason: str, world: World, packing: PackReport, peak: Peak, log: Path
+    job: TrainingJob, progress: Progress, reason: str, world: World, packing: PackReport, peak: Peak, log: Path
 ) -> dict[str, Any]:
     """The content of summary.json; see docs/formats.md."""
     spent = progress.spent
