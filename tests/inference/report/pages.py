@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.lost.transcripts import write_transcripts
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from tests.inference.example_report import BLOCKS, example_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`& \u202eabc\u0000\u2028\ud800 ]]> <!-- {{x}}"
