@@ -37,7 +37,16 @@ from heads.api.errors import UserError
 from inference import metrics
 from inference.audit import AuditReport, audit
 from inference.baselines import Peer, make_peers
-from inference.bench import BASELINE, Arm, BenchConfig, check_arms, device_facts, process_facts, split_prompts
+from inference.bench import (
+    BASELINE,
+    Arm,
+    BenchConfig,
+    check_arms,
+    device_facts,
+    process_facts,
+    report_settings,
+    split_prompts,
+)
 from inference.bench_data import Loaded, prompt_facts
 from inference.engine import Completion, DecodeConfig, Engine, PassRecord, Request
 from inference.extras import Loop, baseline_block, device_blocks, mean_length, served_loops
@@ -46,15 +55,26 @@ from inference.lost.block import Sample, lost_block
 from inference.lost.transcripts import discard_transcripts
 from inference.measure_records import write_records
 from inference.metrics import Outcome, TauEstimate, Totals
+from inference.noise import Stream
 from inference.prompts import Prompt, to_requests
 from inference.records import Record, Records
-from inference.report_schema import FORMAT, write_report
+from inference.report.model import (
+    FORMAT,
+    REPORT_FILE,
+    Baseline,
+    DrafterResult,
+    Report,
+    parse_report,
+    write_report,
+)
+from inference.rules.registry import get_rule
 from inference.target import TargetModel
 from inference.verifications import RecordsConfig
 
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
-REPORT_FILE = "report.json"
+NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
+"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own, or no noise."""
 
 
 def quick_tau(
@@ -83,7 +103,7 @@ def measure(
     console: Console | None = None,
     revision: str = "",
     recording: RecordsConfig | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its content.
 
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of
@@ -100,17 +120,19 @@ def measure(
             stack.enter_context(packed_linears(arm.drafter))
         session.warm_up()
         session.run(records, console)
-    results = session.results(records)
+    baseline, drafters = session.results(records)
     conditions = session.conditions(records)
     conditions["prompts"] = prompt_facts(Loaded([*prompts], config.prompts, revision), session.prompts)
-    report = {
+    content = {
         "format": FORMAT,
         **session.facts(),
-        **results,
-        **session.extras(records, results),
+        "baseline": baseline,
+        "drafters": drafters,
+        **session.extras(records, baseline, drafters),
         **(provenance if provenance is not None else process_facts()),
         "run": conditions,
     }
+    report = parse_report(content, "the new report")
     if recording is not None and recording.enabled:
         measured = {arm.name: records.of(arm.name) for arm in session.arms}
         write_records(recording, target, session.arms, session.requests, session.prompts, measured, out)
@@ -256,7 +278,8 @@ class _Session:
 
     def facts(self) -> dict[str, Any]:
         """The blocks of report.json that are known before anything is measured."""
-        info, decode = self.target.info, self.arms[0].decode
+        info = self.target.info
+        decodes = {name: engine.decode for name, engine in self.engines.items()}
         return {
             "target": {
                 "id": info.id,
@@ -265,14 +288,7 @@ class _Session:
                 "parameters": info.parameters,
             },
             "device": device_facts(self.target.device),
-            "settings": {
-                "temperature": decode.temperature,
-                "max_new_tokens": decode.max_new_tokens,
-                "batch_size": 1,
-                "rule": "match",
-                "seed": decode.seed,
-                "prompts": len(self.requests),
-            },
+            "settings": report_settings(decodes, len(self.requests)).to_dict(),
         }
 
     def totals(self, records: Records, name: str) -> Totals:
@@ -287,8 +303,8 @@ class _Session:
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
-    def results(self, records: Records) -> dict[str, Any]:
-        """The `baseline` and `drafters` blocks. Raises `WeakBaselineError` instead of reporting the
+    def results(self, records: Records) -> tuple[Baseline, list[DrafterResult]]:
+        """The blocks `baseline` and `drafters`. Raises `WeakBaselineError` instead of reporting the
         impossible.
         """
         baseline, seed = self.totals(records, BASELINE), self.config.seed
@@ -297,21 +313,24 @@ class _Session:
             totals = self.totals(records, arm.name)
             metrics.require_speedup_within_tau(arm.name, totals, baseline, seed)
             self.audits[arm.name] = self.audit(records, arm)
-            drafters.append(
-                {
-                    **self.describe(arm),
-                    **metrics.summarise(totals, baseline, seed),
-                    "memory_bytes": self.memory[arm.name],
-                    "lossless": self.audits[arm.name].counts(),
-                }
-            )
-        return {"baseline": metrics.baseline_numbers(baseline), "drafters": drafters}
+            entry = {
+                **self.describe(arm),
+                **metrics.summarise(totals, baseline, seed),
+                "memory_bytes": self.memory[arm.name],
+                "lossless": self.audits[arm.name].counts(),
+            }
+            drafters.append(DrafterResult.model_validate(entry))
+        return Baseline.model_validate(metrics.baseline_numbers(baseline)), drafters
 
-    def extras(self, records: Records, results: Mapping[str, Any]) -> dict[str, Any]:
+    def extras(
+        self, records: Records, baseline: Baseline, drafters: Sequence[DrafterResult]
+    ) -> dict[str, Any]:
         """The optional blocks that `bench` asks for, measured now that the arms are done."""
         requests = {prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)}
         lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
-        blocks = device_blocks(self.config, self.target, self.arms, requests, lengths, results)
+        blocks = device_blocks(
+            self.config, self.target, self.arms, requests, lengths, baseline, drafters
+        )
         served = served_loops(self.config, self.target, self.arms, requests, self.warmup)
         if self.peers or served:
             ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}
@@ -335,7 +354,7 @@ class _Session:
             "depth": tree.max_depth,
             "nodes": tree.num_nodes,
             "name": arm.name,
-            "noise": "shared" if arm.decode.share_noise else "none",
+            "noise": NOISE[get_rule(arm.decode.rule, tree, share_noise=arm.decode.share_noise).drafts],
         }
         if arm.decode.shape == "tree":
             draft["choices"] = [list(path) for path in arm.decode.choices]
@@ -361,6 +380,7 @@ class _Session:
     def conditions(self, records: Records) -> dict[str, Any]:
         """The `run` block: how it was measured, and details that the agreed keys have no place for."""
         baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
+        typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
         for arm in self.arms:
             totals, report = self.totals(records, arm.name), self.audits[arm.name]
@@ -374,6 +394,7 @@ class _Session:
         return {
             "bench": asdict(self.config),
             "sampling": asdict(decode.sampling()),
+            **({"typical": typical} if decode.rule == "typical" else {}),
             "warmup_prompts": len(self.warmup),
             "baseline_prefill_seconds": float(baseline.seconds["prefill"].sum()),
             "arms": arms,

@@ -14,6 +14,7 @@ from pathlib import Path
 from heads.api.drafter import forget
 from inference.bench import Arm
 from inference.engine import Engine, Request
+from inference.folders import require_folder_name
 from inference.prompts import Prompt
 from inference.records import Record
 from inference.target import TargetModel
@@ -40,7 +41,7 @@ def write_records(
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
         log = VerificationLog(
-            out / RECORDS / arm.name.replace("/", "_"),
+            out / RECORDS / require_folder_name("measure.drafters", arm.name.replace("/", "_")),
             record_facts(engine, arm.name, arm.weights_sha256),
             config.max_bytes,
             config.redact,

@@ -24,7 +24,7 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
 from inference.records import FINAL_FILE
-from inference.report_schema import arm_name, read_report
+from inference.report.model import read_report
 from inference.requests import Completion
 
 
@@ -67,9 +67,8 @@ def _conditions(records: Path, arm: str) -> str:
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)
-    draft = next(entry["draft"] for entry in report["drafters"] if arm_name(entry) == arm)
-    temperature = report["settings"]["temperature"]
-    return f" of {report['target']['id']}, {draft['shape']} {draft['depth']}, temperature {temperature:g}"
+    draft, temperature = report.drafter(arm).draft, report.settings.temperature
+    return f" of {report.target.id}, {draft.shape} {draft.depth}, temperature {temperature:g}"
 
 
 @dataclass

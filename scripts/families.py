@@ -15,10 +15,8 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, read_manifest, write_bytes
-from inference.metrics import efficiency
-from inference.report import facts
-from inference.report_blocks import markdown_table
-from inference.report_schema import arm_name, read_report
+from inference.report.markdown import list_conditions, markdown_table
+from inference.report.model import DeviceFacts, ReportSettings, TargetFacts, read_report
 from scripts.drafters import SWEPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,17 +74,20 @@ def collect(run: Path) -> dict[str, Any]:
             )
         reports[column] = read_report(path)
     entries = {
-        column: {arm_name(entry): entry for entry in report["drafters"]} for column, report in reports.items()
+        column: {
+            one.name: one.to_dict() | {"efficiency": one.efficiency} for one in report.drafters
+        }
+        for column, report in reports.items()
     }
     main_report, speeds = reports["chain"], training_speeds()
     return {
         "format": 1,
         "command": "headstart loop experiment=families && python -m scripts.families",
-        "target": main_report["target"],
-        "device": main_report["device"],
-        "settings": {column: report["settings"] for column, report in reports.items()},
-        "baseline": {column: report["baseline"] for column, report in reports.items()},
-        "git": main_report.get("git", {}),
+        "target": main_report.target.to_dict(),
+        "device": main_report.device.to_dict(),
+        "settings": {column: report.settings.to_dict() for column, report in reports.items()},
+        "baseline": {column: report.baseline.to_dict() for column, report in reports.items()},
+        "git": main_report.git or {},
         "rows": [
             row(name, entries, trainings(run, name)) | {"training_tokens_per_second": speeds.get(name)}
             for name in entries["chain"]
@@ -132,7 +133,7 @@ def row(name: str, entries: Mapping[str, Mapping[str, Any]], trained: list[dict[
             "domains": {name: {key: domain[key] for key in DOMAIN_COUNTED} for name, domain in entry["domains"].items()}
         }
         if column == TIMED:
-            measured[column] |= {key: entry[key] for key in SECONDS} | {"efficiency": efficiency(entry)}
+            measured[column] |= {key: entry[key] for key in (*SECONDS, "efficiency")}
     return {
         "name": name,
         "kind": first["kind"],
@@ -177,8 +178,11 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def setting_lines(content: Mapping[str, Any]) -> list[str]:
     """Target, device and prompts, as every report says it."""
-    return facts(
-        {**content, "settings": content["settings"]["chain"], "baseline": content["baseline"]["chain"]}
+    return list_conditions(
+        TargetFacts(**content["target"]),
+        DeviceFacts(**content["device"]),
+        ReportSettings(**content["settings"]["chain"]),
+        content["command"],
     )
 
 
@@ -236,7 +240,7 @@ def table_row(row: Mapping[str, Any]) -> list[str]:
 
 def plot(content: Mapping[str, Any], path: Path) -> None:
     """tau of chain and tree at both temperatures, and the speedup, one line of bars per drafter."""
-    from inference.plots import families
+    from inference.report.plots import families
 
     bars = {}
     for row in by_tau(content):

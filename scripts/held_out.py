@@ -28,8 +28,8 @@ from inference.export.layouts.folder import Folder
 from inference.manifest import MANIFEST_FILE, read_manifest, write_bytes, write_json
 from inference.measure import quick_tau
 from inference.prompts import load_prompts, to_requests
-from inference.report_blocks import markdown_table
-from inference.report_schema import arm_name, read_report
+from inference.report.markdown import markdown_table
+from inference.report.model import read_report
 from scripts import cli
 from scripts.compare_speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.held_out_target import corpus, making
@@ -158,7 +158,7 @@ def validation_tau(place: Place, setting: Setting, checkpoint: Path) -> float:
 def report(place: Place, recipes: Mapping[str, Mapping[str, float]], command: str) -> dict[str, Any]:
     """The content of held_out.json."""
     measured = read_report(place.run / "measure" / "report.json")
-    rows = {arm_name(entry): entry for entry in measured["drafters"]}
+    rows = {drafter.name: drafter.to_dict() for drafter in measured.drafters}
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
     table = {name: {key: entry[key] for key in kept} for name, entry in rows.items()}
     for name, entry in table.items():
@@ -182,10 +182,10 @@ def report(place: Place, recipes: Mapping[str, Mapping[str, float]], command: st
     told = making.read_json(place.target / "training.json")
     trained = {key: told[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {
-        "format": 1, "command": command, "target": {**measured["target"], "id": "held_out/target"},
+        "format": 1, "command": command, "target": {**measured.target.to_dict(), "id": "held_out/target"},
         "target_training": {**trained, "heldout": told["evaluations"][-1]},
         "answers": read_manifest(place.run / "generate", "generate")["counts"],
-        "settings": measured["settings"], "device": measured["device"], "git": measured.get("git", {}),
+        "settings": measured.settings.to_dict(), "device": measured.device.to_dict(), "git": measured.git or {},
         "rows": table, "order": order, "against_speculators": rivals,
     }  # fmt: skip
 

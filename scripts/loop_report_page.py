@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from scripts.rounds_facts import answers_of
 
 REPEATED = "repeated"

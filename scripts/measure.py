@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 from inference.verifications import RecordsConfig
 from scripts import drafters
 from scripts.drafters import Found
@@ -41,11 +42,14 @@ class MeasureConfig:
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a decoding beside the clock."""
 
+    def __post_init__(self) -> None:
+        require_folder_name("measure.name", self.name)
+
 
 def run(settings: Settings) -> None:
     """Measure, print the table and where the report is; an unchanged complete measurement is only shown again."""
-    from inference.report import print_table
-    from inference.report_schema import read_report
+    from inference.report.markdown import print_table
+    from inference.report.model import read_report
     from scripts.report import console
 
     if not is_main_process():

@@ -70,7 +70,7 @@ def choose(run: RunConfig) -> list[Found]:
 
 def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
     """Engine -> folder that `headstart export` wrote for this drafter of the run."""
-    from inference.export.layouts.folder import EXPORT_FILE
+    from inference.folders import EXPORT_FILE
 
     return {path.parent.name: path.parent for path in (run.directory / "export" / drafter).glob(f"*/{EXPORT_FILE}")}
 
@@ -78,12 +78,12 @@ def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
     """The reports that measured these very weights; all of them when none did, so that the refusal can say what they measured."""
     from inference.manifest import file_sha256
-    from inference.report_schema import read_report
+    from inference.report.model import read_report
 
     digest = file_sha256(checkpoint / WEIGHTS_FILE)
     fitting = [
         folder
         for folder in folders
-        if any(entry["draft"].get("weights_sha256") == digest for entry in read_report(folder)["drafters"])
+        if any(one.draft.weights_sha256 == digest for one in read_report(folder).drafters)
     ]
     return fitting or folders

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(report_file: Path) -> str:
     """The results table of a report with what it was measured on, or a line that says that there is none yet."""
-    from inference.report import facts, main_table
-    from inference.report_schema import read_report
+    from inference.report.markdown import facts, main_table
+    from inference.report.model import read_report
 
     if not report_file.is_file():
         return "No report is committed yet: `make demo`, then copy outputs/demo/report.json to docs/reports/demo.json."

@@ -189,7 +189,7 @@ def tables(found: Mapping[str, Any]) -> str:
 
 def table(target: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The plans of one target."""
-    from inference.report_blocks import markdown_table
+    from inference.report.markdown import markdown_table
 
     facts = rows[0]["target"]
     header = ["drafter, features", "GPUs", "GiB per GPU", "of them target", "fits", "s per step", "waiting for links", "tokens/s",
@@ -242,7 +242,7 @@ def making(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def backing(found: Mapping[str, Any]) -> list[str]:
     """What the plan says of the embedded target against what its steps took."""
-    from inference.report_blocks import markdown_table
+    from inference.report.markdown import markdown_table
 
     names = ("target_flops", "drafter_flops", "target_bytes", "drafter_bytes")
     body = [[row["head"], *(f"{row[name]['ratio']:.3f}" for name in names)] for row in found["counted"]]

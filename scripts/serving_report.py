@@ -38,7 +38,7 @@ from inference.export.verify import verify
 from inference.export.verify_config import VerifyConfig
 from inference.loading import TargetConfig
 from inference.manifest import write_bytes, write_json
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.serving import LOOKUP, EngineProcess
 from inference.target import TargetModel
 from scripts.families import trainings

@@ -55,12 +55,13 @@ def weights(found: Found) -> Path:
 def learn(settings: Settings, found: Found) -> int:
     """Decode the prompts with the drafter's own target and write the reference."""
     from inference.target import TargetModel
-    from inference.watch.reference import DRAFT_KEYS, WATCH_FILE, Reference
+    from inference.watch.reference import DRAFT_KEYS, WATCH_FILE, Reference, require_reference
 
     config = settings.watch
     assert found.checkpoint is not None
     path = Path(config.reference) if config.reference else found.checkpoint / WATCH_FILE
     path = path / WATCH_FILE if path.is_dir() else path
+    require_reference(path)
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
     decode = batched(drafters.draft_settings(found, settings.decode), settings)

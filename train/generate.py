@@ -47,7 +47,7 @@ from train.data.answers import (
     remove_parts,
 )
 from train.data.held_out import load_held_out
-from train.data.ingest import Input, ingest, remove_rows
+from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.data.sampling import sampling_of
 from train.data.sources import DataConfig
 from train.memory import give_back_freed_memory
@@ -216,6 +216,7 @@ def refuse_foreign(out: Path) -> None:
             f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
             "another folder."
         )
+    require_own_input(out / INPUT)
 
 
 def prepare_output(

@@ -16,18 +16,22 @@ from inference.metrics import GAP, PHASES
 from inference.report.model import (
     REPORT_FILE,
     Costs,
+    DeviceFacts,
     DrafterResult,
     Interval,
     LoopResult,
     Losses,
     Profile,
     Report,
+    ReportSettings,
     Roofline,
     RooflineDraft,
     RooflineStep,
+    TargetFacts,
     read_report,
 )
 
+HEADLINE = "# Measured by Headstart"
 DEFINITIONS = (
     "**tau**: committed tokens / verify passes (bonus included, cut at end-of-text, prefill's "
     "token excluded). **TAR**: accepted drafted tokens / (accepted + the refusal that ended a "
@@ -87,7 +91,7 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
 
     reports: by label. images: file names of the plots.
     """
-    lines = ["# Measured by Headstart", "", DEFINITIONS, ""]
+    lines = [HEADLINE, "", DEFINITIONS, ""]
     if len(reports) > 1:
         lines += ["## Side by side", "", *_comparison(reports), ""]
     for image in images:
@@ -129,17 +133,24 @@ def with_interval(value: float, interval: Interval) -> str:
 
 def facts(report: Report) -> list[str]:
     """Target, device, settings and command as markdown list items."""
-    target, device, settings = report.target, report.device, report.settings
+    return list_conditions(report.target, report.device, report.settings, report.command)
+
+
+def list_conditions(
+    target: TargetFacts, device: DeviceFacts, settings: ReportSettings, command: str | None
+) -> list[str]:
+    """The same from parts of a report."""
+    rule = f"`{settings.rule}`{settings.rule_text.removeprefix(settings.rule)}"
     lines = [
         f"- target: `{target.id}` ({target.parameters:,} parameters, {target.dtype}, "
         f"revision `{target.revision}`)",
         f"- device: {device.name} ({device.kind}, {device.threads} threads)",
         f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
-        f"tokens, batch size {settings.batch_size}, rule `{settings.rule}`, {settings.prompts} "
+        f"tokens, batch size {settings.batch_size}, rule {rule}, {settings.prompts} "
         f"prompts, seed {settings.seed}",
     ]
-    if report.command:
-        lines.append(f"- command: `{report.command}`")
+    if command:
+        lines.append(f"- command: `{command}`")
     return lines
 
 
@@ -157,7 +168,7 @@ def _main_rows(report: Report) -> list[list[str]]:
                 with_interval(drafter.speedup, drafter.speedup_ci95),
                 f"{drafter.ideal_speedup:.2f}",
                 f"{100 * drafter.efficiency:.0f}%",
-                drafter.lossless.label,
+                drafter.lossless.describe(report.settings.promise),
             ]
         )
     return rows
@@ -174,8 +185,10 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
     """
     measured = [{drafter.name: drafter for drafter in one.drafters} for one in reports.values()]
     header = ["drafter", *(f"{label}: {what}" for label in reports for what in ("tau", "speedup"))]
-    temperatures = [str(one.settings.temperature) for one in reports.values() for _ in "ab"]
-    rows = [["temperature", *temperatures]]
+    settings = [one.settings for one in reports.values() for _ in ("tau", "speedup")]
+    rows = [["temperature", *(str(one.temperature) for one in settings)]]
+    if any(one.rule != "match" for one in settings):
+        rows.append(["rule", *(one.rule_text for one in settings)])
     for name in dict.fromkeys(name for drafters in measured for name in drafters):
         cells = [_tau_and_speedup(drafters.get(name)) for drafters in measured]
         rows.append([name, *(cell for pair in cells for cell in pair)])
@@ -399,6 +412,8 @@ def print_table(report: Report, console: Console | None = None) -> None:
         f"{report.target.id} on {report.device.name}, temperature {settings.temperature:g}, "
         f"{settings.prompts} prompts"
     )
+    if settings.rule != "match":
+        title += f", rule {settings.rule_text}"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
     unbroken = console.width >= TABLE_WIDTH

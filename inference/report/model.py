@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
 from inference.metrics import divide
+from inference.rules.names import LOSSY, TEXT, promise, rule_text
 
 FORMAT = 1
 REPORT_FILE = "report.json"
@@ -86,10 +87,20 @@ class ReportSettings(Block):
     max_new_tokens: Count
     batch_size: Count
     rule: str
-    """Acceptance rule (`decode.rule`)."""
+    """Acceptance rule (`decode.rule`). Reports from before version 0.1.0 say match for every rule."""
     seed: Count
     prompts: Count
     """Measured prompts."""
+
+    @property
+    def promise(self) -> str:
+        """What the rule keeps of the target's text; see `inference.rules.names`."""
+        return promise(self.rule, self.temperature)
+
+    @property
+    def rule_text(self) -> str:
+        """The rule with what it does not promise in brackets."""
+        return rule_text(self.rule, self.temperature)
 
 
 class Baseline(Block):
@@ -118,7 +129,9 @@ class DraftFacts(Block):
     name: str | None = None
     """Name in the report; the drafter's kind where it is missing."""
     noise: str | None = None
-    """"shared": the drafter samples with the target's random numbers; "none": with its own."""
+    """"shared": drafts are ranked with the target's noise; "own": drawn with noise of their own;
+    "none".
+    """
     choices: list[list[Count]] | None = None
     """Paths of a static tree, by rank of the candidates."""
     weights_sha256: str | None = None
@@ -157,27 +170,18 @@ class DomainResult(Block):
 
 
 class PhaseValues(Block):
-    """One number per phase of a decoding step: milliseconds, or shares of the step."""
+    """One number per phase of a decoding step."""
 
-    draft: float | None = None
-    verify: float | None = None
-    commit: float | None = None
-    other: float | None = None
+    draft: float
+    verify: float
+    commit: float
+    other: float
     gap: float | None = None
     """Time between two steps, where the clock measures it."""
 
     def items(self) -> Iterator[tuple[str, float]]:
         """(phase, value) of the phases that were measured."""
         return ((phase, value) for phase, value in self if value is not None)
-
-
-class StepTimes(PhaseValues):
-    """Milliseconds per verify pass by phase."""
-
-    draft: float
-    verify: float
-    commit: float
-    other: float
 
 
 class MemoryBytes(Block):
@@ -208,10 +212,16 @@ class LosslessCounts(Block):
             )
         return self
 
-    @property
-    def label(self) -> str:
-        """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES"."""
+    def describe(self, kept: str = TEXT) -> str:
+        """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES".
+
+        kept: what the rule promises (`ReportSettings.promise`). A rule that does not promise the
+        baseline's text is named instead: "LOSSY, 3/64 same text", or "distribution kept, 3/64 same
+        text".
+        """
         text = f"{self.identical}/{self.sequences}"
+        if kept != TEXT:
+            return f"{'LOSSY' if kept == LOSSY else 'distribution kept'}, {text} same text"
         if self.near_ties:
             text += f", {self.near_ties} near tie{'s' if self.near_ties > 1 else ''}"
         if self.mismatches:
@@ -243,7 +253,8 @@ class DrafterResult(Block):
     speedup_ci95: Interval
     ideal_speedup: float
     """tau / (1 + draft time per pass / the baseline's time per pass)."""
-    step_ms: StepTimes
+    step_ms: PhaseValues
+    """Milliseconds per verify pass."""
     memory_bytes: MemoryBytes
     lossless: LosslessCounts
 
@@ -603,6 +614,8 @@ class Conditions(BaseModel):
     """The group `bench` of the configuration."""
     sampling: dict[str, Any] = {}
     """Settings of sampling."""
+    typical: dict[str, float] | None = None
+    """`epsilon` and `delta` of rule typical."""
     warmup_prompts: Count | None = None
     baseline_prefill_seconds: float | None = None
     arms: dict[str, DrafterConditions] = {}

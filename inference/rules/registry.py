@@ -7,12 +7,12 @@ from heads.api.tree import DraftShape
 from inference.rules.base import Rule
 from inference.rules.block import Block
 from inference.rules.match import Match
+from inference.rules.names import CHAINS_ONLY, RULES
 from inference.rules.rejection import Rejection
 from inference.rules.specinfer import SpecInfer
 from inference.rules.typical import Typical
 
-RULES = ("match", "rejection", "block", "specinfer", "typical")
-CHAINS_ONLY = ("rejection", "block")
+__all__ = ["CHAINS_ONLY", "RULES", "check_shape", "get_rule"]
 
 
 def get_rule(

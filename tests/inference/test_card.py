@@ -18,6 +18,8 @@ from inference.export.card import CardFacts, card
 from inference.export.hub import PushConfig
 from inference.measure import Arm, BenchConfig, measure
 from inference.prompts import Prompt
+from inference.report.model import parse_report
+from inference.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
 from inference.target import TargetConfig, TargetModel
 from tests.inference.hub_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
@@ -31,7 +33,7 @@ def written(
     report: dict[str, Any] | None = None, about: CardFacts = ABOUT, **config: Any
 ) -> tuple[dict[str, Any], str]:
     """(front matter, text) of a card."""
-    text = card({"greedy": report or report_of(DIGEST)}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
+    text = card({"greedy": parse_report(report or report_of(DIGEST))}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
     _, matter, body = text.split("---\n", 2)
     return yaml.safe_load(matter), body
 
@@ -80,6 +82,25 @@ def test_the_statement_on_losslessness_follows_the_measurement() -> None:
     assert "**Not lossless.** 4 measured sequences" in labelled
     assert "60/64, 4 MISMATCHES" in labelled
     assert "The text does not change" not in labelled
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_card_says_what_the_measured_rule_promises(rule: str) -> None:
+    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
+    counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
+    report = report_of(DIGEST, {"lossless": counts})
+    report["settings"] |= {"rule": rule, "temperature": 1.0}
+    kept = promise(rule, 1.0)
+    if kept == LOSSY:
+        with pytest.raises(UserError, match=f"measured with rule {rule}, which is lossy"):
+            written(report)
+    text = written(report, CardFacts("someone/x", allow_mismatches=kept == LOSSY))[1]
+    assert ("**Not lossless.**" in text) == (kept == LOSSY)
+    assert ("The text does not change" in text) == (kept == TEXT)
+    assert ("but is not the text that plain decoding gives" in text) == (kept == DISTRIBUTION)
+    assert ("MISMATCH" in text) is False
+    assert (f'rule="{rule}"' in text) == (rule != "match")
+    assert f"rule `{rule}`" in text
 
 
 def test_a_report_that_lacks_the_drafter_is_refused() -> None:

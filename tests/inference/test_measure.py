@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ from heads.medusa import Config as MedusaConfig
 from heads.ngram import Config as NgramConfig
 from heads.suffix import Config as SuffixConfig
 from inference import measure as measure_module
-from inference.bench import check_arms, split_prompts
+from inference.bench import check_arms, report_settings, split_prompts
 from inference.engine import Completion, DecodeConfig, Engine, Request
+from inference.lost.config import LostConfig
 from inference.measure import Arm, BenchConfig, measure, quick_tau
 from inference.metrics import WeakBaselineError
 from inference.prompts import Prompt, to_requests
-from inference.report_schema import read_report
+from inference.report.markdown import print_table, render
+from inference.report.model import read_report
+from inference.report.page.render import write_page
+from inference.rules.registry import RULES, get_rule
 from inference.target import TargetModel
 from inference.verifications import SEQUENCES, RecordsConfig, read_table
 from tests.fakes import AlwaysRight, AlwaysWrong, SometimesRight
@@ -98,7 +104,7 @@ CONFIG = BenchConfig(prompts_per_domain=2, warmup_prompts=1, repeats=2)
 def report(target: TargetModel, arms: list[Arm], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("measured")
     measure(CONFIG, target, arms, prompts(), out, console=QUIET)
-    return read_report(out)
+    return read_report(out).to_dict()
 
 
 def entry(report: dict[str, Any], name: str) -> dict[str, Any]:
@@ -191,6 +197,64 @@ def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], t
     assert report["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_report_names_the_rule_that_ran_and_what_it_promises(
+    target: TargetModel, tmp_path: Path, rule: str, temperature: float
+) -> None:
+    """Every rule of the registry: report.json, report.md, the terminal's table and the page say which, and what it keeps."""
+    drafter = new_drafter("medusa", MedusaConfig(num_heads=3), target.info, target.weights, seed=1)
+    decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=temperature, seed=4, rule=rule)
+    config = BenchConfig(prompts_per_domain=1)
+    measure(config, target, [Arm("medusa", drafter, decode)], prompts(), tmp_path, console=QUIET)
+    report = read_report(tmp_path).to_dict()
+    ran = get_rule(rule, decode.tree())
+    assert report["settings"] == {
+        "temperature": temperature, "max_new_tokens": 12, "batch_size": 1, "rule": ran.name, "seed": 4, "prompts": 2,
+    }  # fmt: skip
+    assert report["run"].get("typical") == ({"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None)
+    noise = [item["draft"]["noise"] for item in report["drafters"]]
+    own = {"match": "shared", "typical": "none"}.get(rule, "own")
+    assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
+    lossy = temperature > 0 and not ran.lossless
+    shown = Console(record=True, width=200, file=io.StringIO())
+    print_table(report, shown)
+    text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
+    for printed in (text, shown.export_text(), page.read_text()):
+        assert ("LOSSY" in printed) == lossy
+        assert rule in printed or rule == "match"
+    assert "MISMATCH" not in text or rule == "match"
+    if rule == "typical" and not lossy:
+        assert "typical` (lossy above temperature 0)" in text
+    if temperature == 0 or rule == "match":
+        assert all(item["lossless"]["mismatches"] == 0 for item in report["drafters"])
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "match"])
+def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp_path: Path, rule: str) -> None:
+    other = replace(arms[1], decode=replace(DECODE, rule=rule))
+    with pytest.raises(UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"):
+        check_arms(BenchConfig(), [arms[0], other])
+    with pytest.raises(UserError, match=f"'a' decodes with rule=match, 'b' with rule={rule}"):
+        report_settings({"a": DECODE, "b": other.decode}, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("repetition_penalty", 1.3), ("logit_bias", ((3, 1.0),)), ("bad_words", ((5,),)), ("typical_epsilon", 0.2)],
+)
+def test_arms_with_other_processors_do_not_stand_in_one_report(arms: list[Arm], key: str, value: Any) -> None:
+    other = replace(arms[1], decode=replace(DECODE, **{key: value}))
+    with pytest.raises(UserError, match=f"decodes with {key}=.*give all the same"):
+        check_arms(BenchConfig(), [arms[0], other])
+
+
+def test_what_is_lost_is_not_split_for_another_rule(arms: list[Arm]) -> None:
+    sampled = replace(arms[0], decode=replace(DECODE, rule="rejection", temperature=1.0))
+    with pytest.raises(UserError, match=r"bench\.lost splits what rule match reaches, but decode\.rule is 'rejection'"):
+        check_arms(BenchConfig(lost=LostConfig(enabled=True)), [sampled])
+
+
 def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     target: TargetModel, tmp_path: Path
 ) -> None:
@@ -201,7 +265,7 @@ def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=1.0, seed=4)
     config = BenchConfig(prompts_per_domain=1)
     arm = Arm("medusa", drafter, decode, str(tmp_path / "best"))
-    report = measure(config, target, [arm], prompts(), tmp_path / "out", console=QUIET)
+    report = measure(config, target, [arm], prompts(), tmp_path / "out", console=QUIET).to_dict()
     shared, own = report["drafters"]
     assert [shared["draft"]["noise"], own["draft"]["noise"]] == ["shared", "none"]
     assert own["draft"]["name"] == "medusa (own noise)"
@@ -252,7 +316,7 @@ def test_an_interrupted_measurement_continues(
         file.write('{"arm": "right", "promp')  # killed in the middle of a line
     calls.clear()
     limit = 0
-    report = measure(config, target, arms, prompts(), tmp_path, console=QUIET)
+    report = measure(config, target, arms, prompts(), tmp_path, console=QUIET).to_dict()
     assert len(calls) == 4 + 12  # warm-up again; of the four prompts one was done by all four arms
     assert entry(report, "right")["tau"] == 4.0
     kept = [
@@ -269,7 +333,7 @@ def test_records_of_other_settings_are_not_continued(
     (tmp_path / "records.partial.jsonl").write_text(
         '{"fingerprint": "of something else"}\n', encoding="utf-8"
     )
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET)
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET).to_dict()
     assert entry(report, "right")["lossless"]["sequences"] == 2
 
 
@@ -300,7 +364,7 @@ def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
         return completion, seconds
 
     monkeypatch.setattr(measure_module, "_answer", meddle)
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET)
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET).to_dict()
     assert entry(report, "right")["lossless"]["mismatches"] == 2
     assert entry(report, "wrong")["lossless"]["mismatches"] == 0
     divergence = report["run"]["arms"]["right"]["divergences"][0]

@@ -19,7 +19,7 @@ from heads.eagle3 import Config as Eagle3Config
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine, Request
 from inference.replay import ReplayDrafter, Trajectory, read_trajectories
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from inference.target import TargetModel
 from tests.inference.example_report import example_report
 from tests.models import VOCAB, random_target

@@ -15,7 +15,7 @@ from inference.decode_config import DecodeConfig
 from inference.engine import Engine
 from inference.loading import TargetConfig
 from inference.prompts import load_prompts, to_requests
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from inference.target import TargetModel
 from inference.verifications import VerificationLog, checkpoint_hash, record_facts
 from inference.watch.reference import Reference

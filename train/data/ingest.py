@@ -26,7 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from inference.manifest import write_bytes, write_json
+from heads.api.errors import UserError
+from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
 from train.data.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.held_out import Findings, HeldOutIndex
@@ -234,6 +235,14 @@ def read_rows(folder: Path, rank: int, world: int, done: NDArray[np.bool_]) -> I
         for row in table.take([index - first for index in wanted]).to_pylist():
             index = wanted.pop(0)
             yield _row(index, row, int(verdict[index]))
+
+
+def require_own_input(folder: Path) -> None:
+    """Raise `UserError` where `folder` holds something that reading never writes: reading other rows replaces the folder."""
+    ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
+            raise UserError(f"'{path}' was not written by generation, which would replace '{folder}'. Give another folder.")
 
 
 def remove_rows(folder: Path) -> None:

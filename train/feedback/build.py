@@ -37,7 +37,7 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.verifications import SEQUENCES, read_facts, read_table
-from train.data.answers import DONE, PACKED, SHARD_SCHEMA, SHARDS
+from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
 from train.feedback.config import FeedbackConfig
@@ -144,6 +144,8 @@ def build(
         if "feedback" not in manifest:
             raise UserError(f"'{out}' holds answers that are no feedback, and is not overwritten. Give another folder.")
         (out / MANIFEST_FILE).unlink()
+    if (out / SETTINGS).is_file():
+        raise UserError(f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give another folder.")
     for name in (SHARDS, PACKED):
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)

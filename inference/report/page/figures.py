@@ -305,4 +305,5 @@ def _conditions(run: Run) -> str:
     settings = run.report.settings
     drafts = sorted({drafter.draft.label for drafter in run.drafters})
     shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"
-    return f"Temperature {settings.temperature:g}, {shapes}, {settings.prompts} prompts."
+    rule = "" if settings.rule == "match" else f"rule {settings.rule_text}, "
+    return f"Temperature {settings.temperature:g}, {rule}{shapes}, {settings.prompts} prompts."

@@ -11,6 +11,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.lost.transcripts import read_transcripts
 from inference.report.model import DrafterResult, Report, read_report
+from inference.rules.names import TEXT
 
 LOG_FILE = "log.jsonl"
 ROUNDS_FILE = "loop.json"
@@ -38,6 +39,9 @@ class Run:
     @property
     def lossless_words(self) -> str:
         """Whether the drafters changed the text, as a sentence."""
+        settings = self.report.settings
+        if settings.promise != TEXT:
+            return f"Drafts are kept by rule {settings.rule_text}."
         wrong = [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]
         if wrong:
             return f"Answers differ from plain decoding for {', '.join(wrong)}: see the last column."

@@ -258,7 +258,7 @@ def facts(report: Report) -> dict[str, str]:
         "Revision": target.revision,
         "Device": f"{device.name} ({device.kind}, {device.threads} threads)",
         "Settings": f"temperature {settings.temperature:g}, up to {settings.max_new_tokens} new "
-        f"tokens, batch size {settings.batch_size}, rule {settings.rule}, {settings.prompts} "
+        f"tokens, batch size {settings.batch_size}, rule {settings.rule_text}, {settings.prompts} "
         f"prompts, seed {settings.seed}",
         "Command": report.command or "",
         "Versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),

@@ -18,6 +18,7 @@ from inference import decode_config
 from inference.noise import SharedNoise, Stream
 from inference.rules.base import Rule
 from inference.rules.match import Match
+from inference.rules.names import LOSSY, PROMISES, TEXT, promise, rule_text
 from inference.rules.registry import CHAINS_ONLY, RULES, check_shape, get_rule
 from inference.sampling import SamplingSettings
 from tests.inference.rules.toys import START, Toy, consistent
@@ -54,8 +55,11 @@ def proposed(
 def test_rules_are_found_by_name() -> None:
     for name, shape in cases():
         rule = get_rule(name, shape)
-        assert rule.name == name and rule.lossless == (name != "typical")
+        assert rule.name == name and rule.lossless == (PROMISES[name] != LOSSY)
     assert set(RULES) == set(decode_config.RULES)
+    assert [name for name in RULES if PROMISES[name] == TEXT] == ["match"]
+    assert {promise(name, 0.0) for name in RULES} == {TEXT}
+    assert promise("newer", 0.0) == LOSSY and "LOSSY" in rule_text("newer", 1.0)  # of a later version: nothing is promised
     assert get_rule("match", CHAIN).drafts is Stream.TARGET
     assert get_rule("match", CHAIN, share_noise=False).drafts is None
     with pytest.raises(UserError, match=r"'blok' is unknown. Did you mean 'block'\? Allowed: block, match"):
