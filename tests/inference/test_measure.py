@@ -218,7 +218,7 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
     lossy = temperature > 0 and not ran.lossless
     shown = Console(record=True, width=200, file=io.StringIO())
-    print_table(report, shown)
+    print_table(read_report(tmp_path), shown)
     text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
     for printed in (text, shown.export_text(), page.read_text()):
         assert ("LOSSY" in printed) == lossy
