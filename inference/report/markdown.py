@@ -12,7 +12,6 @@ from rich.table import Table
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.metrics import GAP, PHASES
 from inference.report.model import (
     REPORT_FILE,
     Costs,
@@ -240,19 +239,17 @@ def _fill(rows: Sequence[list[str]]) -> int:
 
 def _step_table(report: Report) -> list[str]:
     rows = []
-    gaps = any(drafter.step_ms.gap is not None for drafter in report.drafters)
-    phases = (*PHASES, GAP) if gaps else PHASES
     for drafter in report.drafters:
         times, memory = dict(drafter.step_ms.items()), drafter.memory_bytes
         sizes = (memory.target, memory.drafter, memory.kv)
         rows.append(
             [
                 drafter.name,
-                *(f"{times.get(phase, 0.0):.2f}" for phase in phases),
+                *(f"{times.get(phase, 0.0):.2f}" for phase in report.phases),
                 *(f"{size / 1e6:.1f}" for size in sizes),
             ]
         )
-    return markdown_table(["drafter", *phases, "target MB", "drafter MB", "KV MB"], rows)
+    return markdown_table(["drafter", *report.phases, "target MB", "drafter MB", "KV MB"], rows)
 
 
 # ---- tables of optional blocks -------------------------------------------------------------------
@@ -370,8 +367,7 @@ def _profile_table(block: Profile) -> list[str]:
 
 def _costs_table(block: Costs) -> list[str]:
     """Milliseconds of every measured call: nodes from left to right."""
-    curves = block.rows()
-    sizes = sorted({nodes for curve in curves for nodes in curve.ms})
+    sizes = block.sizes
     rows = [
         [
             curve.name,
@@ -379,7 +375,7 @@ def _costs_table(block: Costs) -> list[str]:
             str(curve.length),
             *(f"{curve.ms[nodes]:.2f}" if nodes in curve.ms else "" for nodes in sizes),
         ]
-        for curve in curves
+        for curve in block.rows()
     ]
     return markdown_table(["call", "rows", "cached", *(f"n={nodes}" for nodes in sizes)], rows)
 

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.metrics import divide
+from inference.metrics import GAP, PHASES, divide
 from inference.rules.names import LOSSY, TEXT, promise, rule_text
 
 FORMAT = 1
@@ -357,6 +357,11 @@ class Costs(Block):
     commit: dict[str, list[CostPoint]]
     """By drafter."""
 
+    @property
+    def sizes(self) -> list[int]:
+        """All numbers of nodes, ascending."""
+        return sorted({nodes for row in self.rows() for nodes in row.ms})
+
     def rows(self) -> list[CostRow]:
         """Every curve: verification, then drafting and committing by drafter."""
         curves = {"verify": self.verify}
@@ -539,6 +544,11 @@ class TreeComparison(Block):
     choices: list[list[Count]]
     """Paths of the best tree, by rank of the candidates."""
 
+    @property
+    def paths(self) -> list[str]:
+        """ "1", "1·2": the best tree's paths with ranks from 1."""
+        return ["·".join(str(rank + 1) for rank in path) for path in self.choices]
+
 
 class CalibrationBin(Block):
     """The drafted tokens of one of ten equal ranges of confidence."""
@@ -657,6 +667,17 @@ class Report(Block):
                 {"twice": str(twice)},
             )
         return self
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases of a step that some drafter has."""
+        gaps = any(drafter.step_ms.gap is not None for drafter in self.drafters)
+        return [*PHASES, GAP] if gaps else list(PHASES)
+
+    @property
+    def version_list(self) -> str:
+        """ "torch 2.13.0, numpy 2.3.0"."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
     @property
     def domains(self) -> list[str]:

@@ -181,7 +181,7 @@ def step_time(reports: Mapping[str, Report]) -> Figure:
         names = [drafter.name for drafter in report.drafters]
         times = [dict(drafter.step_ms.items()) for drafter in report.drafters]
         left = [0.0] * len(names)
-        for phase in (*PHASES, GAP) if any(GAP in one for one in times) else PHASES:
+        for phase in report.phases:
             values = [one.get(phase, 0.0) for one in times]
             axes.barh(names, values, left=left, color=PHASE_COLOURS[phase], label=phase)
             left = [a + b for a, b in zip(left, values, strict=True)]

@@ -274,7 +274,6 @@ def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
 
 def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
     """Every drafter's speedup or tau in all measurements, on one scale."""
-    names = dict.fromkeys(drafter.name for run in page.runs for drafter in run.drafters)
     bounds = [
         bound
         for run in page.runs
@@ -292,7 +291,7 @@ def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
                 getattr(measured[name], f"{key}_ci95"),
                 measured[name] is run.best,
             )
-            for name in names
+            for name in page.names
             if name in measured
         ]
         chart = Dots(f"{title}, {run.label}", rows, 1.0, unit, (low, max(bounds, default=1.0)))

@@ -68,9 +68,14 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}%"
 
 
-def percent_with_interval(share: float, bounds: Sequence[float]) -> str:
+def share(value: float, bounds: Sequence[float]) -> str:
     """ "52.4% (49 to 56)"."""
-    return f"{percent(share, 1)} ({100 * bounds[0]:.0f} to {100 * bounds[1]:.0f})"
+    return f"{percent(value, 1)} ({100 * bounds[0]:.0f} to {100 * bounds[1]:.0f})"
+
+
+def numbered(word: str, count: int) -> list[str]:
+    """ "Depth 1", "Depth 2" and so on."""
+    return [f"{word} {i + 1}" for i in range(count)]
 
 
 def tick(value: float) -> str:

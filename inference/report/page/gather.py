@@ -79,6 +79,11 @@ class Page:
     rounds: list[Course] = field(default_factory=list)
 
     @property
+    def names(self) -> list[str]:
+        """All drafters, by the measurement that has them first."""
+        return list(dict.fromkeys(one.name for run in self.runs for one in run.drafters))
+
+    @property
     def ranked_trainings(self) -> list[Course]:
         """The trainings, the one with the best tau first."""
         return sorted(self.trainings, key=lambda one: -max(point.tau for point in one.points))

@@ -18,14 +18,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from inference.manifest import write_bytes
-from inference.report.page import figures, tables
+from inference.report.page import figures
 from inference.report.page.charts import TERMS
 from inference.report.page.formats import (
     finalize,
     fit,
     interval,
     number,
+    numbered,
     percent,
+    share,
     tick,
     to_json,
 )
@@ -76,9 +78,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    formats = (fit, interval, number, percent, tick, to_json)
+    formats = (fit, interval, number, percent, share, tick, to_json)
     made.filters.update({function.__name__: function for function in formats})
-    made.globals.update(figures=figures, tables=tables, TERMS=TERMS)
+    made.globals.update(figures=figures, numbered=numbered, TERMS=TERMS)
     return made
 
 
