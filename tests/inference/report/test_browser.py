@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from inference.page.page import write_page
-from scripts.page_shots import VARIABLE, browser, check, find_chromium
-from scripts.page_shots import Tab as BrowserTab
-from tests.inference.page.pages import HOSTILE, folder
+from inference.report.page.render import write_page
+from scripts.tools.page_shots import VARIABLE, check, find_chromium, launch, open_page
+from tests.inference.report.pages import HOSTILE, folder
 
 pytestmark = [
     pytest.mark.page,
@@ -42,37 +41,35 @@ def test_faults_are_found(tmp_path: Path) -> None:
 
 def test_a_measurement_is_chosen_and_the_theme_changes(tmp_path: Path) -> None:
     page = written(folder(tmp_path, "medusa"), "measure")
-    with browser(find_chromium()) as chrome:
-        tab = BrowserTab.open(chrome, 1600, "light")
-        tab.visit(page.resolve().as_uri())
+    with launch(find_chromium()) as browser:
+        tab, problems = open_page(browser, page, 1600, "light")
         hidden = "[...document.querySelectorAll('article')].map((a) => a.hidden)"
-        assert tab.value(hidden) == [False, True]
-        tab.value("(() => { const s = document.getElementById('run'); s.value = '1'; s.dispatchEvent(new Event('change')); })()")
-        assert tab.value(hidden) == [True, False]
-        assert tab.value("document.querySelector('nav a').getAttribute('href')") == "#summary-1"
+        assert tab.evaluate(hidden) == [False, True]
+        tab.locator("#run").select_option("1")
+        assert tab.evaluate(hidden) == [True, False]
+        assert tab.locator("nav a").first.get_attribute("href") == "#summary-1"
         seen = []
         for _ in range(3):
-            tab.value("document.getElementById('theme').click()")
+            tab.locator("#theme").click()
             paper = "getComputedStyle(document.body).backgroundColor"
-            seen.append(tab.value(f"[document.documentElement.dataset.theme ?? '', {paper}]"))
+            seen.append(tab.evaluate(f"[document.documentElement.dataset.theme ?? '', {paper}]"))
         assert [theme for theme, _ in seen] == ["light", "dark", ""]
         assert seen[0][1] == seen[2][1] != seen[1][1]
-        assert tab.problems() == []
+        assert problems == []
 
 
 def test_a_token_tells_both_models_candidates(tmp_path: Path) -> None:
     page = written(folder(tmp_path, "medusa"), "measure")
-    with browser(find_chromium()) as chrome:
-        tab = BrowserTab.open(chrome, 400, "dark")
-        tab.visit(page.resolve().as_uri())
-        tab.value("document.querySelectorAll('.token[role=option]')[3].focus()")
-        said = tab.value("document.querySelector('.candidates').innerText")
+    with launch(find_chromium()) as browser:
+        tab, _ = open_page(browser, page, 400, "dark")
+        panel, answer = tab.locator(".candidates"), tab.locator(".answer")
+        tab.locator(".token[role=option]").nth(3).focus()
+        said = panel.inner_text()
         assert "corrected by the target" in said and "75.0%" in said and "50.0%" in said
         assert "verification 1" in said
-        tab.press("ArrowDown", 40)
-        assert "added by the target" in tab.value("document.querySelector('.candidates').innerText")
-        shown = tab.value("document.querySelector('.answer').innerText")
-        assert "if" in shown and "↵" in shown
+        tab.keyboard.press("ArrowDown")
+        assert "added by the target" in panel.inner_text()
+        assert "if" in answer.inner_text() and "↵" in answer.inner_text()
 
 
 def test_without_a_browser_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
