@@ -76,9 +76,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
         path.stem if path.is_file() and path.name != REPORT_FILE else _folder(path).name
         for path in paths
     ]
-    return [
-        f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)
-    ]
+    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def _folder(path: Path) -> Path:

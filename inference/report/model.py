@@ -473,7 +473,7 @@ class LossSplit(Block):
     terms: list[LossTerm]
 
 
-class CalibrationError(Block):
+class CalibrationGap(Block):
     """How far confidences are from the accepted shares."""
 
     ece: float
@@ -484,7 +484,7 @@ class CalibrationError(Block):
 class DomainLoss(LossSplit):
     """The split of one domain."""
 
-    calibration: CalibrationError | None = None
+    calibration: CalibrationGap | None = None
 
 
 class DraftStates(Block):
@@ -515,7 +515,7 @@ class _Span(Block):
 class PositionStates(DraftStates, _Span):
     """The drafted tokens of a part of the answers."""
 
-    calibration: CalibrationError | None = None
+    calibration: CalibrationGap | None = None
 
     @property
     def label(self) -> str:
@@ -529,7 +529,7 @@ class _TemperatureTau(Block):
     tau_ci95: Interval
 
 
-class TemperatureStates(DraftStates, CalibrationError, _TemperatureTau):
+class TemperatureStates(DraftStates, CalibrationGap, _TemperatureTau):
     """The sample decoded at one temperature."""
 
 

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m scripts.tools.page_shots", description=__doc__.split("\n")[0]
     )
     parser.add_argument("page", type=Path)
-    parser.add_argument("--out", type=Path, help="folder for screenshots; without it none are taken")
+    parser.add_argument("--out", type=Path, help="folder for screenshots; default: none")
     parser.add_argument("--chromium")
     parser.add_argument("--sections", nargs="*", default=[], help="ids of elements for close-ups")
     given = parser.parse_args(arguments)
@@ -131,10 +131,13 @@ def open_page(
     problems: list[str] = []
     tab.on("console", lambda message: problems.append(f"the console says: {message.text[:300]}"))
     tab.on("pageerror", lambda error: problems.append(f"the page throws: {str(error)[:300]}"))
-    tab.on("request", lambda asked: urls.append(asked.url))
-    urls: list[str] = []
+
+    def note_request(request: Any) -> None:
+        if request.url.split("#")[0] != address:
+            problems.append(f"the page asks for {request.url[:200]}")
+
+    tab.on("request", note_request)
     tab.goto(address)
-    problems += [f"the page asks for {url[:200]}" for url in urls if url.split("#")[0] != address]
     wide = tab.evaluate("document.documentElement.scrollWidth")
     if wide > width:
         problems.append(f"the page is {wide} wide; the window has {width}")

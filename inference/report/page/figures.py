@@ -40,21 +40,19 @@ def domains(run: Run) -> list[Figure]:
     taus = [cell.tau_ci95[1] for drafter in drafters for cell in drafter.domains.values()]
     speedups, lengths = [], []
     for name in report.domains:
-        found = [(drafter, drafter.domains[name]) for drafter in drafters if name in drafter.domains]
+        found = [(one, one.domains[name]) for one in drafters if name in one.domains]
         rows = [
             Dot(
-                drafter.name,
+                one.name,
                 cell.speedup,
-                report.domain_intervals(drafter.name).get(name),
-                drafter is run.best,
+                report.domain_intervals(one.name).get(name),
+                one is run.best,
             )
-            for drafter, cell in found
+            for one, cell in found
         ]
         title = f"Speedup, {name}"
         speedups.append(Figure(title, Dots(title, rows, 1.0, "×", (min(speeds), max(speeds)))))
-        rows = [
-            Dot(drafter.name, cell.tau, cell.tau_ci95, drafter is run.best) for drafter, cell in found
-        ]
+        rows = [Dot(one.name, cell.tau, cell.tau_ci95, one is run.best) for one, cell in found]
         title = f"Tokens per verification, {name}"
         lengths.append(Figure(title, Dots(title, rows, 1.0, "", (1.0, max(taus)))))
     return speedups + lengths

@@ -44,11 +44,10 @@ class Run:
             return f"Drafts are kept by rule {settings.rule_text}."
         wrong = [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]
         if wrong:
-            return f"Answers differ from plain decoding for {', '.join(wrong)}: see the last column."
-        return (
-            "No answer of any drafter differs from plain decoding beyond the number format's own "
-            "ties."
-        )
+            names = ", ".join(wrong)
+            return f"Answers differ from plain decoding for {names}: see the last column."
+        words = "No answer of any drafter differs from plain decoding beyond the number format's"
+        return f"{words} own ties."
 
 
 @dataclass(frozen=True)

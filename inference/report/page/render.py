@@ -58,7 +58,8 @@ def render(page: Page) -> str:
         answers.append(select_answers(run, room))
         room -= answers[-1].size
     style, script = asset("style.css"), asset("script.js")
-    return environment().get_template("page.html.j2").render(
+    template = environment().get_template("page.html.j2")
+    return template.render(
         page=page,
         answers=answers,
         style=Markup(style),

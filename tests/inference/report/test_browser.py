@@ -19,10 +19,16 @@ pytestmark = [
 
 
 def written(root: Path, words: str) -> Path:
-    return write_page([(words, root / "measure"), ("sampled", root / "sampled")], root / "out", root)
+    return write_page(
+        [(words, root / "measure"), ("sampled", root / "sampled")], root / "out", root
+    )
 
 
-@pytest.mark.parametrize("words", ["medusa", HOSTILE, "a_name_without_any_place_to_break_it_" * 9], ids=["tame", "hostile", "long"])
+@pytest.mark.parametrize(
+    "words",
+    ["medusa", HOSTILE, "a_name_without_any_place_to_break_it_" * 9],
+    ids=["tame", "hostile", "long"],
+)
 def test_a_page_has_no_fault(words: str, tmp_path: Path) -> None:
     assert check(written(folder(tmp_path, words), words), tmp_path / "shots") == []
     assert len(list((tmp_path / "shots").glob("*.png"))) == 4
@@ -32,10 +38,18 @@ def test_faults_are_found(tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text(
         "<!doctype html><body><div style='width:5000px'>x</div><img src='http://127.0.0.1:9/x.png'>"
-        "<script>console.log('hello'); throw new Error('broken')</script>" + f"<!-- {'y' * 3_000_000} -->"
+        "<script>console.log('hello'); throw new Error('broken')</script>"
+        + f"<!-- {'y' * 3_000_000} -->"
     )
     found = "\n".join(check(page, None))
-    for words in ("bytes", "asks for http://127.0.0.1:9/x.png", "hello", "broken", "the window has 400", "stops only"):
+    for words in (
+        "bytes",
+        "asks for http://127.0.0.1:9/x.png",
+        "hello",
+        "broken",
+        "the window has 400",
+        "stops only",
+    ):
         assert words in found, words
 
 
@@ -72,7 +86,9 @@ def test_a_token_tells_both_models_candidates(tmp_path: Path) -> None:
         assert "if" in answer.inner_text() and "↵" in answer.inner_text()
 
 
-def test_without_a_browser_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_browser_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="apt-get install chromium"):

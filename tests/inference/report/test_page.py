@@ -43,7 +43,7 @@ def page(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_page_is_sound_and_small(page: str) -> None:
-    assert page.startswith("<!doctype html>\n<html lang=\"en\">")
+    assert page.startswith('<!doctype html>\n<html lang="en">')
     reader = Reader(page)
     assert not reader.open
     assert len(page.encode()) < 3_000_000
@@ -59,7 +59,16 @@ def test_nothing_is_fetched_from_anywhere(page: str) -> None:
     assert links and all(str(link).startswith("#") for link in links)
     assert "url(" not in page and "@import" not in page
     script = asset("script.js").replace("http://www.w3.org/2000/svg", "")
-    for word in ("fetch(", "XMLHttpRequest", "import(", "http:", "https:", "innerHTML", "eval(", "document.write"):
+    for word in (
+        "fetch(",
+        "XMLHttpRequest",
+        "import(",
+        "http:",
+        "https:",
+        "innerHTML",
+        "eval(",
+        "document.write",
+    ):
         assert word not in script
 
 
@@ -74,11 +83,20 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 def test_text_from_data_stays_text(wild: str) -> None:
     reader = Reader(wild)
-    assert len(reader.all("script")) == 2  # one viewer's data and ours: the other measurement has no answers
-    assert [attributes.get("type") for attributes in reader.all("script")] == ["application/json", None]
-    handlers = [key for _, attributes in reader.elements for key in attributes if key.startswith("on")]
+    assert (
+        len(reader.all("script")) == 2
+    )  # one viewer's data and ours: the other measurement has no answers
+    assert [attributes.get("type") for attributes in reader.all("script")] == [
+        "application/json",
+        None,
+    ]
+    handlers = [
+        key for _, attributes in reader.elements for key in attributes if key.startswith("on")
+    ]
     assert not handlers
-    assert "alert(1)" in "".join(reader.text["th"]) + "".join(reader.text["td"])  # it is shown, as text
+    assert "alert(1)" in "".join(reader.text["th"]) + "".join(
+        reader.text["td"]
+    )  # it is shown, as text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e]", wild)
     data = json.loads("".join(reader.text["script"][:1]))
     assert data[0]["tokens"][0][0] == clean(HOSTILE.replace("\ud800", ""))
@@ -86,12 +104,18 @@ def test_text_from_data_stays_text(wild: str) -> None:
 
 def test_a_browser_would_run_nothing_but_our_script(wild: str) -> None:
     reader = Reader(wild)
-    policy = next(str(a["content"]) for a in reader.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        str(a["content"])
+        for a in reader.all("meta")
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "default-src 'none'" in policy and "unsafe" not in policy
     for name, kind in (("style.css", "style-src"), ("script.js", "script-src")):
         digest = base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in policy
-    assert not any("style" in attributes for _, attributes in reader.elements)  # the policy would drop it
+    assert not any(
+        "style" in attributes for _, attributes in reader.elements
+    )  # the policy would drop it
 
 
 def test_headings_descend_without_gaps(page: str) -> None:
@@ -142,7 +166,9 @@ def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
     assert [point.best for point in rounds.points] == [False, True, False]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}']
+)
 def test_a_strange_summary_of_rounds_is_left_out(content: str, tmp_path: Path) -> None:
     (tmp_path / "loop.json").write_text(content)
     assert read_rounds(tmp_path) == []
@@ -165,7 +191,14 @@ def test_answers_beyond_the_room_are_left_out_and_said_so(
 def test_packing_keeps_every_field() -> None:
     whole = answer("a", "p", "w")
     small = pack(whole)
-    assert small["tokens"][3] == ["w", 2, 3, 1, whole["tokens"][3]["target"], whole["tokens"][3]["draft"]]
+    assert small["tokens"][3] == [
+        "w",
+        2,
+        3,
+        1,
+        whole["tokens"][3]["target"],
+        whole["tokens"][3]["draft"],
+    ]
 
 
 # ---- markup and drawings -----------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ def test_a_complete_report_passes_and_survives_the_disk(tmp_path: Path) -> None:
     write_report(example_report(), tmp_path / "report.json")
     assert read_report(tmp_path) == read_report(tmp_path / "report.json")
     assert read_report(tmp_path).to_dict() == example_report()
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]  # no temporary file is left
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "report.json"
+    ]  # no temporary file is left
 
 
 @pytest.mark.parametrize("name", ["demo", "demo_sampled"])
@@ -128,7 +130,11 @@ def two_reports(folder: Path) -> list[Path]:
         "acceptance": {"unconditional": [0.6, 0.3, 0.0, 0.0], "conditional": [0.6, 0.5, 0.0, 0.0]},
         "lossless": {"identical": 60, "near_ties": 1, "mismatches": 3},
     }
-    own = {"draft": {"name": "eagle3 (own noise)", "noise": "none"}, "tau": 1.42, "tau_ci95": [1.37, 1.48]}
+    own = {
+        "draft": {"name": "eagle3 (own noise)", "noise": "none"},
+        "tau": 1.42,
+        "tau_ci95": [1.37, 1.48],
+    }
     for name, report in {
         "greedy": example_report({}, medusa),
         "sampled": example_report({}, own, settings={"temperature": 1.0}),
@@ -222,7 +228,9 @@ def test_the_table_folds_into_a_narrow_terminal() -> None:
 def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
     report = {**example_report(), **copy.deepcopy(BLOCKS)}
     write_report(report, tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     for line in (
         "| transformers_generate | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
         "| vllm_ngram (not interleaved) | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
@@ -242,7 +250,9 @@ def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
 
 def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
     write_report(example_report(), tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     assert "beside ours" not in page and "GB/s" not in page
     assert not (tmp_path / "out" / "speedup_by_batch.png").exists()
 
@@ -250,7 +260,11 @@ def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("block", "change", "message"),
     [
-        ("baselines", {"x": {"ratio": "1"}}, r"baselines\.x\.\w+ is missing|baselines\.x\.ratio must be"),
+        (
+            "baselines",
+            {"x": {"ratio": "1"}},
+            r"baselines\.x\.\w+ is missing|baselines\.x\.ratio must be",
+        ),
         ("profile", {"blocks": -1}, r"profile\.blocks must be a whole number"),
         ("costs", {"launch": True}, r"costs\.launch must be text"),
         (
@@ -267,6 +281,8 @@ def test_wrong_blocks_are_named(block: str, change: dict[str, Any], message: str
 
 def test_a_gap_between_steps_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     write_report(example_report({"step_ms": {"gap": 0.25}}), tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     assert "| drafter | draft | verify | commit | other | gap | target MB |" in page
     assert "| eagle3 | 0.50 | 2.30 | 0.20 | 0.10 | 0.25 |" in page
