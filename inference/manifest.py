@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
 
 FORMAT = 1
@@ -184,3 +185,9 @@ def safe_path(directory: Path, relative: str) -> Path:
             "written by us; refused."
         )
     return path
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """SHA-256 of the weights file in a checkpoint's folder; empty where there is none."""
+    path = Path(folder) / WEIGHTS_FILE
+    return file_sha256(path) if folder and path.is_file() else ""

@@ -21,11 +21,12 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.metrics import Outcome, Totals, tau_estimate
-from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.measure.metrics import Outcome, Totals, tau_estimate
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).parents[1]
 FIXED = (1, 2, 3, 4, 6, 8)

@@ -21,9 +21,9 @@ from scripts.run import RunConfig, is_main_process, open_folder, prepare_process
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from inference.audit_config import AuditConfig
-    from inference.audit_suite import Contestant
-    from inference.target import TargetModel
+    from inference.audit.config import AuditConfig
+    from inference.audit.suite import Contestant
+    from inference.target.model import TargetModel
     from scripts.config import Settings
 
 FRESH = " (fresh)"
@@ -32,8 +32,8 @@ FRESH = " (fresh)"
 
 def run(settings: Settings) -> int:
     """Audit, print the summary; returns the exit status. An unchanged complete audit is only shown again."""
-    from inference.audit_findings import AUDIT_FILE, read
-    from inference.audit_report import print_summary
+    from inference.audit.findings import AUDIT_FILE, read
+    from inference.audit.report import print_summary
     from scripts.report import console
 
     if not is_main_process():
@@ -59,11 +59,11 @@ def audited(
     settings: Settings, found: Sequence[Found], out: Path, git: dict[str, Any], console: Console
 ) -> None:
     """Run the checks and write audit.json and audit.md."""
-    from inference.audit_findings import to_json, write
-    from inference.audit_report import write_markdown
-    from inference.audit_suite import run_audit
-    from inference.bench import process_facts
-    from inference.target import TargetModel
+    from inference.audit.findings import to_json, write
+    from inference.audit.report import write_markdown
+    from inference.audit.suite import run_audit
+    from inference.measure.config import process_facts
+    from inference.target.model import TargetModel
 
     def load_target(precision: str) -> TargetModel:
         return TargetModel.load(replace(settings.target, dtype=precision))
@@ -108,7 +108,7 @@ def chosen(config: AuditConfig, run: RunConfig) -> list[Found]:
 
 def contestant(found: Found, settings: Settings) -> Contestant:
     """A drafter that exists, with the draft it was trained for."""
-    from inference.audit_suite import Contestant
+    from inference.audit.suite import Contestant
 
     def load(target: TargetModel) -> Any:
         return drafters.load(found, target)
@@ -119,7 +119,7 @@ def contestant(found: Found, settings: Settings) -> Contestant:
 def fresh(settings: Settings) -> Contestant:
     """The drafter of head=, freshly initialised."""
     from heads.api.checkpoint import new_drafter
-    from inference.audit_suite import Contestant
+    from inference.audit.suite import Contestant
 
     head = settings.head
 

@@ -4,7 +4,7 @@ replayed acceptance.
 The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so that its
 greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding, and the layers add
 little to the residual stream. Drafters of real shapes do their real work and are accepted as a recorded
-trajectory says (`inference/replay.py`), so what is measured depends on the decoder and the machine alone.
+trajectory says (`inference/measure/replay.py`), so what is measured depends on the decoder and the machine alone.
 Writes the whole report with its roofline, and the few numbers that it is judged by, as JSON.
 """
 
@@ -26,14 +26,16 @@ from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
-from inference.bench import Arm, BenchConfig
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
-from inference.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
-from inference.measure import measure
-from inference.prompts import Prompt, to_requests
-from inference.replay import ReplayDrafter, Trajectory, read_trajectories
-from inference.target import TargetModel
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure.config import BenchConfig
+from inference.measure.prompts import Prompt, to_requests
+from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
+from inference.measure.run import measure
+from inference.target.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
+from inference.target.model import TargetModel
 
 REPORTS = Path(__file__).resolve().parent.parent / "docs" / "reports"
 SHAPES: dict[str, dict[str, int]] = {

@@ -25,14 +25,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.api.errors import UserError, suggest
 from heads.api.tree import TokenTree
-from inference.bench import device_facts, process_facts
-from inference.cost import captured, interleaved
+from inference.decoding.costs import captured, interleaved
 from inference.kernels.dispatch import triton_version
-from inference.kernels.reference_attention import TREE_ATTENTION, visible
-from inference.kernels.reference_commit import ACCEPT_WALK, COMPACT
-from inference.kernels.reference_heads import RESIDUAL_BLOCKS
-from inference.kernels.reference_noise import NOISE_PICK
-from inference.metrics import interval95, resample_weights
+from inference.kernels.reference.attention import TREE_ATTENTION, visible
+from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT
+from inference.kernels.reference.heads import RESIDUAL_BLOCKS
+from inference.kernels.reference.noise import NOISE_PICK
+from inference.measure.config import process_facts
+from inference.measure.metrics import interval95, resample_weights
+from inference.target.hardware import device_facts
 
 Call = Callable[[], Any]
 KERNEL, COPY = "kernel", "copy"

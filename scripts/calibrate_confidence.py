@@ -3,7 +3,7 @@
     python -m scripts.calibrate_confidence outputs/families/train/dspark@0.001/best --out outputs/dspark_calibrated
 
 Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark, 2607.05147;
-heads/nn/block_confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
+heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
 to each depth on them, before and after.
 
 Legend: M recorded chains, K depths.
@@ -23,10 +23,11 @@ from torch import Tensor
 from heads.api.checkpoint import save_drafter
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
-from heads.nn.block_confidence import calibration_errors
-from inference.engine import DecodeConfig, Engine
-from inference.requests import Request
-from inference.target import TargetModel
+from heads.nn.block.confidence import calibration_errors
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
 from scripts import recording
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
-from inference.text_pieces import TextPieces
+from inference.target.text_pieces import TextPieces
 from scripts import drafters
 from scripts.run import prepare_process
 
 if TYPE_CHECKING:
-    from inference.engine import Engine, PassRecord, Request
+    from inference.decoding.engine import Engine
+    from inference.decoding.requests import PassRecord, Request
     from scripts.config import Settings
     from scripts.drafters import Found
 
@@ -70,8 +71,8 @@ def chosen(settings: Settings, given: str) -> Found | None:
 
 def build_engine(settings: Settings, given: str) -> tuple[Engine, str]:
     """The decoder with the drafter `given` (see `ChatConfig.drafter`), and that drafter's name."""
-    from inference.engine import Engine
-    from inference.target import TargetModel
+    from inference.decoding.engine import Engine
+    from inference.target.model import TargetModel
 
     found = chosen(settings, given)
     target = TargetModel.load(settings.target)
@@ -97,9 +98,9 @@ class Chat:
 
     def answer(self, prompt: str) -> Answer:
         """Answer `prompt`, printing the text as it is decoded, and remember both."""
-        from inference.chat import render_prompt
-        from inference.engine import Request
-        from inference.prompts import prompt_seed
+        from inference.decoding.requests import Request
+        from inference.measure.prompts import prompt_seed
+        from inference.target.chat import render_prompt
 
         tokenizer = self.engine.target.tokenizer
         messages = [*self.messages, {"role": "user", "content": prompt}]
@@ -149,7 +150,7 @@ class TextStream:
 
 def summary(answer: Answer, name: str) -> str:
     """One line of numbers about an answer."""
-    from inference.metrics import divide
+    from inference.measure.metrics import divide
 
     tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
     speed = divide(answer.tokens, answer.seconds)

@@ -7,7 +7,7 @@ prompt, each time another one first, so that a busy machine slows all alike.
 
 The report (JSON) says for every arm: seconds of whole calls, prefill included, tokens, how many texts are those of our plain
 loop, and how much faster per token it is than `generate`, with a bootstrap interval over prompts; for our arms also tau,
-milliseconds per step and phase, and efficiency (`inference.metrics`). Compiling takes place while warming up and is reported apart.
+milliseconds per step and phase, and efficiency (`inference.measure.metrics`). Compiling takes place while warming up and is reported apart.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
-from inference import metrics
-from inference.baselines import BaselinesConfig, Peer, is_llama, make_peers
-from inference.bench import Arm
-from inference.compiled import seconds_spent
-from inference.engine import DecodeConfig, Engine, Request
-from inference.loading import DTYPES, TargetConfig
-from inference.metrics import Outcome, Totals
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.compiled import seconds_spent
+from inference.decoding.requests import Request
+from inference.measure import metrics
+from inference.measure.baselines import BaselinesConfig, Peer, is_llama, make_peers
+from inference.measure.metrics import Outcome, Totals
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.target.loading import DTYPES, TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = "ours_plain"

@@ -30,15 +30,16 @@ import torch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.bench import device_facts, process_facts
-from inference.decode_config import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
-from inference.loading import TargetConfig
 from inference.manifest import write_json
-from inference.measure import quick_tau
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
+from inference.measure.config import process_facts
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.hardware import device_facts
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.stages import STAGES
 from train.data.pack import PackedData

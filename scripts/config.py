@@ -27,53 +27,53 @@ from scripts.convert import to_dataclass
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 
 if TYPE_CHECKING:
-    from inference.audit_config import AuditConfig
-    from inference.engine import DecodeConfig
+    from inference.audit.config import AuditConfig
+    from inference.decoding.config import DecodeConfig
     from inference.export.engine_folder import ExportConfig
     from inference.export.hub import PushConfig
     from inference.export.pull import PullConfig
     from inference.export.verify_config import VerifyConfig
-    from inference.loading import TargetConfig
-    from inference.measure import BenchConfig
+    from inference.measure.config import BenchConfig
     from inference.server.config import ServeConfig
+    from inference.staleness.config import WatchConfig
+    from inference.target.loading import TargetConfig
     from inference.traffic.config import TrafficConfig
     from inference.tune.config import TuneConfig
-    from inference.watch.config import WatchConfig
     from scripts.chat import ChatConfig
     from scripts.loop import LoopConfig
     from scripts.measure import MeasureConfig
     from scripts.refresh import RefreshStageConfig
     from scripts.report import ReportConfig
     from scripts.run import RunConfig
-    from train.data.sampling import SamplingConfig
-    from train.data.sources import DataConfig
-    from train.engine import EngineConfig
-    from train.features import FeaturesConfig
+    from train.config import TrainConfig
+    from train.data.config import DataConfig
+    from train.engines.base import EngineConfig
+    from train.features.config import FeaturesConfig
     from train.feedback.config import FeedbackConfig
-    from train.generate import GenerateConfig
-    from train.joint_config import JointConfig
-    from train.loop import TrainConfig
+    from train.generate.config import GenerateConfig
+    from train.generate.sampling import SamplingConfig
+    from train.joint.config import JointConfig
     from train.optim import OptimConfig, ScheduleConfig
-    from train.plan import PlanConfig
+    from train.planning.plan import PlanConfig
 
 REPOSITORY = Path(conf.__file__).resolve().parents[1]
 EXTRA_VARIABLE = "HEADSTART_CONF"
 """Environment variable: more folders (separated like PATH) with groups and recipes of one's own, searched after conf/."""
 
 CONSUMERS = {
-    "target": "inference.loading:TargetConfig",
+    "target": "inference.target.loading:TargetConfig",
     "data": "train.data.sources:DataConfig",
-    "sampling": "train.data.sampling:SamplingConfig",
-    "generate": "train.generate:GenerateConfig",
+    "sampling": "train.generate.sampling:SamplingConfig",
+    "generate": "train.generate.config:GenerateConfig",
     "feedback": "train.feedback.config:FeedbackConfig",
-    "features": "train.features:FeaturesConfig",
-    "engine": "train.engine:EngineConfig",
+    "features": "train.features.config:FeaturesConfig",
+    "engine": "train.engines.base:EngineConfig",
     "optim": "train.optim:OptimConfig",
     "schedule": "train.optim:ScheduleConfig",
-    "joint": "train.joint_config:JointConfig",
-    "train": "train.loop:TrainConfig",
-    "decode": "inference.engine:DecodeConfig",
-    "bench": "inference.measure:BenchConfig",
+    "joint": "train.joint.config:JointConfig",
+    "train": "train.run:TrainConfig",
+    "decode": "inference.decoding.engine:DecodeConfig",
+    "bench": "inference.measure.run:BenchConfig",
     "push": "inference.export.hub:PushConfig",
     "export": "inference.export.engine_folder:ExportConfig",
     "verify": "inference.export.verify_config:VerifyConfig",
@@ -83,11 +83,11 @@ CONSUMERS = {
     "tune": "inference.tune.config:TuneConfig",
     "traffic": "inference.traffic.config:TrafficConfig",
     "measure": "scripts.measure:MeasureConfig",
-    "audit": "inference.audit_config:AuditConfig",
-    "plan": "train.plan:PlanConfig",
+    "audit": "inference.audit.config:AuditConfig",
+    "plan": "train.planning.plan:PlanConfig",
     "report": "scripts.report:ReportConfig",
     "refresh": "scripts.refresh:RefreshStageConfig",
-    "watch": "inference.watch.config:WatchConfig",
+    "watch": "inference.staleness.config:WatchConfig",
     "chat": "scripts.chat:ChatConfig",
     "serve": "inference.server.config:ServeConfig",
     "loop": "scripts.loop:LoopConfig",

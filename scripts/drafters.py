@@ -21,8 +21,8 @@ from scripts.run import CONFIG_FILE, RunConfig
 from scripts.run import read_config as read_stage_config
 
 if TYPE_CHECKING:
-    from inference.engine import DecodeConfig
-    from inference.target import TargetModel
+    from inference.decoding.config import DecodeConfig
+    from inference.target.model import TargetModel
     from scripts.config import Settings
 
 BEST = "best"
@@ -200,8 +200,8 @@ def decode_settings(
     own = draft_settings(found, settings.decode, asked)
     if asked or asks_for_adaptive(settings) or found.checkpoint is None:
         return own
-    from inference.bench import device_facts
-    from inference.tune.decode_file import advice
+    from inference.decoding.decode_file import advice
+    from inference.target.hardware import device_facts
 
     told = advice(found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature)
     if told is None:

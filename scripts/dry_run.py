@@ -23,16 +23,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inference.engine import Completion, DecodeConfig, Request
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_json
+from inference.target.loading import TargetConfig
 from scripts.run import session
-from train.data.answering import Refused
 from train.data.config import DataConfig, SourceConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
-from train.data.target_facts import TargetFacts
-from train.generate import GenerateConfig, generate
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
+from train.generate.target_facts import TargetFacts
+from train.generate.turns import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"

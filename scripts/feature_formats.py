@@ -26,9 +26,9 @@ from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, file_sha256, write_json
 from scripts.config import Settings, load_settings
 from scripts.stages import STAGES
-from train.features import FeaturesConfig
-from train.loop import train
-from train.store.run import StoreJob, write_features
+from train.features.config import FeaturesConfig
+from train.features.store.run import StoreJob, write_features
+from train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS: dict[str, tuple[str, ...]] = {

@@ -20,8 +20,8 @@ from heads.api.target_info import TargetInfo
 from inference.manifest import write_json
 from scripts.config import load_settings, options
 from scripts.stages import STAGES
-from train.store.run import spec_of
-from train.store.size import FORMATS, bytes_per_token, slots
+from train.features.store.run import spec_of
+from train.features.store.size import FORMATS, bytes_per_token, slots
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = TargetInfo(

@@ -16,7 +16,7 @@ from scripts.train import answers_folder
 
 if TYPE_CHECKING:
     from scripts.config import Settings
-    from train.store.run import StoreJob
+    from train.features.store.run import StoreJob
 
 
 def run(settings: Settings) -> None:
@@ -26,9 +26,9 @@ def run(settings: Settings) -> None:
         serve(settings)
         return
     from inference.manifest import MANIFEST_FILE, read_manifest
-    from train.store.claims import folder_lock
-    from train.store.run import write_features
-    from train.store.writer import gib
+    from train.features.store.claims import folder_lock
+    from train.features.store.run import write_features
+    from train.features.store.writer import gib
 
     answers = answers_folder(settings)
     read_manifest(answers, "generate")  # says what to do when there are no answers yet
@@ -45,7 +45,7 @@ def run(settings: Settings) -> None:
 
 def store_job(settings: Settings, answers: Path) -> StoreJob:
     """What the settings ask to be stored."""
-    from train.store.run import StoreJob
+    from train.features.store.run import StoreJob
 
     return StoreJob(
         heads=all_heads(settings),
@@ -76,9 +76,9 @@ def serve(settings: Settings) -> None:
     """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0: threads of connections may be
     inside of torch, and an interpreter that ends around them was seen to abort. There is nothing left to write.
     """
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
+    from train.features.remote.server import FeatureServer
     from train.processes import terminable
-    from train.remote_server import FeatureServer
 
     config = settings.features
     target = TargetModel.load(settings.target)

@@ -19,10 +19,12 @@ def run(settings: Settings) -> None:
     """Write the folder; one of the same inputs is left alone."""
     from heads.api.errors import UserError
     from inference.manifest import MANIFEST_FILE
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
     from inference.verifications import FACTS_FILE
-    from train.data.target_facts import TargetFacts
-    from train.feedback import BRANCHES, VARIATIONS, build, write_branches, write_variations
+    from train.feedback import build
+    from train.feedback.branches import BRANCHES, write_branches
+    from train.feedback.variations import VARIATIONS, write_variations
+    from train.generate.target_facts import TargetFacts
     from train.recording import RECORDS
 
     config = settings.feedback

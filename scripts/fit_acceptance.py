@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.adaptive_head import Recorded, fit
-from inference.engine import DecodeConfig, Engine
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.decoding.adaptive.head import Recorded, fit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
 from scripts import recording
 
 BINS = 10

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(settings: Settings) -> None:
     """Generate answers, continuing an interrupted folder; a complete one is left alone."""
-    from train.generate import generate
+    from train.generate.run import generate
 
     out = settings.run.directory / "generate"
     folder = open_folder(settings, out, stage_decides=True)

@@ -22,12 +22,12 @@ import torch
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.manifest import MANIFEST_FILE, read_manifest, write_bytes, write_json
-from inference.measure import quick_tau
-from inference.prompts import load_prompts, to_requests
+from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.run import quick_tau
 from inference.report.markdown import markdown_table
 from inference.report.model import read_report
 from scripts import cli

@@ -22,7 +22,7 @@ def run(settings: Settings) -> None:
     """Write <run>/train/<drafter>/best, or import.out."""
     from inference.export.importing import import_folder, summary
     from inference.export.layouts.folder import Folder
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
 
     if not is_main_process():
         return

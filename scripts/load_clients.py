@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 
 DOMAINS = ("code", "chat", "math", "qa")
 

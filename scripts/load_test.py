@@ -1,7 +1,7 @@
 """Load on `headstart serve`: `python -m scripts.load_test --drafter FOLDER` writes docs/reports/serve_load.json.
 
 The server runs as a process of its own on loopback; its clients are the real openai client. Answers are compared with what plain
-offline decoding gives, token by token; where they differ they are examined (inference/audit.py): a near tie of float32 is counted,
+offline decoding gives, token by token; where they differ they are examined (inference/audit/comparison.py): a near tie of float32 is counted,
 anything else is a mismatch. Phases:
 
 1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over HTTP by as many clients, in
@@ -36,17 +36,17 @@ import numpy as np
 import torch
 
 from heads.api.errors import UserError
-from inference.audit import audit
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.loading import TargetConfig
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.manifest import write_json
-from inference.metrics import divide
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.requests import Request
-from inference.sampling import SamplingSettings
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.server.metrics import resident_bytes
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import drafters
 from scripts.load_clients import Case, Seen, each_once, load
 from scripts.run import RunConfig

@@ -16,7 +16,8 @@ from heads.api.errors import UserError
 from scripts.loop import Step
 from scripts.rounds import GENERATED, HARD, ON_POLICY, Rounds, switched
 from scripts.rounds_plan import HARD_PROMPTS, MORE, PLAIN, TRIALS
-from train.feedback import FeedbackConfig, build
+from train.feedback import build
+from train.feedback.config import FeedbackConfig
 from train.recording import RECORDS
 
 FEEDBACK_SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights")

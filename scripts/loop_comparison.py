@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.manifest import MANIFEST_FILE, read_manifest
-from inference.metrics import gain, tau_estimate
+from inference.measure.metrics import gain, tau_estimate
 from scripts.loop_held_out import HeldOut, totals
 from scripts.rounds import LOOP_FILE
 from scripts.rounds_facts import answers_of, plain

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
-from inference.audit import audit
-from inference.engine import DecodeConfig, Engine, PassRecord, Request
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
 from inference.manifest import file_sha256, write_json
-from inference.metrics import Outcome, Totals
-from inference.prompts import load_prompts, to_requests
-from inference.target import TargetModel
+from inference.measure.metrics import Outcome, Totals
+from inference.measure.prompts import load_prompts, to_requests
+from inference.target.model import TargetModel
 
 PROMPTS = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 DOMAINS = ("code", "explain", "reference")

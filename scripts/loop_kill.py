@@ -68,7 +68,7 @@ def play(overrides: list[str], folder: str) -> None:
 def started(overrides: Sequence[str], folder: Path) -> Any:
     """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["scripts.loop_kill", "scripts.cli", "scripts.rounds", "train.loop", "train.generate"])
+    context.set_forkserver_preload(["scripts.loop_kill", "scripts.cli", "scripts.rounds", "train.run", "train.generate"])
     folder.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=play, args=(list(overrides), str(folder)))
     process.start()

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.loading import TargetConfig
 from inference.manifest import write_bytes
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.loop_ablation import STEPS, TRIED, ablate, merged, overrides, share_first_round
 from scripts.loop_comparison import ABLATION, DISTINCT, LOOP, LOOPS, Comparison
@@ -37,7 +37,8 @@ from scripts.loop_report_page import REPEATED, markdown
 from scripts.rounds import GENERATED, LOOP_FILE, ON_POLICY, Rounds
 from scripts.runner import run_one
 from scripts.stages import STAGES
-from train.feedback import FeedbackConfig, build
+from train.feedback import build
+from train.feedback.config import FeedbackConfig
 
 SCRIPT = "python -m scripts.loop_report"
 ROOT = Path(__file__).resolve().parents[1]

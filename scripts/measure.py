@@ -15,10 +15,11 @@ from scripts.drafters import Found
 from scripts.run import RunConfig, is_main_process, open_folder, prepare_process, shown
 
 if TYPE_CHECKING:
-    from inference.bench_data import Loaded
-    from inference.measure import Arm, BenchConfig
-    from inference.prompts import Prompt
-    from inference.target import TargetModel
+    from inference.decoding.arm import Arm
+    from inference.measure.config import BenchConfig
+    from inference.measure.datasets import Loaded
+    from inference.measure.prompts import Prompt
+    from inference.target.model import TargetModel
     from scripts.config import Settings
 
 
@@ -61,7 +62,7 @@ def run(settings: Settings) -> None:
 
 def measured(settings: Settings) -> Path:
     """Measure unless that was done and nothing has changed since; returns report.json's path."""
-    from inference.measure import REPORT_FILE, measure
+    from inference.measure.run import REPORT_FILE, measure
 
     out = settings.run.directory / settings.measure.name
     found = chosen(settings.measure, settings.run)
@@ -74,7 +75,7 @@ def measured(settings: Settings) -> Path:
         )
         return out / REPORT_FILE
     prepare_process(settings.run)
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
 
     target = TargetModel.load(settings.target)
     arms = [arm(item, target, settings) for item in found]
@@ -106,7 +107,7 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
 
 def weight_files(found: Found) -> list[Path]:
     """The files of a checkpoint whose change makes a measurement stale."""
-    from inference.tune.decode_file import DECODE_FILE
+    from inference.decoding.decode_file import DECODE_FILE
 
     if found.checkpoint is None:
         return []
@@ -115,7 +116,7 @@ def weight_files(found: Found) -> list[Path]:
 
 def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
     """One contestant: the drafter with its own draft."""
-    from inference.measure import Arm
+    from inference.decoding.arm import Arm
 
     config = settings.measure
     changes = {**config.draft, **config.drafts.get(found.name, {})}
@@ -128,7 +129,7 @@ def arm(found: Found, target: TargetModel, settings: Settings) -> Arm:
 
 def load(bench: BenchConfig) -> Loaded:
     """The prompts to measure on, and the commit of the dataset they are from."""
-    from inference.bench_data import load_bench_prompts
+    from inference.measure.datasets import load_bench_prompts
 
     return load_bench_prompts(bench.prompts, bench.dataset, bench.domains)
 

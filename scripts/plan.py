@@ -21,14 +21,14 @@ from scripts.train import answers_folder, stage_folder
 
 if TYPE_CHECKING:
     from scripts.config import Settings
-    from train.config import Job
-    from train.plan import Speed
+    from train.config import TrainingJob
+    from train.planning.plan import Speed
 
 
 def run(settings: Settings) -> None:
     """Plan, write the plan down and show it."""
     from inference.manifest import write_json
-    from train.plan import make_plan
+    from train.planning.plan import make_plan
 
     prepare_process(settings.run)
     job = job_of(settings)
@@ -39,19 +39,19 @@ def run(settings: Settings) -> None:
     print(f"written to {shown(path)}; the target was not loaded for this" if settings.plan.gpu else f"written to {shown(path)}")
 
 
-def job_of(settings: Settings) -> Job:
+def job_of(settings: Settings) -> TrainingJob:
     """The training that is planned."""
-    from train.config import Job
+    from train.config import TrainingJob
 
-    return Job(
+    return TrainingJob(
         settings.head.kind, settings.head.config, settings.target, answers_folder(settings), stage_folder(settings),
         settings.train, settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
     )  # fmt: skip
 
 
-def speed_of(job: Job, settings: Settings) -> Speed:
+def speed_of(job: TrainingJob, settings: Settings) -> Speed:
     """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
-    from train.plan import Speed, read_summary
+    from train.planning.plan import Speed, read_summary
 
     plan = settings.plan
     if plan.gpu:
@@ -62,11 +62,11 @@ def speed_of(job: Job, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: Job, steps: int, folder: Path) -> dict[str, Any]:
+def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
     """The summary of so many real steps of the training, of which nothing is kept."""
-    from train.loop import train
-    from train.plan import read_summary
-    from train.tracker import TrackerConfig
+    from train.planning.plan import read_summary
+    from train.run import train
+    from train.tracking.tracker import TrackerConfig
 
     config = replace(
         job.config, max_steps=steps, eval_every=0, save_every=0, parity=False, tracker=TrackerConfig(wandb="disabled")
@@ -82,7 +82,7 @@ def few_steps(job: Job, steps: int, folder: Path) -> dict[str, Any]:
 
 def table(content: Mapping[str, Any]) -> Table:
     """The plan for people."""
-    from inference.memory import gib
+    from inference.target.memory import gib
 
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]

@@ -30,14 +30,16 @@ from typing import Any
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
-from inference import metrics
-from inference.engine import Completion, DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.metrics import Outcome, Totals
-from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
-from inference.tree_search import measure_ranks, search_tree
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
+from inference.measure import metrics
+from inference.measure.metrics import Outcome, Totals
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from inference.tune.replay import Replay
+from inference.tune.tree_search import measure_ranks, search_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPTH = 4

@@ -14,11 +14,11 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.loading import TargetConfig
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT_EVERY = 5

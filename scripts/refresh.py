@@ -23,10 +23,10 @@ from scripts.run import is_main_process, open_folder, prepare_process, shown
 from scripts.run import read_config as read_stage_config
 
 if TYPE_CHECKING:
-    from inference.decode_config import DecodeConfig
-    from inference.metrics import TauEstimate
-    from inference.requests import Request
-    from inference.target import TargetModel
+    from inference.decoding.config import DecodeConfig
+    from inference.decoding.requests import Request
+    from inference.measure.metrics import TauEstimate
+    from inference.target.model import TargetModel
     from scripts.config import Settings
     from scripts.drafters import Found
 
@@ -148,11 +148,11 @@ def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The new target's answers to some of the prompts, drafted for by the old drafter; returns the manifest."""
-    from inference.engine import Engine
-    from inference.target import TargetModel
+    from inference.decoding.engine import Engine
+    from inference.target.model import TargetModel
     from scripts.generate import with_benches
-    from train.answer_loop import OwnDecoder
-    from train.generate import generate
+    from train.generate.loop import OwnDecoder
+    from train.generate.run import generate
 
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
     data = with_benches(replace(settings.data, limit=rows))
@@ -170,8 +170,8 @@ def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
 ) -> dict[str, Any]:
     """Train from the old checkpoint; returns the manifest. The folder is a train stage's: other stages find the drafter in it."""
-    from train.loop import train
     from train.refresh import RefreshConfig
+    from train.run import train
 
     assert old.checkpoint is not None
     chosen = settings.refresh
@@ -230,8 +230,8 @@ def goal_of(settings: Settings, old: Found) -> float:
 
 def measured(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> TauEstimate:
     """tau of a checkpoint with the new target on the prompts of `bench`."""
-    from inference.measure import quick_tau
-    from inference.target import TargetModel
+    from inference.measure.run import quick_tau
+    from inference.target.model import TargetModel
 
     target = TargetModel.load(settings.target)
     drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
@@ -241,7 +241,7 @@ def measured(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> TauE
 
 def requests(settings: Settings, target: TargetModel, decode: DecodeConfig) -> list[Request]:
     """The prompts of `bench`, rendered: as many per domain as it says."""
-    from inference.prompts import select_prompts, to_requests
+    from inference.measure.prompts import select_prompts, to_requests
     from scripts.measure import prompts
 
     chosen = select_prompts(prompts(settings.bench), settings.bench.prompts_per_domain, settings.bench.seed)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE
-from inference.manifest import MANIFEST_FILE, write_json
-from inference.target import TargetModel
-from inference.verifications import checkpoint_hash
+from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
+from inference.target.model import TargetModel
 from scripts import rounds_facts as facts
 from scripts.loop import Step, perform
 from scripts.measure import measured
@@ -29,7 +28,10 @@ from scripts.rounds_plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, te
 from scripts.rounds_speed import generation_speed
 from scripts.rounds_table import show
 from scripts.run import shown
-from train.feedback import FeedbackConfig, build, write_branches, write_variations
+from train.feedback import build
+from train.feedback.branches import write_branches
+from train.feedback.config import FeedbackConfig
+from train.feedback.variations import write_variations
 from train.recording import RECORDS
 
 if TYPE_CHECKING:

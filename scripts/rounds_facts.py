@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
+from inference.decoding.requests import PassRecord
 from inference.manifest import file_sha256, read_manifest
-from inference.measure import REPORT_FILE
-from inference.metrics import Gain, Outcome, Totals, gain
-from inference.records import FINAL_FILE, read_records
+from inference.measure.answers import FINAL_FILE, read_records
+from inference.measure.metrics import Gain, Outcome, Totals, gain
+from inference.measure.run import REPORT_FILE
 from inference.report.model import read_report
-from inference.requests import PassRecord
 from scripts.rounds_plan import MORE
 from scripts.run import read_record, shown
-from train.summary import SUMMARY_FILE
+from train.tracking.summary import SUMMARY_FILE
 
 MADE_FILE, SPEED_FILE = "made.json", "speed.json"
 SPENT = ("seconds", "tokens", "gpu_hours")

@@ -18,7 +18,7 @@ from scripts.loop import Step, stage_overrides
 from scripts.stages import STAGES
 from scripts.train import stage_folder
 from train.data.config import SourceConfig
-from train.data.sampling import backend_of
+from train.generate.sampling import backend_of
 
 if TYPE_CHECKING:
     from scripts.config import Settings

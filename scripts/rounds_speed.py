@@ -1,6 +1,6 @@
 """What a drafter gained while it helped to generate: a sample of the answers decoded once more, plainly and with it.
 
-The two ways must agree token by token (differences are examined, inference/audit.py), and both with the answers that were written.
+The two ways must agree token by token (differences are examined, inference/audit/comparison.py), and both with the answers that were written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from heads.api.checkpoint import load_drafter
-from inference.audit import audit
-from inference.engine import Engine, Request
+from inference.audit.comparison import audit
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
-from inference.metrics import divide
-from inference.target import TargetModel
+from inference.measure.metrics import divide
+from inference.target.model import TargetModel
 from scripts.rounds_facts import SPEED_FILE
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ def open_folder(
         "inputs": hashes,
         "choices": settings.choices,
         "seed": config.seed,
-        "sessions": [*(previous or {}).get("sessions", []), session()],
+        "sessions": [*(previous or {}).get("sessions", []), session(settings)],
     }
     if is_main_process():
         path.mkdir(parents=True, exist_ok=True)
@@ -230,15 +230,15 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, values
 
 
-def session() -> dict[str, Any]:
-    """What this process is: command, code, versions, machine."""
+def session(settings: Settings | None = None) -> dict[str, Any]:
+    """What this process is: command, code, versions, and the device that the stage's `settings` choose."""
     return {
         "started": now(),
         "command": ["headstart", *sys.argv[1:]],
         "git": git_state(),
         "python": platform.python_version(),
         "packages": versions(),
-        "device": device(),
+        "device": device(settings),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
@@ -274,16 +274,17 @@ def git_state() -> dict[str, Any]:
     }
 
 
-def device() -> dict[str, Any]:
-    """The accelerator, or the processor and its threads."""
+def device(settings: Settings | None = None) -> dict[str, Any]:
+    """The accelerator, or the processor and its threads: those that a stage with `settings` computes with."""
     import torch
 
-    if torch.cuda.is_available():
+    asked = str((settings.resolved.get("target") or {}).get("device", "")) if settings else ""
+    if torch.cuda.is_available() and asked != "cpu":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
     return {
         "kind": "cpu",
         "name": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
+        "threads": (settings.run.threads if settings else 0) or torch.get_num_threads(),
     }
 
 

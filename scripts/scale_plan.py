@@ -17,7 +17,7 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes, write_json
-from inference.metrics import divide
+from inference.measure.metrics import divide
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, PAGE = ROOT / "docs" / "reports" / "scale.json", ROOT / "docs" / "scale.md"
@@ -90,7 +90,7 @@ def planned(target: str, head: str, changes: Sequence[str], count: int) -> dict[
     from scripts.config import load_settings
     from scripts.plan import job_of
     from scripts.stages import STAGES
-    from train.plan import Speed, make_plan
+    from train.planning.plan import Speed, make_plan
 
     rows = 2 * max(64, count)
     settings = load_settings(
@@ -107,13 +107,13 @@ def counted(head: str) -> dict[str, Any]:
     import torch
 
     from heads.api.checkpoint import new_drafter
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
     from scripts.config import load_settings
     from scripts.stages import STAGES
-    from train.engine import Objective
-    from train.footprint import Footprint
-    from train.plan_dry import dry_batch, dry_step, planned_drafter
-    from train.plan_target import plan_target
+    from train.engines.base import Objective
+    from train.planning.dry_run import dry_batch, dry_step, planned_drafter
+    from train.planning.footprint import Footprint
+    from train.planning.target import plan_target
 
     settings = load_settings(STAGES["train"], ["target=embedded", "target.device=cpu", *BACKING[head]])
     rows, length = 2, 512

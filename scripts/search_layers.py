@@ -4,7 +4,7 @@
     python -m scripts.search_layers --domain code --sublayers
     python -m scripts.search_layers --kind distilled        # layers to start a distilled drafter from
 
-Sets of layers are tried by decoding (`inference.layer_search`). The best by tau / (1 + gamma c), with c the share of
+Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma c), with c the share of
 the target's weights that a drafted token reads (or the best by tau within a largest c), is written as a head's
 recipe, ready for `head=` or `measure.heads`, beside a report of every trial. The search's prompts are not the ones
 that the found set is judged on.
@@ -22,22 +22,22 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig
-from inference.layer_search import (
+from inference.decoding.config import DecodeConfig
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
-    Found,
-    Part,
     SearchConfig,
+    SearchResult,
+    SkippablePart,
     Trial,
     ideal_speedup,
     measure_tau,
     parts_of,
     search_layers,
 )
-from inference.loading import TargetConfig
-from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.target import TargetModel
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
@@ -141,7 +141,7 @@ def choose(given: argparse.Namespace) -> tuple[list[Prompt], list[Prompt]]:
     return known, select_prompts(rest, given.held_out, seed=2) if rest and given.held_out else []
 
 
-def settings(kind: str, parts: Sequence[Part], kept: Chosen) -> dict[str, Any]:
+def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[str, Any]:
     """The head's settings for a set of parts."""
     chosen = [part for part, keep in zip(parts, kept, strict=True) if keep]
     values: dict[str, Any] = {SETTING[kind]: sorted({part.layer for part in chosen})}
@@ -158,7 +158,7 @@ def describe(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def judge(found: Found, tau: Any, config: SearchConfig) -> dict[str, Any]:
+def judge(found: SearchResult, tau: Any, config: SearchConfig) -> dict[str, Any]:
     """The found set on held-out prompts, beside what needs no search: as many layers for no higher cost, evenly spread or first."""
     layers = max(part.layer for part in found.parts) + 1
 
@@ -186,7 +186,7 @@ def judge(found: Found, tau: Any, config: SearchConfig) -> dict[str, Any]:
     return rows
 
 
-def as_row(kind: str, found: Found, trial: Trial) -> dict[str, Any]:
+def as_row(kind: str, found: SearchResult, trial: Trial) -> dict[str, Any]:
     """A trial as the report holds it."""
     return settings(kind, found.parts, trial.kept) | {
         "cost": round(trial.cost, 4),

@@ -4,7 +4,7 @@
     HEADSTART_CONF=outputs/trees headstart measure decode=medusa_26 measure.drafters=[outputs/demo/train/medusa]
 
 Chains on validation prompts show at every depth which of the drafter's candidates the target picks; the tree takes the likeliest
-nodes first (`inference.tree_search`). It is written as an option of the group `decode`, <out>/decode/<name>.yaml, beside a report
+nodes first (`inference.tune.tree_search`). It is written as an option of the group `decode`, <out>/decode/<name>.yaml, beside a report
 with the rates, the tau that they promise, and the tau of the tree and of a chain on prompts that the search has not seen.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes, write_json
-from inference.measure import quick_tau
-from inference.prompts import Prompt, load_prompts, select_prompts, to_requests
-from inference.requests import Request
-from inference.target import TargetModel
-from inference.tree_search import SearchedTree, measure_ranks, search_tree
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.tune.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts import drafters
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,8 +21,8 @@ def run(settings: Settings) -> int:
         from inference.server.service import Service
     except ImportError as error:
         raise UserError(f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'.") from error
+    from inference.manifest import checkpoint_hash
     from inference.server.config import read_secret
-    from inference.verifications import checkpoint_hash
 
     config = settings.serve
     secret = read_secret(config)

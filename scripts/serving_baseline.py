@@ -1,6 +1,6 @@
 """Decodes prompts with vLLM, greedily: `python serving_baseline.py request.json answers.json`.
 
-Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.serving` starts it. The request holds
+Runs inside an environment of vLLM's own, so it imports nothing of Headstart; `inference.measure.vllm_process` starts it. The request holds
 `model`, `dtype`, `max_model_len`, `warmup` [[ids]], `prompts` [{id, repeat, tokens, max_new_tokens}], `batches` (how many requests
 are under way at once, one number per pass over the prompts) and `modes` [{name, speculative}], `speculative` being vLLM's
 `speculative_config` or null (and `additional` its `additional_config`, `overrides` its `hf_overrides`, where there are any). A mode

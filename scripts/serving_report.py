@@ -27,7 +27,6 @@ from typing import Any
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.bench import device_facts, process_facts
 from inference.export.engine_folder import ExportConfig, export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
@@ -36,11 +35,13 @@ from inference.export.live_check import LiveRow, Served, live_check
 from inference.export.live_check_folder import LiveConfig, lines, served_folder
 from inference.export.verify import verify
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
 from inference.manifest import write_bytes, write_json
+from inference.measure.config import process_facts
+from inference.measure.vllm_process import LOOKUP, EngineProcess
 from inference.report.markdown import markdown_table
-from inference.serving import LOOKUP, EngineProcess
-from inference.target import TargetModel
+from inference.target.hardware import device_facts
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.families import trainings
 
 ROOT = Path(__file__).resolve().parent.parent

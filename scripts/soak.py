@@ -1,6 +1,6 @@
 """A long run of random work: `python -m scripts.soak --minutes 30` decodes random prompts, lengths, seeds and cancellations.
 
-Every answer is compared with plain decoding of the same request; what differs is examined (inference/audit.py): a near tie of
+Every answer is compared with plain decoding of the same request; what differs is examined (inference/audit/comparison.py): a near tie of
 float32 is counted, anything else is a mismatch. Resident memory is read every round; growth is judged from the second third on,
 when every engine has its buffers. Writes docs/reports/soak.json; exit status 1 on a mismatch or on growth.
 """
@@ -25,11 +25,13 @@ from rich.console import Console
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.audit import audit
-from inference.engine import Completion, DecodeConfig, Engine, Request
-from inference.loading import TargetConfig
-from inference.prompts import load_prompts, to_requests
-from inference.target import TargetModel
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.measure.prompts import load_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).resolve().parent.parent
 GROWTH_ALLOWED = 0.03

@@ -2,8 +2,8 @@
 
     python -m scripts.speculators_ours job.json
 
-The job names overrides of `headstart train`; data, drafter, engine and step are those of `train.loop.Run` and of
-`train.trainer.Trainer`.
+The job names overrides of `headstart train`; data, drafter, engine and step are those of `train.setup.Run` and of
+`train.loop.Trainer`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import torch
 from scripts.config import load_settings
 from scripts.speculators_worker import Channel, peak_bytes
 from scripts.stages import STAGES
-from train.config import Job
-from train.display import Display
+from train.config import TrainingJob
 from train.distributed import join_world
-from train.engine import TrainEngine, make_engine
-from train.loop import Run
+from train.engines.base import TrainEngine
+from train.engines.make import make_engine
+from train.loop import Limits, Progress, Trainer
 from train.memory import keep_freed_memory
-from train.meter import Meter
 from train.optim import learning_rate
+from train.setup import Run
 from train.state import StateStore
 from train.stopping import StopRequest
-from train.tracker import Tracker
-from train.trainer import Limits, Progress, Trainer
+from train.tracking.display import Display
+from train.tracking.meter import Meter
+from train.tracking.tracker import Tracker
 
 
 def build(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
@@ -38,7 +39,7 @@ def build(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
     keep_freed_memory()
-    told = Job(
+    told = TrainingJob(
         settings.head.kind, settings.head.config, settings.target, Path(job["answers"]), Path(job["out"]), settings.train,
         settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
-from inference.metrics import divide
+from inference.measure.metrics import divide
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "reports" / "throughput.json"
@@ -105,8 +105,8 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
     from scripts.config import load_settings
     from scripts.stages import STAGES
-    from train.loop import train
-    from train.tracker import LOG_FILE, read_log
+    from train.run import train
+    from train.tracking.tracker import LOG_FILE, read_log
 
     torch.set_num_threads(given.threads)
     settings = load_settings(STAGES["train"], [EXPERIMENT, *recipes()[name]])
@@ -128,7 +128,7 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
 def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of the steps behind the warm-up: ratios of sums."""
-    from train.clock import PARTS
+    from train.tracking.clock import PARTS
 
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]

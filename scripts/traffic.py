@@ -31,10 +31,10 @@ TRAFFIC_FILE = "traffic.json"
 
 def run(settings: Settings) -> None:
     """Read the traffic, measure, simulate, write and show."""
-    from inference.bench import device_facts
     from inference.manifest import write_json
-    from inference.prompts import load_prompts
-    from inference.target import TargetModel
+    from inference.measure.prompts import load_prompts
+    from inference.target.hardware import device_facts
+    from inference.target.model import TargetModel
     from inference.traffic.advice import advise, ways_to_serve
     from inference.traffic.arrivals import read_traffic
     from scripts.report import console
@@ -100,7 +100,7 @@ def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: in
 def table(told: Mapping[str, Any]) -> Table:
     """One line per drafter and length."""
     level = told["concurrency"]
-    from inference.memory import gib
+    from inference.target.memory import gib
 
     found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
     found.add_column("drafter")

@@ -24,7 +24,7 @@ def run(settings: Settings) -> None:
         say(f"{shown(out)} is complete; nothing to do (run.overwrite=true starts again)")
         return
     prepare_process(settings.run)
-    from train.loop import train
+    from train.run import train
 
     manifest = train(
         settings.head.kind,

@@ -31,7 +31,7 @@ TUNE_FILE = "tune.json"
 
 def run(settings: Settings) -> None:
     """Tune, write decode.yaml and tune.json, and show what was chosen."""
-    from inference.tune.decode_file import require_tuned, write_tuned
+    from inference.decoding.decode_file import require_tuned, write_tuned
     from scripts.report import console
 
     if not is_main_process():
@@ -73,9 +73,9 @@ def chosen(settings: Settings) -> Found:
 
 def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tuple[Tuner, dict[str, Any]]:
     """The tuner with everything loaded; and what it works with, for reports."""
-    from inference.bench import device_facts
-    from inference.bench_data import load_bench_prompts
-    from inference.target import TargetModel
+    from inference.measure.datasets import load_bench_prompts
+    from inference.target.hardware import device_facts
+    from inference.target.model import TargetModel
     from inference.tune.tuner import Tuner
 
     config = settings.tune

@@ -27,22 +27,22 @@ import torch
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference import metrics
-from inference.bench import device_facts
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
 from inference.kernels.packed_linear import packed_linears
-from inference.loading import TargetConfig
 from inference.manifest import file_sha256, write_bytes, write_json
-from inference.metrics import divide
-from inference.prompts import load_prompts
-from inference.target import TargetModel
+from inference.measure import metrics
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts
+from inference.target.hardware import device_facts
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from inference.traffic.advice import Way, seen_by_users
 from inference.traffic.play import play
 from inference.traffic.server import kept_tokens, measure_prefill, server_costs
 from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, summed
 from scripts import drafters

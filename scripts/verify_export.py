@@ -54,7 +54,7 @@ def static(settings: Settings) -> int:
 def live(settings: Settings) -> int:
     """The check with the engine itself; when they part, the static check names the cause."""
     from inference.export.live_check_folder import check_folder, lines
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
 
     config = settings.verify
     rows = check_folder(config.live, TargetModel.load(settings.target), Path(config.dir), config.source)

@@ -15,12 +15,12 @@ from scripts import drafters
 from scripts.run import is_main_process, open_folder, prepare_process, shown
 
 if TYPE_CHECKING:
-    from inference.decode_config import DecodeConfig
-    from inference.target import TargetModel
-    from inference.watch.config import WatchConfig
-    from inference.watch.drift import DriftTest
-    from inference.watch.reference import Reference, Tally
-    from inference.watch.sources import Fresh
+    from inference.decoding.config import DecodeConfig
+    from inference.staleness.config import WatchConfig
+    from inference.staleness.reference import DomainAnswers, Reference
+    from inference.staleness.sequential_test import DriftTest
+    from inference.staleness.sources import Fresh
+    from inference.target.model import TargetModel
     from scripts.config import Settings
     from scripts.drafters import Found
 
@@ -54,8 +54,8 @@ def weights(found: Found) -> Path:
 
 def learn(settings: Settings, found: Found) -> int:
     """Decode the prompts with the drafter's own target and write the reference."""
-    from inference.target import TargetModel
-    from inference.watch.reference import DRAFT_KEYS, WATCH_FILE, Reference, require_reference
+    from inference.staleness.reference import DRAFT_KEYS, WATCH_FILE, Reference, require_reference
+    from inference.target.model import TargetModel
 
     config = settings.watch
     assert found.checkpoint is not None
@@ -65,7 +65,7 @@ def learn(settings: Settings, found: Found) -> int:
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
     decode = batched(drafters.draft_settings(found, settings.decode), settings)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     for fresh in decoded_now(settings, found, target, decode, changed=False):
         tally(tallies, fresh)
     draft = {key: getattr(decode, key) for key in DRAFT_KEYS if key in ("shape", "depth") or decode.shape in ("tree", "dynamic")}
@@ -90,9 +90,9 @@ def learn(settings: Settings, found: Found) -> int:
 
 def watch(settings: Settings, found: Found) -> int:
     """Compare fresh traffic with the reference, print, write staleness.json; returns the exit status."""
-    from inference.watch.drift import DriftTest
-    from inference.watch.reference import WATCH_FILE, find_reference
-    from inference.watch.result import content, show, write
+    from inference.staleness.reference import WATCH_FILE, find_reference
+    from inference.staleness.result import content, show, write
+    from inference.staleness.sequential_test import DriftTest
     from scripts.report import console
 
     config = settings.watch
@@ -100,14 +100,14 @@ def watch(settings: Settings, found: Found) -> int:
     reference = find_reference(config.reference, found.checkpoint, file_sha256(weights(found)))
     grid = reference.grid()
     test = DriftTest(grid, reference.most, reference.evidence(grid), config.tolerance, config.alarm_rate)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     target: dict[str, Any] = {}
     if config.metrics:
         source = ", ".join(config.metrics)
         count_totals(test, reference, config)
     elif config.records:
+        from inference.staleness.sources import recorded
         from inference.verifications import read_facts
-        from inference.watch.sources import recorded
 
         source, target = config.records, read_facts(Path(config.records)).get("target") or {}
         feed(test, tallies, recorded(Path(config.records), reference), stop=False)
@@ -132,10 +132,10 @@ def watch(settings: Settings, found: Found) -> int:
 
 
 def decode_and_feed(
-    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, Tally]
+    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, DomainAnswers]
 ) -> tuple[str, dict[str, Any]]:
     """Decode the prompts as the reference was decoded; returns where they are from, and the target's facts."""
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
 
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
@@ -158,10 +158,10 @@ def decoded_now(
 ) -> Iterable[Fresh]:
     """Decode the prompts of `bench`, in random order. changed: whether the target may be another version of the drafter's."""
     from heads.api.checkpoint import load_drafter
-    from inference.engine import Engine
-    from inference.prompts import to_requests
-    from inference.watch.reference import passes_within
-    from inference.watch.sources import decoded, with_system
+    from inference.decoding.engine import Engine
+    from inference.measure.prompts import to_requests
+    from inference.staleness.reference import passes_within
+    from inference.staleness.sources import decoded, with_system
     from scripts.measure import prompts
 
     config = settings.watch
@@ -187,7 +187,7 @@ def batched(decode: DecodeConfig, settings: Settings) -> DecodeConfig:
     return decode if asked else replace(decode, batch_size=BATCH)
 
 
-def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], stop: bool) -> None:
+def feed(test: DriftTest, tallies: dict[str, DomainAnswers], answers: Iterable[Fresh], stop: bool) -> None:
     """Give the test one answer after the other. stop: end with the first alarm."""
     for fresh in answers:
         tally(tallies, fresh)
@@ -196,17 +196,17 @@ def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], s
             break
 
 
-def tally(tallies: dict[str, Tally], fresh: Fresh) -> None:
+def tally(tallies: dict[str, DomainAnswers], fresh: Fresh) -> None:
     """Count an answer to its domain."""
-    from inference.watch.reference import Tally
+    from inference.staleness.reference import DomainAnswers
 
-    tallies.setdefault(fresh.domain, Tally()).answers.append(fresh.passes)
+    tallies.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
 
 
 def count_totals(test: DriftTest, reference: Reference, config: WatchConfig) -> None:
     """Give the test one look per scrape."""
-    from inference.watch.evidence import Sums
-    from inference.watch.sources import scraped
+    from inference.staleness.evidence import Sums
+    from inference.staleness.sources import scraped
 
     for totals in scraped([Path(path) for path in config.metrics]):
         for domain, (accepted, passes) in totals.items():

@@ -23,16 +23,16 @@ import torch
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.manifest import read_manifest, write_json
-from inference.metrics import Outcome, Totals, divide, interval95, resample_weights, tau_estimate
-from inference.prompts import load_prompts, to_requests
-from inference.target import TargetModel
-from inference.watch.evidence import Grid
-from inference.watch.reference import WATCH_FILE, Reference
-from inference.watch.result import STALENESS_FILE
+from inference.measure.metrics import Outcome, Totals, divide, interval95, resample_weights, tau_estimate
+from inference.measure.prompts import load_prompts, to_requests
+from inference.staleness.evidence import Grid
+from inference.staleness.reference import WATCH_FILE, Reference
+from inference.staleness.result import STALENESS_FILE
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import cli
 from scripts.held_out_target.making import read_json
 from scripts.run import git_state

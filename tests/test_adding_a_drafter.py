@@ -15,14 +15,16 @@ import heads
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
-from inference.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.parity import check_parity
 from scripts.config import load_settings
 from scripts.help import stage_help
 from scripts.stages import STAGES
 from tests.models import random_target
 from train.data.loader import PackedBatch
-from train.features import OnlineFeatures
+from train.features.base import OnlineFeatures
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"
 

@@ -25,11 +25,11 @@ from heads.api.batch import TrainBatch
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.noise import SharedNoise
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from train.data.loader import PackedBatch
-from train.engine import EngineConfig
-from train.trainer import Features
+from train.engines.base import EngineConfig
+from train.features.base import Features
 
 HARD_LABELS = ("ce", "hard_label_weight")
 """Settings of kinds whose loss takes tokens of the batch as labels: here these may be the drafter's own."""

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from heads.api.errors import UserError
+from inference.decoding.decode_file import Tuned
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
 from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
 from inference.report.model import Report
-from inference.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
-from inference.tune.decode_file import Tuned
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -268,7 +268,7 @@ def _provenance(training: Training | None, about: CardFacts) -> list[str]:
             "was kept."
         )
     if about.datasets:
-        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself.")
+        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}.")
     return [*lines, ""] if len(lines) > 2 else []
 
 
@@ -288,9 +288,9 @@ def _how_to_load(report: Report, checkpoint: Mapping[str, Any], repo: str) -> li
         "",
         "from heads.api.checkpoint import load_drafter",
         "from huggingface_hub import snapshot_download",
-        "from inference.chat import render_prompt",
-        "from inference.engine import DecodeConfig, Engine, Request",
-        "from inference.target import TargetConfig, TargetModel",
+        "from inference.target.chat import render_prompt",
+        "from inference.decoding.engine import DecodeConfig, Engine, Request",
+        "from inference.target.model import TargetConfig, TargetModel",
         "",
         f'target = TargetModel.load(TargetConfig(path="{checkpoint["target"]["id"]}"))',
         f'drafter = load_drafter(Path(snapshot_download("{repo}")), target.info, target.weights)',

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError, suggest
+from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.layouts import registry
 from inference.export.layouts.base import Checkpoint, Options, Target, Written, read_checkpoint
 from inference.export.layouts.folder import CONFIG
 from inference.folders import EXPORT_FILE, replaced
 from inference.manifest import file_sha256
-from inference.tune.decode_file import DECODE_FILE, draft_length
 
 FORMAT = 1
 STAGE = "export"

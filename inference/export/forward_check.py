@@ -30,7 +30,7 @@ from inference.export.engine_forward import Context, Knobs
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.llama import read_rope
 from inference.manifest import file_sha256
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 TEXTS = (
     "Explain in two sentences why the sky is blue.",

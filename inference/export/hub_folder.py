@@ -19,6 +19,7 @@ from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.card import CardFacts, Engine, Training, base_model, card, only_measured
 from inference.export.engine_folder import serve
 from inference.folders import EXPORT_FILE, replaced
@@ -32,7 +33,6 @@ from inference.manifest import (
     write_manifest,
 )
 from inference.report.model import Report, read_report, write_report
-from inference.tune.decode_file import DECODE_FILE, read_current
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"

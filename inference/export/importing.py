@@ -18,14 +18,14 @@ from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
+from inference.decoding.decode_file import DECODE_FILE
 from inference.export.layouts import causal, dflash_reading, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import Folder, Receiver
 from inference.folders import replaced
 from inference.manifest import file_entry, write_manifest
-from inference.target import TargetModel
-from inference.tune.decode_file import DECODE_FILE
-from inference.watch.reference import WATCH_FILE
+from inference.staleness.reference import WATCH_FILE
+from inference.target.model import TargetModel
 
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)

@@ -19,12 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.audit import Divergence, Known, audit
-from inference.engine import Completion, DecodeConfig, Engine, Request
-from inference.metrics import divide
-from inference.sampling import SamplingSettings
-from inference.serving import EngineProcess, ServedMode, ServingMode, require_folder, serve, vllm_request
-from inference.target import TargetModel
+from inference.audit.comparison import Divergence, Known, audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.measure.metrics import divide
+from inference.measure.vllm_process import (
+    EngineProcess,
+    ServedMode,
+    ServingMode,
+    require_folder,
+    serve,
+    vllm_request,
+)
+from inference.target.model import TargetModel
 
 PLAIN = "plain"
 TOLERANCE = 0.02

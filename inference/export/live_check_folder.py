@@ -9,13 +9,14 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.export.forward_check import source_of
 from inference.export.layouts.folder import Folder
 from inference.export.live_check import CORRECTED, SAID, LiveRow, Served, live_check
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.serving import EngineProcess
-from inference.target import TargetModel
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.vllm_process import EngineProcess
+from inference.target.model import TargetModel
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from inference.export.layouts.folder import Folder
 from inference.export.layouts.llama import followed_rope, plain_rope
 from inference.export.static_check import check_files
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 NAMES = {"mtp": "mtp-mimo"}
 UNCHECKED = "files: the forward pass was not run, since the files are not those of this layout"

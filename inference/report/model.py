@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from heads.api.errors import UserError
+from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.manifest import write_bytes
-from inference.metrics import GAP, PHASES, divide
-from inference.rules.names import LOSSY, TEXT, promise, rule_text
+from inference.measure.metrics import GAP, PHASES, divide
 
 FORMAT = 1
 REPORT_FILE = "report.json"
@@ -94,7 +94,7 @@ class ReportSettings(Block):
 
     @property
     def promise(self) -> str:
-        """What the rule keeps of the target's text; see `inference.rules.names`."""
+        """What the rule keeps of the target's text; see `inference.decoding.rules.names`."""
         return promise(self.rule, self.temperature)
 
     @property

@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inference.metrics import GAP, PHASES
+from inference.measure.metrics import GAP, PHASES
 from inference.report.model import ProfilePoint, Report
 
 COLOURS = (

@@ -1,6 +1,6 @@
 """What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from them.
 
-A curve's point is one call on its own (`inference.cost`). Decoding puts the calls together, and does more beside them: picks,
+A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls together, and does more beside them: picks,
 acceptance, what the host does between steps. So every family of drafts is run for a short while at every batch size: the ratio of
 each phase's seconds to the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from inference.bench import Arm
-from inference.clock import StepClock
-from inference.cost import Bench, Call, CostCurves, CostPoint, captured, interleaved
-from inference.decode_config import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import Bench, Call, CostCurves, CostPoint, captured, interleaved
+from inference.decoding.draft import Draft
 from inference.kernels.packed_linear import packed_linears
-from inference.metrics import divide
-from inference.target import TargetModel
-from inference.tune.drafts import Draft
+from inference.measure.metrics import divide
+from inference.target.model import TargetModel
 
 MEASURED = ("draft", "verify", "commit")
 """The phases of a step that have a curve."""
@@ -132,7 +132,7 @@ class StepCosts:
         ratios = {phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase]) for phase in low.ratios}
         return ratios, low.other + share * (high.other - low.other)
 
-    def calibrate(self, family: str, rows: int, runs: Sequence[Run]) -> None:
+    def calibrate(self, family: str, rows: int, runs: Sequence[TimedRun]) -> None:
         """Take over what the clock booked while drafts of a family were decoded in `rows` rows. Sums over the runs: the ratio of a
         draft that costs next to nothing says little about one that costs much.
         """
@@ -151,7 +151,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what the clock booked."""
 
     draft: Draft

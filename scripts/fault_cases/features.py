@@ -28,7 +28,7 @@ from scripts.fault_cases.ground import (
     trained_steps,
     truncate,
 )
-from train.store.claims import Claims
+from train.features.store.claims import Claims
 
 SMALL_SHARDS = "features.shard_mib=0.1"
 DISK_KIB = 80 * 1024

@@ -17,11 +17,11 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.parity import check_parity
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts.convert import to_dataclass
 from tests.heads.micro import PlainNoise, micro_target, packed_batch, seen_states
 from tests.heads.recipes import (

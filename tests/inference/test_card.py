@@ -13,14 +13,17 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
-from inference.engine import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
 from inference.export.card import CardFacts, card
 from inference.export.hub import PushConfig
-from inference.measure import Arm, BenchConfig, measure
-from inference.prompts import Prompt
+from inference.measure.config import BenchConfig
+from inference.measure.prompts import Prompt
+from inference.measure.run import measure
 from inference.report.model import parse_report
-from inference.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
-from inference.target import TargetConfig, TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.hub_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
@@ -120,7 +123,7 @@ def test_the_code_on_the_card_runs(
     prompts = [Prompt(str(i), "x", tokens=(5, 6, 7 + i)) for i in range(3)]
     arm = Arm("medusa", drafter, tree, str(tmp_path / "best"))
     monkeypatch.setattr(
-        "inference.metrics.TIMING_NOISE", 100.0
+        "inference.measure.metrics.TIMING_NOISE", 100.0
     )  # three prompts on a busy machine: no statement on speed
     measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
     folder = build(

@@ -9,8 +9,8 @@ import pytest
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.adaptive_lengths import chosen, main
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"

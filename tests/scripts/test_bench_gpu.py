@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.prompts import Prompt, to_requests
+from inference.decoding.config import DecodeConfig
+from inference.measure.prompts import Prompt, to_requests
 from inference.report.model import parse_report
 from scripts import bench_gpu
 
@@ -53,7 +53,7 @@ def test_a_text_that_is_not_the_targets_is_refused(monkeypatch: pytest.MonkeyPat
 def test_the_whole_bench_on_a_toy(
     tmp_path: Path, trajectories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("inference.roofline.PROBE_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("inference.measure.roofline.PROBE_BYTES", {"cpu": 1 << 20})
     out = tmp_path / "reports" / "gpu.json"
     arguments = [*TINY, "--dtype", "float32", "--trajectories", str(trajectories), "--out", str(out)]
     arguments += ["--trajectory", "own"]

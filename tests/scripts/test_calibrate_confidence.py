@@ -10,10 +10,11 @@ import torch
 
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.engine import DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.calibrate_confidence import main, recorded
 from tests.heads.recipes import build
 from tests.models import random_target

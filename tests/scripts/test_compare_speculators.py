@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import compare_speculators, speculators_ours, speculators_worker
 from scripts.compare_speculators import Setting, Side, timing, write_rows
 from tests.train.micro_run import prepare
@@ -82,7 +82,7 @@ def test_our_side_takes_the_steps_of_headstart_train(
 ) -> None:
     from scripts.config import load_settings
     from scripts.stages import STAGES
-    from train.loop import train
+    from train.run import train
 
     overrides = ["head=medusa", "head.num_heads=2", "engine=torch", "target=local", f"target.path={micro / 'target'}",
                  "target.dtype=float32", "target.device=cpu", "train.max_steps=3", "train.global_batch=2", "train.micro_batch=2",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
+from inference.decoding.decode_file import require_tuned
 from inference.manifest import write_json
 from inference.report.model import write_report
-from inference.tune.decode_file import require_tuned
-from inference.watch.reference import require_reference
+from inference.staleness.reference import require_reference
 from scripts.cli import main
 from scripts.rounds import is_copy
 from tests.inference.example_report import example_report

@@ -11,9 +11,9 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.engine import DecodeConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import write_manifest
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from scripts import drafters
 from scripts.config import load_settings
 from scripts.drafters import Found

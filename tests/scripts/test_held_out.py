@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.api.errors import UserError
-from inference.chat import render_conversation, render_prompt
+from inference.target.chat import render_conversation, render_prompt
 from scripts import held_out
 from scripts.held_out_target import corpus, making
 from scripts.held_out_target import tokenizer as tokens
@@ -146,8 +146,8 @@ def test_a_target_is_made_and_loads(include: Path, tmp_path: Path, monkeypatch: 
     making.prepare(tmp_path / "data", FEW)
     making.train(tmp_path / "data", tmp_path / "state", steps=3)
     making.export(tmp_path / "data", tmp_path / "state", tmp_path / "target")
-    from inference.loading import TargetConfig
-    from inference.target import TargetModel
+    from inference.target.loading import TargetConfig
+    from inference.target.model import TargetModel
 
     target = TargetModel.load(TargetConfig(str(tmp_path / "target"), dtype="float32", device="cpu"))
     assert (target.info.model_type, target.info.hidden_size, target.info.num_layers) == ("qwen3", 16, 2)

@@ -19,19 +19,19 @@ from tests.train.micro_run import prepare
 LINE = "nothing is lost; the same command continues where this one stopped."
 TRAIN = [
     "scripts.runner:load_settings",
-    "train.loop:load_target",
+    "train.run:load_target",
     "train.data.pack:write_packed",
-    "train.loop:make_engine",
-    "train.loop:Run.compare_paths",
-    "train.loop:summarise",
-    "train.loop:write_manifest",
+    "train.run:make_engine",
+    "train.setup:Run.compare_paths",
+    "train.run:summarise",
+    "train.run:write_manifest",
 ]
 """Places before, and the last two after, the loop."""
 GENERATE = [
-    "train.generate:load_target",
-    "train.generate:ingest",
+    "train.generate.run:load_target",
+    "train.generate.run:ingest",
     "train.data.answers:_write_failures",
-    "train.generate:write_manifest",
+    "train.generate.run:write_manifest",
 ]
 
 
@@ -94,7 +94,7 @@ def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_not
 def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: Path) -> None:
     """The second process waits in a collective, where Python calls no handlers, for a first one that does not come."""
     command = train(micro, tmp_path, "two")
-    done = worker("ranks", str(tmp_path), json.dumps(command), "train.loop:Run.compare_paths")
+    done = worker("ranks", str(tmp_path), json.dumps(command), "train.setup:Run.compare_paths")
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 0], done.stderr[-4000:]
     assert done.stderr.count(LINE) == 1  # the main process speaks
     assert not (tmp_path / "two/train/medusa/checkpoints").exists()

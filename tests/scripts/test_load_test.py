@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from scripts import load_test
 from scripts.load_clients import Case, Seen
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from heads.api.checkpoint import build_config, new_drafter, read_config, save_drafter
-from inference.loading import TargetConfig
 from inference.manifest import read_manifest
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import drafters
 from scripts import refresh as stage
 from scripts.cli import main

@@ -12,7 +12,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
-from inference.metrics import Gain
+from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts import rounds_facts
 from scripts.config import Settings, load_settings
@@ -22,7 +22,7 @@ from scripts.rounds_plan import RoundPlan, grammar, text
 from scripts.rounds_table import compared, table
 from scripts.stages import STAGES
 from tests.scripts.loops import micro_loop
-from train.feedback import FeedbackConfig
+from train.feedback.config import FeedbackConfig
 
 
 def settings(*overrides: str) -> Settings:

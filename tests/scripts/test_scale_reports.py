@@ -12,7 +12,7 @@ from scripts import scale_plan, throughput
 from scripts.cli import split_flags
 from scripts.config import load_settings
 from scripts.stages import STAGES
-from train.clock import PARTS
+from train.tracking.clock import PARTS
 
 
 def line(step: int, tokens: int, seconds: float, mfu: float, **parts: float) -> dict[str, Any]:

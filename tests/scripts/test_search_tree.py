@@ -11,8 +11,8 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.tree import TokenTree
 from heads.medusa import Config
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.config import load_settings
 from scripts.search_tree import main
 from scripts.stages import STAGES

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from inference.loading import TargetConfig
-from inference.target import TargetModel
-from inference.watch.drift import DriftTest
-from inference.watch.evidence import Bets, Evidence, Grid
+from inference.staleness.evidence import Bets, Grid, RatioEvidence
+from inference.staleness.sequential_test import DriftTest
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.held_out_target.making import read_json
 from scripts.tiny_target import corpus
 from scripts.watch_report import CHANGES, ROOT, TARGET, Place
 from scripts.watch_targets import making, prompts
 from scripts.watch_targets.streams import Plan, Streams
+from tests.inference.staleness.answers import DEPTH, MOST, draw
 from tests.inference.tokenizers import save_micro_target
-from tests.inference.watch.answers import DEPTH, MOST, draw
 
 GRID = Grid(DEPTH)
 PLAN = Plan({"code": 30, "prose": 40}, 80, 0.05, 0.01)
@@ -49,7 +49,7 @@ def test_streams_alarm_where_the_watch_does(chance: float) -> None:
     found = []
     for _ in range(4):
         after = streams.one(rng)
-        evidence: dict[str, Evidence] = {
+        evidence: dict[str, RatioEvidence] = {
             name: Bets(GRID, MOST, [known[name][i] for i in chosen]) for name, (chosen, _) in streams.drawn.items()
         }
         test = DriftTest(GRID, MOST, evidence, PLAN.tolerance, PLAN.alarm_rate)

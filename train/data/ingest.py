@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from heads.api.errors import UserError
 from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
-from train.data.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
 from train.data.held_out import Findings, HeldOutIndex
-from train.data.shingles import SIGNATURE, band_keys, normalised, signature, whole
 from train.data.sources import Mixture, Row, SkippedRow, content_hash
 from train.data.tables import local_files
 
@@ -56,7 +56,7 @@ class Input:
 
 
 @dataclass
-class Block:
+class InputBlock:
     """What one block leaves: rows of the table, keys and signatures of the usable ones."""
 
     table: list[dict[str, str]] = field(default_factory=list)
@@ -136,8 +136,8 @@ class Reader:
             progress(state["rows"])
         return state["rows"], mixture
 
-    def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> Block:
-        made = Block()
+    def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> InputBlock:
+        made = InputBlock()
         for row in rows:
             content = {} if isinstance(row, SkippedRow) else row.content
             made.table.append(
@@ -168,7 +168,7 @@ class Reader:
     def _needs_text(self) -> bool:
         return self.held_out is not None or self.data.deduplicate != "none"
 
-    def _add_keys(self, made: Block, row: Row, texts: list[str]) -> None:
+    def _add_keys(self, made: InputBlock, row: Row, texts: list[str]) -> None:
         made.numbers.append(row.index)
         made.ids.append(_hash(row.id))
         if self.data.deduplicate == "none":
@@ -179,7 +179,7 @@ class Reader:
         if self.data.deduplicate == "near":
             made.signatures.append(signature(content))
 
-    def _write_keys(self, made: Block, rows: int) -> None:
+    def _write_keys(self, made: InputBlock, rows: int) -> None:
         numbers = np.array(made.numbers, dtype=np.int64)
         self.keys.add("id", np.array(made.ids, dtype=np.uint64), numbers)
         if self.data.deduplicate != "none":

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.chat import Span
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, verify_file
+from inference.target.chat import Span
 from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
 from train.data.masks import require_supervised
 from train.data.packed_file import (

@@ -21,15 +21,15 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
-from inference.loading import (
+from inference.manifest import file_sha256
+from inference.target.loading import (
     TargetConfig,
     load_config,
     load_model,
     load_tokenizer,
     shared_weights,
 )
-from inference.manifest import file_sha256
-from inference.revision import revision_of
+from inference.target.revision import revision_of
 
 EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that engines compute as transformers does; the others change with the length of the sequence."""

@@ -12,7 +12,7 @@ import torch
 
 from heads.api.errors import UserError
 from heads.nn.blocks import LayerShape
-from heads.nn.feature_base import layer_shape
+from heads.nn.feature.base import layer_shape
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.lost.transcripts import read_transcripts
+from inference.decoding.rules.names import TEXT
+from inference.measure.breakdown.transcripts import read_transcripts
 from inference.report.model import DrafterResult, Report, read_report
-from inference.rules.names import TEXT
 
 LOG_FILE = "log.jsonl"
 ROUNDS_FILE = "loop.json"
@@ -24,7 +24,7 @@ class Run:
     label: str
     report: Report
     answers: Sequence[Mapping[str, Any]] = ()
-    """Transcripts, as `inference.lost.transcripts` writes them."""
+    """Transcripts, as `inference.measure.breakdown.transcripts` writes them."""
 
     @property
     def drafters(self) -> list[DrafterResult]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.lost.transcripts import SOURCES
+from inference.measure.breakdown.transcripts import SOURCES
 from inference.report.page.formats import to_json
 from inference.report.page.gather import Run
 

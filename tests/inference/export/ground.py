@@ -12,8 +12,8 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
 from inference.export.engine_folder import ExportConfig, export, prepare
 from inference.export.layouts.base import Target
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
 
 LLAMA3 = {

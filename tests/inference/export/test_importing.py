@@ -15,7 +15,7 @@ from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
 from inference.export.importing import ImportConfig, import_folder, recognise
 from inference.export.layouts.folder import Folder
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
 
 H = 32

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.export import live_check as live
 from inference.export.live_check import Served, decode, first_position, live_check, our_counts
 from inference.export.live_check_folder import LiveConfig, lines, served_folder
-from inference.serving import EngineProcess, ServedMode
-from inference.target import TargetModel
+from inference.measure.vllm_process import EngineProcess, ServedMode
+from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.inference.export.ground import load_target, save, save_target, write
 

@@ -16,8 +16,8 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
 from inference.export.verify import Verdict, verify
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, tensors, write
 
 Config = dict[str, Any]

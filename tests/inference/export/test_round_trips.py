@@ -16,8 +16,8 @@ from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import ENGINES, ROUTES, Route
 from inference.export.verify import verify
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.export.ground import (
     EXPORTS,
     LLAMA3,

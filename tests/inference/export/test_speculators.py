@@ -23,8 +23,8 @@ from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.export.verify import layout_of, verify
 from inference.export.verify_config import VerifyConfig
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, tensors, write
 
 PYTHON = os.environ.get("HEADSTART_SPECULATORS") or (sys.executable if find_spec("speculators") else "")

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter
 from inference.export.forward_check import difference, ours, places
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, write
 
 PROMPT = [[5, 9, 11, 7, 30, 12]]

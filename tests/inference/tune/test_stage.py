@@ -11,9 +11,9 @@ import pytest
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.loading import TargetConfig
-from inference.target import TargetModel
-from inference.tune.decode_file import read_tuned
+from inference.decoding.decode_file import read_tuned
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts import traffic, tune
 from scripts.config import load_settings
 from scripts.stages import STAGES
