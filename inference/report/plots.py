@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 
@@ -65,7 +65,7 @@ def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _tidy(axes: Axes, grid: str = "y") -> None:
+def _tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)

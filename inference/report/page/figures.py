@@ -103,7 +103,7 @@ def _verification(run: Run, block: Costs) -> Figure:
     """Time by nodes for every number of rows and cached tokens; the fastest drafter's width is
     ringed.
     """
-    series = []
+    series: list[Line] = []
     for place in sorted({(point.rows, point.length) for point in block.verify})[:SERIES]:
         found = [point for point in block.verify if (point.rows, point.length) == place]
         found.sort(key=lambda point: point.nodes)
@@ -210,7 +210,7 @@ def overlaps(run: Run) -> list[Figure]:
     """1 - TV by depth and domain."""
     figures = []
     for name, arm in list(losses(run).items())[:SPLITS]:
-        series = []
+        series: list[Line] = []
         for group, levels in arm.depths.items():
             if group != "all":
                 tested = [(i, at) for i, at in enumerate(levels, start=1) if at.tested]

@@ -130,13 +130,12 @@ def read_rounds(folder: Path) -> list[Course]:
     """
     path = folder / ROUNDS_FILE
     content = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    rows = content.get("rounds") if isinstance(content, dict) else None
-    if not isinstance(rows, list):
+    if not isinstance(content, dict) or not isinstance(content.get("rounds"), list):
         return []
     best = content.get("best")
     kept = best.get("round") if isinstance(best, dict) else None
     points = []
-    for place, row in enumerate(rows):
+    for place, row in enumerate(content["rounds"]):
         found = row.get("measured", row) if isinstance(row, dict) else None
         if isinstance(found, dict):
             points.append(_point({**found, "round": place, "best": place == kept}, "round"))
