@@ -49,8 +49,8 @@ class MeasureConfig:
 
 def run(settings: Settings) -> None:
     """Measure, print the table and where the report is; an unchanged complete measurement is only shown again."""
-    from inference.report import print_table
-    from inference.report_schema import read_report
+    from inference.report.markdown import print_table
+    from inference.report.model import read_report
     from scripts.report import console
 
     if not is_main_process():

@@ -78,12 +78,12 @@ def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
     """The reports that measured these very weights; all of them when none did, so that the refusal can say what they measured."""
     from inference.manifest import file_sha256
-    from inference.report_schema import read_report
+    from inference.report.model import read_report
 
     digest = file_sha256(checkpoint / WEIGHTS_FILE)
     fitting = [
         folder
         for folder in folders
-        if any(entry["draft"].get("weights_sha256") == digest for entry in read_report(folder)["drafters"])
+        if any(one.draft.weights_sha256 == digest for one in read_report(folder).drafters)
     ]
     return fitting or folders

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
 from inference.folders import stage_of
-from inference.report import HEADLINE
+from inference.report.markdown import HEADLINE
+from inference.report.model import REPORT_FILE
 from scripts.run import RunConfig, shown
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from scripts.config import Settings
 
-REPORT_FILE = "report.json"
 WIDE = 132
 """Columns of a table that is not printed on a terminal."""
 
@@ -35,9 +35,9 @@ class ReportConfig:
 
 def run(settings: Settings) -> None:
     """Render the report, print its tables and the paths of what was written."""
-    from inference.page.page import write_page
-    from inference.report import labels, print_table, render
-    from inference.report_schema import read_report
+    from inference.report.markdown import labels, print_table, render
+    from inference.report.model import read_report
+    from inference.report.page.render import write_page
 
     reports = [Path(item) for item in settings.report.reports] or measured(settings.run)
     out = Path(settings.report.out) if settings.report.out else settings.run.directory

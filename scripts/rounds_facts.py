@@ -18,7 +18,7 @@ from inference.manifest import file_sha256, read_manifest
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
 from inference.measure.run import REPORT_FILE
-from inference.report_schema import arm_name, read_report
+from inference.report.model import read_report
 from scripts.rounds_plan import MORE
 from scripts.run import read_record, shown
 from train.tracking.summary import SUMMARY_FILE
@@ -59,9 +59,9 @@ def trained(folder: Path) -> dict[str, Any]:
 def measured(folder: Path, name: str) -> dict[str, Any]:
     """Of a measurement: one drafter's tau, speed and losslessness."""
     report = read_report(folder / REPORT_FILE)
-    entry = next(item for item in report["drafters"] if arm_name(item) == name)
+    entry = report.drafter(name).to_dict()
     keys = ("tau", "tau_ci95", "tar", "acceptance", "speedup", "speedup_ci95", "lossless")
-    return {"prompts": report["settings"]["prompts"], **{key: entry[key] for key in keys}}
+    return {"prompts": report.settings.prompts, **{key: entry[key] for key in keys}}
 
 
 def totals(folder: Path, name: str) -> Totals:

@@ -31,7 +31,7 @@ from inference.decoding.requests import PassRecord
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
 from inference.measure.metrics import Gain, Outcome, Totals, gain, tau_estimate
 from inference.measure.prompts import load_prompts, to_requests
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence.common import REPORTS, cell, cpu_target, read_json, run_stage, write_page
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
