@@ -65,8 +65,8 @@ OPEN_STEPS = 122
 """As many as the open-loop trainings of experiment=families have."""
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
-ROUND_KEYS = ("round", "generated", "branches", "variations", "generation", "trials", "switches")
-ROUND_KEYS += ("measured", "gain", "rises")
+ROUND_KEYS = "round generated branches variations generation trials switches".split()
+ROUND_KEYS += ["measured", "gain", "rises"]
 """The facts of a round. Without speeds: rounds run beside other work, on a machine that pauses."""
 REPEATED = "repeated"
 """Key of a kind from few prompts: seed -> the same with other prompts."""

@@ -339,8 +339,9 @@ def compare(given: argparse.Namespace) -> None:
         raise UserError(
             "give --python, one that has speculators, and --answers, a folder of generate."
         )
-    paths = [path.resolve() for path in (given.answers, given.target, given.work)]
-    setting = Setting(given.python, *paths, given.threads, tuple(given.rows))
+    answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
+    shorter = tuple(given.rows)
+    setting = Setting(given.python, answers, target, work, given.threads, shorter)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
     facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
