@@ -18,7 +18,7 @@ from inference.export.hub import DRAFTER, push
 from inference.export.hub_folder import Sources
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
-from inference.report_schema import read_report
+from inference.report.model import read_report
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.drafters import choose
@@ -60,8 +60,8 @@ def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
         folder
         for folder in folders
         if any(
-            entry["draft"].get("weights_sha256") == digest
-            for entry in read_report(folder)["drafters"]
+            entry.draft.weights_sha256 == digest
+            for entry in read_report(folder).drafters
         )
     ]
     return fitting or folders
