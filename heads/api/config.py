@@ -29,14 +29,7 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import (
-    AllowInfNan,
-    BeforeValidator,
-    ConfigDict,
-    Strict,
-    ValidationError,
-    create_model,
-)
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError, create_model
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from heads.api.errors import UserError, suggest

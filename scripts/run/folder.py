@@ -20,13 +20,7 @@ import yaml
 from heads.api.config import build
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE, delete_own, stage_of
-from inference.manifest import (
-    PARTIAL,
-    file_sha256,
-    remove_leftovers,
-    write_bytes,
-    write_json,
-)
+from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, shown, this_session
 

@@ -59,9 +59,6 @@ def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
     fitting = [
         folder
         for folder in folders
-        if any(
-            entry.draft.weights_sha256 == digest
-            for entry in read_report(folder).drafters
-        )
+        if any(entry.draft.weights_sha256 == digest for entry in read_report(folder).drafters)
     ]
     return fitting or folders
