@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.api.drafter import TrainableDrafter
 from heads.api.config import build
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights

@@ -161,7 +161,8 @@ def allowed(file: Path, kind: str) -> str:
         return ""
     hint = getattr(bounds, found[0]) if found else Annotated[(float, *marks)]
     words = bounds.limits(hint)
-    return words.removeprefix("be ").replace("not be negative", "0 or more")
+    words = words.replace("not be negative", "0 or more")
+    return words.removeprefix("be ").removeprefix("lie ")
 
 
 def type_node(file: Path, kind: str) -> ast.expr | None:
