@@ -18,8 +18,8 @@ from scripts.tiny_target import corpus
 from scripts.tools.common import ROOT, TARGET
 from scripts.watch_targets import making, prompts
 from scripts.watch_targets.streams import Plan, Streams
-from tests.inference.tokenizers import save_micro_target
 from tests.inference.staleness.answers import DEPTH, MOST, draw
+from tests.inference.tokenizers import save_micro_target
 
 GRID = Grid(DEPTH)
 PLAN = Plan({"code": 30, "prose": 40}, 80, 0.05, 0.01)
