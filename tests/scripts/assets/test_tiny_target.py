@@ -1,11 +1,15 @@
-"""The making of the embedded target: tokenizer, template, corpus separation, training loop, export, prompts."""
+"""The making of the embedded target: tokenizer, template, corpus separation, training loop, export,
+prompts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +17,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from heads.api.errors import UserError
-from scripts.tiny_target import corpus, vocabulary
-from scripts.tiny_target import tokenizer as tokens
-from scripts.tiny_target.card import card
-from scripts.tiny_target.conversations import pairs_of
-from scripts.tiny_target.corpus import Document
-from scripts.tiny_target.data import Stream, assistant_mask, load_manifest, load_stream
-from scripts.tiny_target.export import check_weights, export
-from scripts.tiny_target.groups import package_group, stdlib_group, topic_group
-from scripts.tiny_target.model import ModelShape, TinyLlama
-from scripts.tiny_target.phrasing import DOMAINS
-from scripts.tiny_target.prepare import encode_dialogues, prepare
-from scripts.tiny_target.settings import TrainSettings
-from scripts.tiny_target.training import Intervals, Trainer
+from inference.manifest import file_sha256
+from scripts.assets import python_sources, tiny_target
+from scripts.assets.conversations import DOMAINS, pairs_of
+from scripts.assets.export import check_weights, export, render_card
+from scripts.assets.python_sources import Document, package_group, stdlib_group, topic_group
+from scripts.assets.streams import Stream, assistant_mask, load_manifest
+from scripts.assets.tiny_target import TOKENIZER, prepare
+from scripts.assets.tokens import BOS_ID, END_ID, PAD_ID, count_bytes, encode_dialogues, load_stream
+from scripts.assets.training import Intervals, Trainer, TrainSettings
 
 MODULE = '''"""Tools for {name}: they count, join and report what was found in {name} files.
 
@@ -35,7 +36,7 @@ Every function here is small and stands on its own, so that a test can read it."
 
 
 class {name}Reader:
-    """Read {name} files line by line and keep the ones that were asked for, in the order they stand in."""
+    """Read {name} files line by line and keep those asked for, in the order they stand in."""
 
     def keep(self, lines, wanted):
         """Return the lines of {name} whose first word is in `wanted`, without trailing blanks."""
@@ -61,48 +62,46 @@ def module(name: str, source: str, group: str) -> Document:
     return Document(source, f"{name}.py", "python", group, MODULE.format(name=name))
 
 
+def sized(size: int) -> Any:
+    return dataclasses.replace(TOKENIZER, size=size)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [module(f"alpha{chr(97 + i)}", "open", "train") for i in range(20)]
     documents += [module(f"beta{chr(97 + i)}", "heldA", "A") for i in range(6)]
     documents += [module(f"gamma{chr(97 + i)}", "heldB", "B") for i in range(6)]
-    documents.append(Document("open", "copied.py", "python", "train", documents[-1].text + "\nx = 1\n"))
+    documents.append(
+        Document("open", "copied.py", "python", "train", documents[-1].text + "\nx = 1\n")
+    )
     out = tmp_path_factory.mktemp("prepared")
-    prepare(documents, out, out / "pairs", workers=1, vocabulary=400)
+    prepare(documents, out, out / "pairs", workers=1, spec=sized(400))
     return out
 
 
 @pytest.fixture(scope="module")
 def wrapped(prepared: Path):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(prepared / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def small() -> PreTrainedTokenizerFast:
+    return sized(350).train([MODULE.format(name="word")] * 3)
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=80))
-def test_every_text_survives_the_tokenizer(text: str) -> None:
-    tokenizer = _small_tokenizer()
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    if not corpus.SPECIAL.search(text):
-        sizes = tokens.token_bytes(tokenizer)
+def test_every_text_survives_the_tokenizer(small: PreTrainedTokenizerFast, text: str) -> None:
+    ids = small.encode(text, add_special_tokens=False)
+    assert small.decode(ids, skip_special_tokens=False) == text
+    if not python_sources.SPECIAL.search(text):
+        sizes = count_bytes(small)
         assert sum(sizes[index] for index in ids) == len(text.encode())
 
 
-_CACHE: list = []
-
-
-def _small_tokenizer():
-    if not _CACHE:
-        _CACHE.append(tokens.train_tokenizer([MODULE.format(name="word")] * 3, 350))
-    return _CACHE[0]
-
-
-def test_digits_stand_alone_and_indentation_is_one_token() -> None:
-    tokenizer = _small_tokenizer()
-    assert tokenizer.encode("2024").tokens == ["2", "0", "2", "4"]
-    assert "ĊĠĠĠĠĠĠĠĠ" in tokenizer.encode("x\n        total").tokens
+def test_digits_stand_alone_and_indentation_is_one_token(small: PreTrainedTokenizerFast) -> None:
+    assert small.tokenize("2024") == ["2", "0", "2", "4"]
+    assert "ĊĠĠĠĠĠĠĠĠ" in small.tokenize("x\n        total")
 
 
 CONVERSATION = [
@@ -120,12 +119,16 @@ def test_template_text_is_golden(wrapped) -> None:
         "<|bos|><|system|>Be brief.<|end|><|user|>One?\n<|end|><|assistant|>return 1\n\n  é<|end|>"
         "<|user|>Two?<|end|><|assistant|> 2<|end|>"
     )
-    prompt = wrapped.apply_chat_template(CONVERSATION[:2], tokenize=False, add_generation_prompt=True)
+    prompt = wrapped.apply_chat_template(
+        CONVERSATION[:2], tokenize=False, add_generation_prompt=True
+    )
     assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>One?\n<|end|><|assistant|>"
 
 
 def test_template_marks_exactly_what_the_assistant_says(wrapped) -> None:
-    out = wrapped.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
+    out = wrapped.apply_chat_template(
+        CONVERSATION, return_assistant_tokens_mask=True, return_dict=True
+    )
     spans, open_span = [], False
     for index, marked in zip(out["input_ids"], out["assistant_masks"], strict=True):
         if marked and not open_span:
@@ -142,8 +145,10 @@ def test_template_refuses_other_roles(wrapped) -> None:
 
 
 def test_training_stream_is_what_the_template_renders(wrapped) -> None:
-    out = wrapped.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
-    ids = encode_dialogues(wrapped.backend_tokenizer, [CONVERSATION, CONVERSATION])
+    out = wrapped.apply_chat_template(
+        CONVERSATION, return_assistant_tokens_mask=True, return_dict=True
+    )
+    ids = encode_dialogues(wrapped, [CONVERSATION, CONVERSATION])
     assert ids.tolist() == out["input_ids"] * 2
     assert assistant_mask(ids).astype(int).tolist() == out["assistant_masks"] * 2
 
@@ -156,16 +161,27 @@ def test_held_out_text_never_reaches_the_training_streams(prepared: Path, wrappe
         assert "beta" not in text and "gamma" not in text
     assert "gamma" in wrapped.decode(load_stream(prepared, manifest, "heldout-raw").tolist())
     assert manifest["dropped_for_overlap"] == ["open/copied.py"]
-    assert not set(manifest["heldout"]["A"]["documents"]) & set(manifest["heldout"]["B"]["documents"])
+    assert not set(manifest["heldout"]["A"]["documents"]) & set(
+        manifest["heldout"]["B"]["documents"]
+    )
 
 
 def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    documents = [module("alpha", "open", "train"), module("beta", "a", "A"), module("gamma", "b", "B")]
+    documents = [
+        module("alpha", "open", "train"),
+        module("beta", "a", "A"),
+        module("gamma", "b", "B"),
+    ]
     for folder in ("one", "two"):
-        prepare(documents, tmp_path / folder, tmp_path / folder / "pairs", workers=1, vocabulary=350)
+        prepare(
+            documents, tmp_path / folder, tmp_path / folder / "pairs", workers=1, spec=sized(350)
+        )
     for file in sorted((tmp_path / "one").rglob("*")):
         if file.is_file():
-            assert file.read_bytes() == (tmp_path / "two" / file.relative_to(tmp_path / "one")).read_bytes(), file
+            assert (
+                file.read_bytes()
+                == (tmp_path / "two" / file.relative_to(tmp_path / "one")).read_bytes()
+            ), file
 
 
 def test_groups_take_a_modules_tests_and_parts_along() -> None:
@@ -178,8 +194,12 @@ def test_groups_take_a_modules_tests_and_parts_along() -> None:
 def test_pairs_hold_signature_docstring_and_body() -> None:
     pairs = {(pair.domain, pair.name): pair for pair in pairs_of(module("alpha", "open", "train"))}
     code = pairs["code", "alphaReader.keep"]
-    assert code.shown.startswith("class alphaReader:\n    def keep(self, lines, wanted):\n        \"\"\"Return the lines")
-    assert code.answer.startswith("result = []\nfor line in lines:\n    words") and code.answer.endswith("return result")
+    assert code.shown.startswith(
+        'class alphaReader:\n    def keep(self, lines, wanted):\n        """Return the lines'
+    )
+    assert code.answer.startswith(
+        "result = []\nfor line in lines:\n    words"
+    ) and code.answer.endswith("return result")
     assert pairs["explain", "total_alpha"].shown == "def total_alpha(values, start=0):"
     assert pairs["explain", "total_alpha"].answer.startswith("Return the sum of all alpha values")
     assert pairs["reference", "the module alpha"].answer.startswith("Tools for alpha")
@@ -187,44 +207,78 @@ def test_pairs_hold_signature_docstring_and_body() -> None:
 
 def test_windows_stay_inside_the_stream_and_prefer_document_starts() -> None:
     ids = np.full(5000, 9, dtype="<u2")
-    ids[::700] = tokens.BOS_ID
+    ids[::700] = BOS_ID
     stream = Stream(ids, 64, torch.device("cpu"))
     windows = stream.windows(500, torch.Generator().manual_seed(0))
     assert windows.shape == (500, 65)
-    assert (windows[:, 0] == tokens.BOS_ID).float().mean() > 0.4
+    assert (windows[:, 0] == BOS_ID).float().mean() > 0.4
 
 
-MICRO = ModelShape(vocabulary=400, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=48)
+MICRO = {
+    **tiny_target.CONFIG,
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+}
 
 
-def trainer(prepared: Path, state: Path, stop: int | None = None, **changes) -> Trainer:
-    given = TrainSettings(**{"steps": 6, "length": 32, "micro_tokens": 128, "batch_tokens": 256, "lr": 1e-2, **changes})
-    return Trainer(prepared, state, state / "out", given, MICRO, torch.device("cpu"), intervals=Intervals(stop_after_steps=stop))
+def trainer(prepared: Path, state: Path, call: float | None = None, **changes: Any) -> Trainer:
+    """A training of six steps; `call=0.0`: it leaves after the first one."""
+    given = TrainSettings(
+        **{
+            "steps": 6,
+            "length": 32,
+            "micro_tokens": 128,
+            "batch_tokens": 256,
+            "lr": 1e-2,
+            **changes,
+        }
+    )
+    return Trainer(
+        prepared,
+        state,
+        state / "out",
+        given,
+        MICRO,
+        torch.device("cpu"),
+        intervals=Intervals(call=call),
+    )
 
 
 def test_resumed_training_is_bit_equal(prepared: Path, tmp_path: Path) -> None:
     assert trainer(prepared, tmp_path / "whole").run()
-    assert not trainer(prepared, tmp_path / "parts", stop=3).run()
+    assert not trainer(prepared, tmp_path / "parts", call=0.0).run()
     assert trainer(prepared, tmp_path / "parts").run()
-    whole, parts = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts"))
+    whole, parts = (
+        load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts")
+    )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    both = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts")]
-    assert all(torch.equal(both[0]["model"][name], both[1]["model"][name]) for name in both[0]["model"])
+    both = [
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("whole", "parts")
+    ]
+    assert all(
+        torch.equal(both[0]["model"][name], both[1]["model"][name]) for name in both[0]["model"]
+    )
     log = json.loads((tmp_path / "parts" / "out" / "training.json").read_text())
     assert log["finished"] and log["tokens_seen"] == 6 * 256 and len(log["calls"]) == 2
 
 
 def test_training_lowers_the_held_out_loss(prepared: Path, tmp_path: Path) -> None:
-    run = trainer(prepared, tmp_path, steps=40, optimiser="adamw")
-    run._evaluate()
+    run = trainer(prepared, tmp_path, steps=40, lr=2e-2)
+    run.evaluate()
     run.run()
     first, last = run.log["evaluations"][0], run.log["evaluations"][-1]
-    assert last["code_bits_per_byte"] < 0.9 * first["code_bits_per_byte"]
+    assert last["code_bits_per_byte"] < 0.95 * first["code_bits_per_byte"]
     assert last["chat_loss"] < first["chat_loss"]
 
 
 def test_other_settings_are_refused_on_resume(prepared: Path, tmp_path: Path) -> None:
-    trainer(prepared, tmp_path, stop=1).run()
+    trainer(prepared, tmp_path, call=0.0).run()
     with pytest.raises(UserError, match=r"lr: 0\.01 then, 0\.5 now"):
         trainer(prepared, tmp_path, lr=0.5)
 
@@ -235,22 +289,6 @@ def test_a_budget_is_one_of_seconds_and_steps() -> None:
     run = TrainSettings(seconds=100.0)
     assert run.rate(run.used(7, 100.0)) == pytest.approx(0.0)
     assert run.rate(run.used(7, 1.0)) == pytest.approx(run.lr)
-
-
-def test_lean_model_equals_transformers() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    lean = TinyLlama(MICRO)
-    for parameter in lean.parameters():
-        parameter.data.normal_(std=0.3) if parameter.ndim == 2 else parameter.data.uniform_(0.5, 1.5)
-    config = LlamaConfig(**{k: v for k, v in MICRO.config().items() if k not in ("architectures", "model_type", "torch_dtype")})
-    reference = LlamaForCausalLM(config).float()
-    missing = reference.load_state_dict(lean.state_dict(), strict=False)
-    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
-    reference.tie_weights()
-    ids = torch.randint(400, (2, 40))
-    torch.testing.assert_close(lean(ids), reference(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_signal_saves_and_the_rest_is_bit_equal(prepared: Path, tmp_path: Path) -> None:
@@ -270,7 +308,9 @@ def test_a_signal_saves_and_the_rest_is_bit_equal(prepared: Path, tmp_path: Path
     left = json.loads((tmp_path / "parts" / "out" / "training.json").read_text())
     assert not left["finished"] and left["steps"] == left["evaluations"][-1]["step"] == 3
     assert trainer(prepared, tmp_path / "parts").run()
-    whole, parts = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts"))
+    whole, parts = (
+        load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "parts")
+    )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -282,31 +322,50 @@ def exported(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "target"
 
 
-def test_export_loads_under_transformers_and_says_the_same(exported: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, report = AutoModelForCausalLM.from_pretrained(exported, dtype="float32", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    lean = TinyLlama(MICRO)
-    lean.load_state_dict({name: tensor.float() for name, tensor in load_file(exported / "model.safetensors").items()})
+def test_export_loads_under_transformers(exported: Path) -> None:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        exported, dtype="float32", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = AutoTokenizer.from_pretrained(exported)("total += value", return_tensors="pt").input_ids
-    torch.testing.assert_close(model(ids).logits, lean(ids), rtol=1e-4, atol=1e-4)
     answer = model.generate(ids, max_new_tokens=5)
     assert answer.shape[1] <= ids.shape[1] + 5
     stops = model.generation_config
-    assert (stops.eos_token_id, stops.pad_token_id, stops.bos_token_id) == (tokens.END_ID, vocabulary.PAD_ID, tokens.BOS_ID)
+    assert (stops.eos_token_id, stops.pad_token_id, stops.bos_token_id) == (END_ID, PAD_ID, BOS_ID)
+
+
+def test_exported_weights_are_the_trained_ones(prepared: Path, tmp_path: Path) -> None:
+    run = trainer(prepared, tmp_path / "run", steps=3)
+    run.run()
+    export(prepared, tmp_path / "run" / "out", tmp_path / "target", with_card=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="bfloat16")
+    trained = dict(run.model.named_parameters())
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == trained.keys()
+    for name, parameter in trained.items():
+        assert torch.equal(loaded[name], parameter.to(torch.bfloat16)), name
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_card_reads_its_figures_from_the_record(exported: Path) -> None:
-    text, record = (exported / "README.md").read_text(), json.loads((exported / "training.json").read_text())
+    text, record = (
+        (exported / "README.md").read_text(),
+        json.loads((exported / "training.json").read_text()),
+    )
     last = record["evaluations"][-1]
     assert f"| tokens seen | {20 * 256:,} |" in text
     for name in ("code", "chat"):
-        assert f"| 20 | {name} | {last[f'{name}_bits_per_byte']:.3f} | {last[f'{name}_loss']:.3f} |" in text
-    assert f"A Llama of {sum(p.numel() for p in TinyLlama(MICRO).parameters()):,} parameters" in text
+        assert (
+            f"| 20 | {name} | {last[f'{name}_bits_per_byte']:.3f} | {last[f'{name}_loss']:.3f} |"
+            in text
+        )
+    assert (
+        f"A Llama of {AutoModelForCausalLM.from_pretrained(exported).num_parameters():,} parameters"
+        in text
+    )
     assert "used up its budget, and" in text
     record["finished"] = False
-    assert "was ended before its budget" in card(record, EMPTY_MANIFEST, 1)
+    assert "was ended before its budget" in render_card(record, EMPTY_MANIFEST, 1)
 
 
 EMPTY_MANIFEST = {
@@ -316,10 +375,12 @@ EMPTY_MANIFEST = {
 }  # fmt: skip
 
 
-def test_export_refuses_what_does_not_belong_together(prepared: Path, tmp_path: Path, monkeypatch) -> None:
+def test_export_refuses_what_does_not_belong_together(
+    prepared: Path, tmp_path: Path, monkeypatch
+) -> None:
     with pytest.raises(UserError, match=r"training\.json does not exist"):
         export(prepared, tmp_path, tmp_path / "target")
-    trainer(prepared, tmp_path, stop=1).run()
+    trainer(prepared, tmp_path, call=0.0).run()
     run, path = tmp_path / "out", tmp_path / "out" / "training.json"
     record = json.loads(path.read_text())
 
@@ -329,25 +390,58 @@ def test_export_refuses_what_does_not_belong_together(prepared: Path, tmp_path: 
             export(prepared, run, tmp_path / "target")
 
     refused("no held-out figures for its last step", steps=9)
-    refused("not trained with the tokenizer", settings={**record["settings"], "tokenizer_sha256": "0"})
-    larger = {**record["settings"]["shape"], "hidden": 64}
-    refused("does not hold the tensors of its shape", settings={**record["settings"], "shape": larger})
-    monkeypatch.setattr("scripts.tiny_target.export.MAX_WEIGHT_BYTES", 1000)
+    refused(
+        "not trained with the tokenizer", settings={**record["settings"], "tokenizer_sha256": "0"}
+    )
+    larger = {**record["settings"]["config"], "hidden_size": 64}
+    refused(
+        r"its configuration's tensors as finite bfloat16 values",
+        settings={**record["settings"], "config": larger},
+    )
+    monkeypatch.setattr("scripts.assets.export.MAX_WEIGHT_BYTES", 1000)
     refused("1,000 are allowed")
     monkeypatch.undo()
     weights = load_file(run / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, run / "model.safetensors")
-    refused(r"finite bfloat16 values; model\.norm\.weight")
+    refused(r"finite bfloat16 values; model\.norm\.weight \(1 in all\)")
     assert not (tmp_path / "target").exists()
 
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
+def test_the_commands_make_a_target(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tiny_target, "CONFIG", MICRO)
+    data, state, out = (["--data", str(prepared)], tmp_path / "run", tmp_path / "target")
+    sizes = ["--length", "32", "--batch-tokens", "128", "--device", "cpu", "--no-compile"]
+    train = ["train", *data, "--state", str(state), "--steps", "2", *sizes]
+    monkeypatch.setattr("sys.argv", ["tiny_target.py", *train])
+    assert tiny_target.main(train) == 0
+    record = json.loads((state / "training.json").read_text())
+    assert record["settings"]["lr"] == TrainSettings.lr and record["tokens_seen"] == 2 * 128
+    words = f"train --data {prepared.name} --state run --steps 2"
+    assert record["calls"][0]["command"].startswith(f"python -m scripts.assets.tiny_target {words}")
+    assert tiny_target.main(["export", *data, "--run", str(state), "--out", str(out)]) == 0
+    weights = ["--weights", str(out / "model.safetensors"), "--device", "cpu"]
+    capsys.readouterr()
+    assert tiny_target.main(["evaluate", *data, *weights]) == 0
+    figures = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(figures["chat_loss"]) == pytest.approx(
+        record["evaluations"][-1]["chat_loss"], rel=0.02
+    )
+    chosen = ["--pairs", str(prepared / "pairs"), "--out", str(out), "--measuring", "900"]
+    assert tiny_target.main(["prompts", *chosen]) == 2
+    assert "900 were asked for" in capsys.readouterr().err
+
+
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
 SHIPPED = ASSETS / "tiny-target"
 
 
 def shipped_prompts(name: str) -> list[dict]:
-    return [json.loads(line) for line in (ASSETS / "prompts" / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (ASSETS / "prompts" / f"{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_shipped_prompts_are_distinct_and_apart() -> None:
@@ -368,30 +462,44 @@ def test_shipped_prompts_are_distinct_and_apart() -> None:
 
 
 def test_shipped_template_marks_byte_for_byte() -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     answers = ["return 1\n\n  é", "    yield 'ü' \t\n", "x"]
     turns = [{"role": "system", "content": "Be brief."}]
     for number, answer in enumerate(answers):
-        turns += [{"role": "user", "content": f"What is {number}?\n"}, {"role": "assistant", "content": answer}]
+        turns += [
+            {"role": "user", "content": f"What is {number}?\n"},
+            {"role": "assistant", "content": answer},
+        ]
     out = tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
     marked = [i for i, mark in zip(out["input_ids"], out["assistant_masks"], strict=True) if mark]
     assert tokenizer.decode(marked) == "".join(answer + "<|end|>" for answer in answers)
-    assert out["input_ids"] == tokens.encode_dialogue(tokenizer.backend_tokenizer, turns)
-    assert len(tokenizer) == 4096 and tokenizer.eos_token_id == tokens.END_ID and tokenizer.padding_side == "left"
+    assert out["input_ids"] == encode_dialogues(tokenizer, [turns]).tolist()
+    assert tokenizer.get_chat_template() == TOKENIZER.template
+    assert (
+        len(tokenizer) == 4096
+        and tokenizer.eos_token_id == END_ID
+        and tokenizer.padding_side == "left"
+    )
 
 
-@pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), reason="assets/tiny-target has no weights yet")
+@pytest.mark.skipif(
+    not (SHIPPED / "model.safetensors").exists(), reason="assets/tiny-target has no weights yet"
+)
 def test_shipped_target_is_what_its_record_says() -> None:
-    from transformers import AutoModelForCausalLM
-
     assert (SHIPPED / "model.safetensors").stat().st_size <= 16_000_000
     record = json.loads((SHIPPED / "training.json").read_text())
-    assert record["settings"]["tokenizer_sha256"] == tokens.file_hash(SHIPPED / "tokenizer.json")
-    check_weights(SHIPPED / "model.safetensors", ModelShape(**record["settings"]["shape"]))
+    assert record["settings"]["tokenizer_sha256"] == file_sha256(SHIPPED / "tokenizer.json")
+    config = json.loads((SHIPPED / "config.json").read_text())
+    assert config == tiny_target.CONFIG
+    check_weights(SHIPPED / "model.safetensors", config)
     model, report = AutoModelForCausalLM.from_pretrained(SHIPPED, output_loading_info=True)
-    assert model.dtype == torch.bfloat16 and not report["missing_keys"] and not report["unexpected_keys"]
+    assert (
+        model.dtype == torch.bfloat16
+        and not report["missing_keys"]
+        and not report["unexpected_keys"]
+    )
     for file in SHIPPED.iterdir():
         if file.suffix in (".json", ".md"):
-            assert not any(place in file.read_text() for place in ("/work", "/tmp", "/root", "/home")), file
+            assert not any(
+                place in file.read_text() for place in ("/work", "/tmp", "/root", "/home")
+            ), file

@@ -2,7 +2,7 @@
 
 A stream draws its reference and its fresh answers with replacement from pools of (accepted, passes) by domain, so that where both
 pools are the same the drafter is unchanged by construction. `DriftTest` sees one answer at a time; here each answer's factors are
-computed once and added up along the stream, which gives the same numbers (tests/scripts/test_watch_report.py).
+computed once and added up along the stream, which gives the same numbers (tests/scripts/evidence/test_staleness.py).
 
 Legend: T answers of a stream, C shares, G points of the grid, P answers of a pool.
 """
