@@ -235,8 +235,12 @@ def report(given: argparse.Namespace) -> None:
     rivals = given.rivals if given.speculators else []
     recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
     count = -(-given.measuring // len(cpp_headers.DOMAINS))
-    bench = ("bench=jsonl", f"bench.prompts={prompts / 'measuring'}")
-    bench = (*bench, f"bench.prompts_per_domain={count}", f"decode.max_new_tokens={NEW_TOKENS}")
+    bench = (
+        "bench=jsonl",
+        f"bench.prompts={prompts / 'measuring'}",
+        f"bench.prompts_per_domain={count}",
+        f"decode.max_new_tokens={NEW_TOKENS}",
+    )
     draft = f"measure.draft={{shape: chain, depth: {DEPTH}}}"
     folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
     command = "python -m scripts.evidence.held_out"
