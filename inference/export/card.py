@@ -15,8 +15,8 @@ import yaml
 from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
-from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table, promise_of
-from inference.report_schema import arm_name
+from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report.model import Report
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -64,24 +64,22 @@ class Training:
     tau_measured: bool = True
 
 
-def measured_entries(
-    report: Mapping[str, Any], weights_sha256: str, source: str = "the report"
-) -> list[dict[str, Any]]:
-    """The entries of `drafters` that measured the weights with this hash; raises `UserError` when there are
-    none.
+def only_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
+    """The report with those drafters only that have the weights of this hash; raises `UserError`
+    when there are none.
     """
-    found = [entry for entry in report["drafters"] if entry["draft"].get("weights_sha256") == weights_sha256]
+    found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
-        names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
+        names = ", ".join(one.name for one in report.drafters) or "nothing"
         raise UserError(
             f"{source} did not measure this drafter: no entry has weights_sha256 {weights_sha256[:12]}... (it measured: "
             f"{names}). The weights have changed since, or it is another drafter's report. Run `headstart measure` again."
         )
-    return found
+    return report.model_copy(update={"drafters": found})
 
 
 def card(
-    reports: Mapping[str, Mapping[str, Any]],
+    reports: Mapping[str, Report],
     weights_sha256: str,
     checkpoint: Mapping[str, Any],
     about: CardFacts,
@@ -92,21 +90,22 @@ def card(
 ) -> str:
     """The text of README.md.
 
-    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of the plots; tuned: what its
+    reports: by title; checkpoint: the drafter's config.json; images: names of the plots; tuned: what its
     decode.yaml says. Raises `UserError` when a report did not measure these weights, or measured text that was not the target's
     (unless `about.allow_mismatches`).
     """
-    own = {}
-    for title, report in reports.items():
-        own[title] = {**report, "drafters": measured_entries(report, weights_sha256, title)}
-    lossy = sorted({report["settings"]["rule"] for report in own.values() if promise_of(report["settings"]) == LOSSY})
+    own = {
+        title: only_measured(report, weights_sha256, title) for title, report in reports.items()
+    }
+    settings = [report.settings for report in own.values()]
+    lossy = sorted({one.rule for one in settings if one.promise == LOSSY})
     if lossy and not about.allow_mismatches:
         raise UserError(
             f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter is not published. Measure with "
             "decode.rule=match, or set push.allow_mismatches=true to publish it labelled as not lossless."
         )
-    exact = [report for report in own.values() if promise_of(report["settings"]) == TEXT]
-    wrong = sum(entry["lossless"]["mismatches"] for report in exact for entry in report["drafters"])
+    exact = [report for report in own.values() if report.settings.promise == TEXT]
+    wrong = sum(one.lossless.mismatches for report in exact for one in report.drafters)
     if wrong and not about.allow_mismatches:
         raise UserError(
             f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this drafter is not published. "
@@ -159,9 +158,9 @@ def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
     return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
 
 
-def _introduction(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
-    target, entry = checkpoint["target"], next(iter(reports.values()))["drafters"][0]
-    used = {(report["settings"]["rule"], report["settings"]["temperature"]) for report in reports.values()}
+def _introduction(reports: Mapping[str, Report], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
+    target, entry = checkpoint["target"], next(iter(reports.values())).drafters[0]
+    used = {(one.settings.rule, one.settings.temperature) for one in reports.values()}
     lines = [
         f"> **Not lossless.** Measured with rule {rule_text(rule, temperature)}, temperature {temperature:g}.\n"
         for rule, temperature in sorted(used)
@@ -173,12 +172,12 @@ def _introduction(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[
             "",
         ]
     lines += [
-        f"A drafter of kind `{checkpoint['kind']}` ({entry['parameters']:,} parameters of its own) for speculative decoding "
+        f"A drafter of kind `{checkpoint['kind']}` ({entry.parameters:,} parameters of its own) for speculative decoding "
         f"of `{target['id']}`: it drafts the next tokens, the target verifies them all in one pass.",
         "",
         f"- target revision: `{target['revision']}`",
         f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is refused)",
-        f"- weights sha256: `{entry['draft']['weights_sha256']}`",
+        f"- weights sha256: `{entry.draft.weights_sha256}`",
         "",
     ]
     kept = {promise(rule, temperature) for rule, temperature in used}
@@ -233,13 +232,14 @@ def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:
     return lines
 
 
-def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any]) -> list[str]:
+def _limits(reports: Mapping[str, Report], checkpoint: Mapping[str, Any]) -> list[str]:
     """What the numbers do not say."""
     target = checkpoint["target"]["id"]
-    domains = sorted({domain for report in reports.values() for domain in report["drafters"][0]["domains"]})
-    batches = sorted({report["settings"]["batch_size"] for report in reports.values()})
+    by_domain = [report.drafters[0].domains for report in reports.values()]
+    domains = sorted({domain for measured in by_domain for domain in measured})
+    batches = sorted({report.settings.batch_size for report in reports.values()})
     slowest = min(
-        ((name, values["tau"]) for report in reports.values() for name, values in report["drafters"][0]["domains"].items()),
+        ((name, cell.tau) for measured in by_domain for name, cell in measured.items()),
         key=lambda pair: pair[1],
         default=None,
     )
@@ -272,13 +272,12 @@ def _provenance(training: Training | None, about: CardFacts) -> list[str]:
     return [*lines, ""] if len(lines) > 2 else []
 
 
-def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo: str) -> list[str]:
+def _how_to_load(report: Report, checkpoint: Mapping[str, Any], repo: str) -> list[str]:
     """A code block that decodes with the draft that was measured."""
-    draft = report["drafters"][0]["draft"]
-    rule = report["settings"]["rule"]
-    shape = f'shape="{draft["shape"]}", depth={draft["depth"]}'
-    if draft["shape"] == "tree":
-        shape = f'shape="tree", choices={_nested_tuple(draft.get("choices", []))}'
+    draft, rule = report.drafters[0].draft, report.settings.rule
+    shape = f'shape="{draft.shape}", depth={draft.depth}'
+    if draft.shape == "tree":
+        shape = f'shape="tree", choices={_nested_tuple(draft.choices or [])}'
     if rule != "match":
         shape += f', rule="{rule}"'
     return [

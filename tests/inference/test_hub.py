@@ -18,7 +18,7 @@ from heads.api.errors import UserError
 from inference.export.hub import PushConfig, push, upload
 from inference.export.hub_folder import Sources, check_folder
 from inference.manifest import file_sha256
-from inference.report_schema import read_report
+from inference.report.model import read_report
 from tests.inference.hub_folder import CONFIG, build, write_checkpoint, write_export, write_measured
 from tests.inference.hub_stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
 
@@ -293,7 +293,7 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
         write_measured(tmp_path / "sampled", digest, settings={"temperature": 1.0}),
     ]
     folder = build(tmp_path / "best", reports, tmp_path / "hub", REAL)
-    assert read_report(folder / "report_2.json")["settings"]["temperature"] == 1.0
+    assert read_report(folder / "report_2.json").settings.temperature == 1.0
     assert read_report(folder) == read_report(reports[0])
     assert len(check_folder(folder)) == len(FILES) + 1
 

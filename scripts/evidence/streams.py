@@ -1,8 +1,9 @@
-"""How often the watch alarms on resampled streams of answers that were really decoded: exactly its test, many streams at a time.
+"""How often the watch alarms on resampled streams of real answers: its test, on many streams at a time.
 
-A stream draws its reference and its fresh answers with replacement from pools of (accepted, passes) by domain, so that where both
-pools are the same the drafter is unchanged by construction. `DriftTest` sees one answer at a time; here each answer's factors are
-computed once and added up along the stream, which gives the same numbers (tests/scripts/evidence/test_staleness.py).
+A stream draws its reference and its fresh answers with replacement from pools of (accepted, passes) by
+domain, so that where both pools are the same the drafter is unchanged by construction. `DriftTest` sees
+one answer at a time; here each answer's factors are computed once and added along the stream, which
+gives the same numbers (tests/scripts/evidence/test_staleness.py).
 
 Legend: T answers of a stream, C shares, G points of the grid, P answers of a pool.
 """
@@ -15,7 +16,14 @@ from math import log
 
 import numpy as np
 
-from inference.staleness.evidence import Floats, Grid, above_factors, below_factors, log_mean, shift_below
+from inference.staleness.evidence import (
+    Floats,
+    Grid,
+    above_factors,
+    below_factors,
+    log_mean,
+    shift_below,
+)
 
 Pools = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -36,8 +44,14 @@ class Streams:
     def __init__(self, grid: Grid, most: int, known: Pools, fresh: Pools, plan: Plan) -> None:
         self.plan, self.domains = plan, sorted(plan.reference)
         self.needed = log((len(self.domains) + 1) / plan.alarm_rate)
-        self.above = {name: np.stack([above_factors(grid, most, *pair)[:, :-1] for pair in known[name]]) for name in self.domains}
-        self.below = {name: np.stack([below_factors(grid, most, *pair) for pair in fresh[name]]) for name in self.domains}
+        self.above = {
+            name: np.stack([above_factors(grid, most, *pair)[:, :-1] for pair in known[name]])
+            for name in self.domains
+        }
+        self.below = {
+            name: np.stack([below_factors(grid, most, *pair) for pair in fresh[name]])
+            for name in self.domains
+        }
         cells = np.arange(len(grid.values))
         shift = shift_below(1.0 - plan.tolerance)
         self.at = np.where(cells == 0, 0, np.clip(cells + shift, 0, len(grid.values)))
@@ -59,9 +73,13 @@ class Streams:
             places = np.flatnonzero(which == number)
             if not len(places):
                 continue
-            evidence = self.evidence(name, known, rng.integers(0, len(self.below[name]), len(places)))
+            evidence = self.evidence(
+                name, known, rng.integers(0, len(self.below[name]), len(places))
+            )
             held = np.zeros(self.plan.length)
-            held[places] = np.diff(evidence, prepend=0.0)  # the domain's evidence stays until its next answer
+            held[places] = np.diff(
+                evidence, prepend=0.0
+            )  # the domain's evidence stays until its next answer
             together += held.cumsum()
             hits = places[evidence >= self.needed]
             first = min(first, *hits[:1]) if len(hits) else first

@@ -10,16 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
 from heads.api.errors import UserError
-from inference.page import markup
-from inference.page.charts import Axes, Dot, Line, dots, lines
-from inference.page.data import gather, read_rounds, read_trainings
-from inference.page.page import FILE, asset, write_page
-from inference.page.scale import Scale, fitted, spread, ticks
-from inference.page.viewer import pack, viewer
+from inference.report.page.charts import Chart, Dot, Dots, Line, Lines, Scale, spread, ticks
+from inference.report.page.formats import clean, fit, number, to_json
+from inference.report.page.gather import Page, gather, read_rounds, read_trainings
+from inference.report.page.render import FILE, asset, environment, render, write_page
+from inference.report.page.viewer import pack, select_answers
 from tests.inference.example_report import example_report
-from tests.inference.page.pages import HOSTILE, Reader, answer, folder
+from tests.inference.report.pages import HOSTILE, Reader, answer, folder
 
 
 def written(root: Path, words: str) -> str:
@@ -43,7 +43,7 @@ def page(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_page_is_sound_and_small(page: str) -> None:
-    assert page.startswith("<!doctype html>\n<html lang=\"en\">")
+    assert page.startswith('<!doctype html>\n<html lang="en">')
     reader = Reader(page)
     assert not reader.open
     assert len(page.encode()) < 3_000_000
@@ -59,7 +59,16 @@ def test_nothing_is_fetched_from_anywhere(page: str) -> None:
     assert links and all(str(link).startswith("#") for link in links)
     assert "url(" not in page and "@import" not in page
     script = asset("script.js").replace("http://www.w3.org/2000/svg", "")
-    for word in ("fetch(", "XMLHttpRequest", "import(", "http:", "https:", "innerHTML", "eval(", "document.write"):
+    for word in (
+        "fetch(",
+        "XMLHttpRequest",
+        "import(",
+        "http:",
+        "https:",
+        "innerHTML",
+        "eval(",
+        "document.write",
+    ):
         assert word not in script
 
 
@@ -74,24 +83,39 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 def test_text_from_data_stays_text(wild: str) -> None:
     reader = Reader(wild)
-    assert len(reader.all("script")) == 2  # one viewer's data and ours: the other measurement has no answers
-    assert [attributes.get("type") for attributes in reader.all("script")] == ["application/json", None]
-    handlers = [key for _, attributes in reader.elements for key in attributes if key.startswith("on")]
+    assert (
+        len(reader.all("script")) == 2
+    )  # one viewer's data and ours: the other measurement has no answers
+    assert [attributes.get("type") for attributes in reader.all("script")] == [
+        "application/json",
+        None,
+    ]
+    handlers = [
+        key for _, attributes in reader.elements for key in attributes if key.startswith("on")
+    ]
     assert not handlers
-    assert "alert(1)" in "".join(reader.text["th"]) + "".join(reader.text["td"])  # it is shown, as text
+    assert "alert(1)" in "".join(reader.text["th"]) + "".join(
+        reader.text["td"]
+    )  # it is shown, as text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e]", wild)
     data = json.loads("".join(reader.text["script"][:1]))
-    assert data[0]["tokens"][0][0] == markup.plain(HOSTILE.replace("\ud800", ""))
+    assert data[0]["tokens"][0][0] == clean(HOSTILE.replace("\ud800", ""))
 
 
 def test_a_browser_would_run_nothing_but_our_script(wild: str) -> None:
     reader = Reader(wild)
-    policy = next(str(a["content"]) for a in reader.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        str(a["content"])
+        for a in reader.all("meta")
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "default-src 'none'" in policy and "unsafe" not in policy
     for name, kind in (("style.css", "style-src"), ("script.js", "script-src")):
         digest = base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in policy
-    assert not any("style" in attributes for _, attributes in reader.elements)  # the policy would drop it
+    assert not any(
+        "style" in attributes for _, attributes in reader.elements
+    )  # the policy would drop it
 
 
 def test_headings_descend_without_gaps(page: str) -> None:
@@ -142,35 +166,66 @@ def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
     assert [point.best for point in rounds.points] == [False, True, False]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '{"rounds": 4}', '{"rounds": [3, null, {"tau": "x"}]}']
+)
 def test_a_strange_summary_of_rounds_is_left_out(content: str, tmp_path: Path) -> None:
     (tmp_path / "loop.json").write_text(content)
     assert read_rounds(tmp_path) == []
 
 
-def test_answers_beyond_the_room_are_left_out_and_said_so(tmp_path: Path) -> None:
+def test_answers_beyond_the_room_are_left_out_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = gather([("measure", folder(tmp_path, "medusa") / "measure")]).runs[0]
-    whole, used = viewer(run, 0, 10_000)
-    assert used < 10_000 and "left out" not in whole
-    cut, fewer = viewer(run, 0, used - 1)
-    assert 0 < fewer < used and "1 answers of slower drafters are left out" in cut
-    assert '"arm":"eagle3"' in cut  # the faster one stays
-    assert viewer(run, 0, 0)[1] == 0
+    whole = select_answers(run, 10_000)
+    assert whole.size < 10_000 and not whole.left_out
+    cut = select_answers(run, whole.size - 1)
+    assert 0 < cut.size < whole.size and cut.left_out == 1
+    assert cut.values("arm") == ["eagle3"]  # the faster one stays
+    assert select_answers(run, 0).size == 0
+    monkeypatch.setattr("inference.report.page.render.MOST_BYTES", whole.size - 1)
+    assert "1 answers of slower drafters are left out" in render(Page([run]))
 
 
 def test_packing_keeps_every_field() -> None:
     whole = answer("a", "p", "w")
     small = pack(whole)
-    assert small["tokens"][3] == ["w", 2, 3, 1, whole["tokens"][3]["target"], whole["tokens"][3]["draft"]]
+    assert small["tokens"][3] == [
+        "w",
+        2,
+        3,
+        1,
+        whole["tokens"][3]["target"],
+        whole["tokens"][3]["draft"],
+    ]
 
 
 # ---- markup and drawings -----------------------------------------------------------------------------------------
 
 
-def test_tags_escape_what_is_not_markup() -> None:
-    assert markup.tag("p", "<b>", markup.tag("i", 'a"&'), class_='"x') == '<p class="&quot;x">&lt;b&gt;<i>a&quot;&amp;</i></p>'
-    assert markup.tag("input", checked=True, hidden=False, aria_label=None) == "<input checked>"
-    assert markup.text([1, None, ["<", markup.Html("<br>")]]) == "1&lt;<br>"
+def test_templates_escape_and_clean_every_value() -> None:
+    """Text is escaped and cleaned, floats are coordinates, None is nothing; what is missing is an error."""
+    made = environment()
+
+    def written(template: str, value: object) -> str:
+        return made.from_string(template).render(value=value)
+
+    assert written('<p class="{{ value }}">{{ value }}</p>', '<b>"&\x00') == (
+        '<p class="&lt;b&gt;&#34;&amp;\ufffd">&lt;b&gt;&#34;&amp;\ufffd</p>'
+    )
+    assert written("{{ value }}", None) == ""
+    assert [written("{{ value }}", value) for value in (1.0, -0.25, 7)] == ["1", "-0.2", "7"]
+    assert written("{{ value|number }}", -1234.5) == number(-1234.5) == "−1,234.50"
+    with pytest.raises(UndefinedError):
+        written("{{ value.nothing }}", "x")
+
+
+def test_json_in_a_script_cannot_end_it() -> None:
+    value = {"a": ["</script><!--", "\u202e&'\ud800", 1.5, None]}
+    written = str(to_json(value))
+    assert not set("<>&'") & set(written)
+    assert json.loads(written) == {"a": ["</script><!--", "\\u202e&'\ufffd", 1.5, None]}
 
 
 def test_ticks_are_round_and_cover() -> None:
@@ -192,14 +247,32 @@ def test_names_at_line_ends_do_not_overlap() -> None:
     found = spread([50, 50, 51, 10, 99, 100], 12, 0, 100)
     assert all(b - a >= 12 - 1e-9 for a, b in pairwise(sorted(found)))
     assert min(found) >= 0 and max(found) <= 100
-    assert fitted("distilled_on_policy", 50, 11).endswith("…")
+    assert fit("distilled_on_policy", 50).endswith("…")
 
 
 def test_drawings_with_nothing_or_one_point_are_sound() -> None:
-    for drawn in (
-        dots("t", [], 1.0, "", (0.0, 0.0)),
-        dots("t", [Dot("a", 1.0)], 1.0, "×", (1.0, 1.0)),
-        lines("t", [], Axes("x", "y")),
-        lines("t", [Line("a", [(1.0, 2.0)]), Line("b", [], 1)], Axes("x", "y", [1], log=True)),
-    ):
-        assert not Reader(drawn).open and "nan" not in drawn and "inf" not in drawn
+    drawn: list[Chart] = [
+        Dots("t", [], 1.0, "", (0.0, 0.0)),
+        Dots("t", [Dot("a", 1.0)], 1.0, "×", (1.0, 1.0)),
+        Lines("t", [], "x", "y"),
+        Lines("t", [Line("a", [(1.0, 2.0)]), Line("b", [], 1)], "x", "y", [1], log=True),
+        Lines("t", [Line(str(i), [(1.0, 2.0)], i) for i in range(9)], "x", "y"),
+    ]
+    template = '{% import "charts.html.j2" as charts %}{{ charts[chart.kind](chart) }}'
+    for chart in drawn:
+        text = environment().from_string(template).render(chart=chart)
+        assert not Reader(text).open and "nan" not in text and "inf" not in text
+
+
+def test_coordinates_of_a_drawing() -> None:
+    """Dots of 0.5 and 1.5 on an axis from 0.5 to 1.5; a line from the left edge to the right."""
+    template = '{% import "charts.html.j2" as charts %}{{ charts[chart.kind](chart) }}'
+    rows = [Dot("a", 0.5, (0.5, 1.5), strong=True), Dot("b", 1.5)]
+    text = environment().from_string(template).render(chart=Dots("t", rows, 1.0, "×", (0.5, 1.5)))
+    circles = [(a["cx"], a["cy"]) for a in Reader(text).all("circle")]
+    assert circles == [("126", "18"), ("318", "38")]
+    assert "a: 0.50×, 95% interval 0.50 to 1.50" in text and "<title>b: 1.50×</title>" in text
+    line = Lines("t", [Line("a", [(1.0, 0.0), (3.0, 1.0)])], "x", "y", [1, 3])
+    text = environment().from_string(template).render(chart=line)
+    path = next(a["d"] for a in Reader(text).all("path") if a["class"] == "line")
+    assert path == "M44 214L250 26"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.measure.breakdown.transcripts import write_transcripts
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from tests.inference.example_report import BLOCKS, example_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`& \u202eabc\u0000\u2028\ud800 ]]> <!-- {{x}}"
@@ -22,20 +22,30 @@ TERMS = (
 def states(tested: int) -> dict[str, Any]:
     """A row of the tables of states."""
     names = ("accepted", "overlap", "own_overlap", "missed")
-    return {"tested": tested} | {k: v for n in names for k, v in ((n, 0.5), (f"{n}_ci95", [0.4, 0.6]))}
+    return {"tested": tested} | {
+        k: v for n in names for k, v in ((n, 0.5), (f"{n}_ci95", [0.4, 0.6]))
+    }
 
 
 def lost(names: tuple[str, ...]) -> dict[str, Any]:
     """A block `lost` by hand."""
-    terms = [{"name": name, "factor": 0.9 if i % 3 else 1.05, "ci95": [0.85, 1.1]} for i, name in enumerate(TERMS)]
+    terms = [
+        {"name": name, "factor": 0.9 if i % 3 else 1.05, "ci95": [0.85, 1.1]}
+        for i, name in enumerate(TERMS)
+    ]
     part = {"ceiling": 5.0, "speedup": 1.8, "tau": 2.75, "terms": terms}
     arm = {
         **part,
         "widening": 1.4,
         "domains": {"code": part, "explain": part},
-        "depths": {group: [states(9), states(7), states(4), states(0)] for group in ("all", "code", "explain")},
+        "depths": {
+            group: [states(9), states(7), states(4), states(0)]
+            for group in ("all", "code", "explain")
+        },
         "positions": [{"first": 1, "end": 17, **states(9)}, {"first": 257, "end": 0, **states(3)}],
-        "temperatures": [{"temperature": 0.0, "tau": 2.0, "tau_ci95": [1.9, 2.1], "ece": 0.1, **states(9)}],
+        "temperatures": [
+            {"temperature": 0.0, "tau": 2.0, "tau_ci95": [1.9, 2.1], "ece": 0.1, **states(9)}
+        ],
         "tree": {"nodes": 5, "own": 2.7, "best": 2.9, "choices": [[0], [1], [0, 0]]},
         "calibration": {
             "estimate": "probability",
@@ -65,21 +75,44 @@ def answer(arm: str, prompt: str, words: str = "x") -> dict[str, Any]:
 
 def folder(root: Path, words: str) -> Path:
     """A run's folder: a measurement with every block and transcripts, another one, a training, rounds; `words` as every text."""
-    second = {"kind": "medusa", "draft": {"name": words, "shape": "tree", "nodes": 12}, "speedup": 0.7, "tau": 1.4}
+    second = {
+        "kind": "medusa",
+        "draft": {"name": words, "shape": "tree", "nodes": 12},
+        "speedup": 0.7,
+        "tau": 1.4,
+    }
     blocks = {**copy.deepcopy(BLOCKS), "lost": lost(("eagle3", words))}
     curve = [{**point, "nodes": n} for n in (1, 2, 4, 8) for point in BLOCKS["costs"]["verify"][:1]]
-    blocks["costs"] = {**blocks["costs"], "verify": [*curve, {**curve[0], "nodes": 5}], "draft": {words: curve[1:]}}
-    report = {**example_report({}, second, target={"id": words}, device={"name": words}, command=words), **blocks}
+    blocks["costs"] = {
+        **blocks["costs"],
+        "verify": [*curve, {**curve[0], "nodes": 5}],
+        "draft": {words: curve[1:]},
+    }
+    report = {
+        **example_report({}, second, target={"id": words}, device={"name": words}, command=words),
+        **blocks,
+    }
     report["drafters"][0]["domains"] = {words: report["drafters"][0]["domains"]["code"]}
     write_report(clean(report), root / "measure" / "report.json")
-    write_transcripts(root / "measure", "t", 2, clean([answer(name, words, words) for name in ("eagle3", words)]))
-    write_report(clean(example_report(settings={"temperature": 1.0})), root / "sampled" / "report.json")
-    log = [{"step": n, "tau": 2 + n / 100, "tau_ci95": [1.9, 3.0], "best": True} for n in (10, 20, 30)]
+    write_transcripts(
+        root / "measure", "t", 2, clean([answer(name, words, words) for name in ("eagle3", words)])
+    )
+    write_report(
+        clean(example_report(settings={"temperature": 1.0})), root / "sampled" / "report.json"
+    )
+    log = [
+        {"step": n, "tau": 2 + n / 100, "tau_ci95": [1.9, 3.0], "best": True} for n in (10, 20, 30)
+    ]
     path = root / "train" / "eagle3 & co" / "log.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in [{"step": 1, "loss": 3.0}, *log]) + '{"step": 40, "ta')
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in [{"step": 1, "loss": 3.0}, *log])
+        + '{"step": 40, "ta'
+    )
     rounds = [{"measured": {"prompts": 4, **line}, "rises": True} for line in log]
-    (root / "loop.json").write_text(json.dumps(clean({"kind": words, "rounds": rounds, "best": {"round": 1}})))
+    (root / "loop.json").write_text(
+        json.dumps(clean({"kind": words, "rounds": rounds, "best": {"round": 1}}))
+    )
     return root
 
 

@@ -1,4 +1,4 @@
-"""report.json is checked key by key; report.md, the plots and the terminal table show what it says."""
+"""report.json is checked key by key; report.md, the plots and the terminal show what it holds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference import report as report_module
-from inference.report_schema import read_report, validate_report, write_report
+from inference.report.markdown import markdown as report_module
+from inference.report.model import Report, parse_report, read_report, write_report
 from tests.inference.example_report import BLOCKS, example_report, merged
+
+REPORTS = Path(__file__).parents[3] / "docs" / "reports"
 
 
 def without(report: dict[str, Any], dotted: str) -> dict[str, Any]:
@@ -29,8 +31,30 @@ def without(report: dict[str, Any], dotted: str) -> dict[str, Any]:
 
 def test_a_complete_report_passes_and_survives_the_disk(tmp_path: Path) -> None:
     write_report(example_report(), tmp_path / "report.json")
-    assert read_report(tmp_path) == read_report(tmp_path / "report.json") == example_report()
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]  # no temporary file is left
+    assert read_report(tmp_path) == read_report(tmp_path / "report.json")
+    assert read_report(tmp_path).to_dict() == example_report()
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "report.json"
+    ]  # no temporary file is left
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_sampled"])
+def test_a_report_of_an_earlier_version_is_read_and_written_byte_for_byte(
+    name: str, tmp_path: Path
+) -> None:
+    """The committed reports are by the version of their day; every key keeps its value and place."""
+    committed = REPORTS / f"{name}.json"
+    write_report(read_report(committed), tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == committed.read_bytes()
+
+
+def test_every_block_survives_the_disk_in_the_order_of_the_schema(tmp_path: Path) -> None:
+    """Optional blocks stand before the provenance, and keys that were not given are not written."""
+    report = {**example_report(), **copy.deepcopy(BLOCKS)}
+    write_report(report, tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == report
+    assert list(written) == [name for name in Report.model_fields if name in report]
 
 
 def test_provenance_is_optional() -> None:
@@ -39,7 +63,7 @@ def test_provenance_is_optional() -> None:
         del report[key]
     for key in ("name", "noise", "weights_sha256"):
         del report["drafters"][0]["draft"][key]
-    validate_report(report)
+    assert parse_report(report).to_dict() == report
 
 
 @pytest.mark.parametrize(
@@ -54,7 +78,7 @@ def test_provenance_is_optional() -> None:
 )
 def test_a_missing_key_is_named(dotted: str) -> None:
     with pytest.raises(UserError, match=rf"{dotted} is missing"):
-        validate_report(without(example_report(), dotted))
+        parse_report(without(example_report(), dotted))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +90,7 @@ def test_a_missing_key_is_named(dotted: str) -> None:
         ({"speedup_ci95": [2.0, 1.0]}, r"drafters\.0\.speedup_ci95 must be \[low, high\]"),
         (
             {"acceptance": {"conditional": None}},
-            r"drafters\.0\.acceptance\.conditional must be a list of numbers",
+            r"drafters\.0\.acceptance\.conditional must be a list; given: None",
         ),
         ({"domains": {"code": {"tau": None}}}, r"drafters\.0\.domains\.code\.tau must be"),
         ({"step_ms": {"sampling": 1.0}}, r"drafters\.0\.step_ms\.sampling is not part of a report"),
@@ -75,14 +99,14 @@ def test_a_missing_key_is_named(dotted: str) -> None:
 )
 def test_a_wrong_value_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        validate_report(example_report(entry))
+        parse_report(example_report(entry))
 
 
 def test_other_formats_and_double_names_are_refused() -> None:
     with pytest.raises(UserError, match="format is 2; this version reads format 1"):
-        validate_report(example_report(format=2))
+        parse_report(example_report(format=2))
     with pytest.raises(UserError, match=r"\['eagle3'\] more than once"):
-        validate_report(example_report({}, {}))
+        parse_report(example_report({}, {}))
 
 
 def test_unreadable_reports(tmp_path: Path) -> None:
@@ -106,7 +130,11 @@ def two_reports(folder: Path) -> list[Path]:
         "acceptance": {"unconditional": [0.6, 0.3, 0.0, 0.0], "conditional": [0.6, 0.5, 0.0, 0.0]},
         "lossless": {"identical": 60, "near_ties": 1, "mismatches": 3},
     }
-    own = {"draft": {"name": "eagle3 (own noise)", "noise": "none"}, "tau": 1.42, "tau_ci95": [1.37, 1.48]}
+    own = {
+        "draft": {"name": "eagle3 (own noise)", "noise": "none"},
+        "tau": 1.42,
+        "tau_ci95": [1.37, 1.48],
+    }
     for name, report in {
         "greedy": example_report({}, medusa),
         "sampled": example_report({}, own, settings={"temperature": 1.0}),
@@ -170,7 +198,7 @@ def test_the_table_shows_every_drafter_and_the_baseline(capsys: pytest.CaptureFi
         "draft": {"name": "eagle3 (own noise)", "noise": "none"},
         "lossless": {"identical": 63, "near_ties": 1},
     }
-    report_module.print_table(example_report({}, own))
+    report_module.print_table(parse_report(example_report({}, own)))
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 120
     row = next(line for line in lines if line.strip().startswith("eagle3 (own noise)"))
@@ -192,7 +220,7 @@ def test_the_table_shows_every_drafter_and_the_baseline(capsys: pytest.CaptureFi
 def test_the_table_folds_into_a_narrow_terminal() -> None:
     console = Console(width=60)
     with console.capture() as capture:
-        report_module.print_table(example_report(), console)
+        report_module.print_table(parse_report(example_report()), console)
     assert max(len(line) for line in capture.get().splitlines()) <= 60
     assert "…" not in capture.get()
 
@@ -200,7 +228,9 @@ def test_the_table_folds_into_a_narrow_terminal() -> None:
 def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
     report = {**example_report(), **copy.deepcopy(BLOCKS)}
     write_report(report, tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     for line in (
         "| transformers_generate | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
         "| vllm_ngram (not interleaved) | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
@@ -220,7 +250,9 @@ def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
 
 def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
     write_report(example_report(), tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     assert "beside ours" not in page and "GB/s" not in page
     assert not (tmp_path / "out" / "speedup_by_batch.png").exists()
 
@@ -228,7 +260,11 @@ def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("block", "change", "message"),
     [
-        ("baselines", {"x": {"ratio": "1"}}, r"baselines\.x\.\w+ is missing|baselines\.x\.ratio must be"),
+        (
+            "baselines",
+            {"x": {"ratio": "1"}},
+            r"baselines\.x\.\w+ is missing|baselines\.x\.ratio must be",
+        ),
         ("profile", {"blocks": -1}, r"profile\.blocks must be a whole number"),
         ("costs", {"launch": True}, r"costs\.launch must be text"),
         (
@@ -240,11 +276,13 @@ def test_without_blocks_nothing_of_them_is_shown(tmp_path: Path) -> None:
 )
 def test_wrong_blocks_are_named(block: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        validate_report({**example_report(), block: merged(BLOCKS[block], change)})
+        parse_report({**example_report(), block: merged(BLOCKS[block], change)})
 
 
 def test_a_gap_between_steps_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     write_report(example_report({"step_ms": {"gap": 0.25}}), tmp_path / "measure" / "report.json")
-    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(encoding="utf-8")
+    page = report_module.render([tmp_path / "measure"], tmp_path / "out").read_text(
+        encoding="utf-8"
+    )
     assert "| drafter | draft | verify | commit | other | gap | target MB |" in page
     assert "| eagle3 | 0.50 | 2.30 | 0.20 | 0.10 | 0.25 |" in page
