@@ -29,10 +29,9 @@ from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 if TYPE_CHECKING:
     from inference.audit_config import AuditConfig
     from inference.engine import DecodeConfig
-    from inference.export.engine_folder import ExportConfig
-    from inference.export.hub import PushConfig
-    from inference.export.pull import PullConfig
-    from inference.export.verify_config import VerifyConfig
+    from inference.export.check.config import VerifyConfig
+    from inference.export.config import ExportConfig
+    from inference.export.hub.config import PullConfig, PushConfig
     from inference.loading import TargetConfig
     from inference.measure import BenchConfig
     from inference.server.config import ServeConfig
@@ -74,11 +73,11 @@ CONSUMERS = {
     "train": "train.loop:TrainConfig",
     "decode": "inference.engine:DecodeConfig",
     "bench": "inference.measure:BenchConfig",
-    "push": "inference.export.hub:PushConfig",
-    "export": "inference.export.engine_folder:ExportConfig",
-    "verify": "inference.export.verify_config:VerifyConfig",
-    "import": "inference.export.importing:ImportConfig",
-    "pull": "inference.export.pull:PullConfig",
+    "push": "inference.export.hub.config:PushConfig",
+    "export": "inference.export.config:ExportConfig",
+    "verify": "inference.export.check.config:VerifyConfig",
+    "import": "inference.export.config:ImportConfig",
+    "pull": "inference.export.hub.config:PullConfig",
     "run": "scripts.run:RunConfig",
     "tune": "inference.tune.config:TuneConfig",
     "traffic": "inference.traffic.config:TrafficConfig",

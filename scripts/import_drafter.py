@@ -13,13 +13,13 @@ from heads.api.errors import UserError
 from scripts.run import is_main_process
 
 if TYPE_CHECKING:
-    from inference.export.importing import ImportConfig
+    from inference.export.config import ImportConfig
     from scripts.config import Settings
 
 
 def run(settings: Settings) -> None:
     """Write <run>/train/<drafter>/best, or import.out."""
-    from inference.export.importing import import_folder, summary
+    from inference.export.importing import import_folder
     from inference.export.layouts.folder import Folder
     from inference.target import TargetModel
 
@@ -39,7 +39,8 @@ def run(settings: Settings) -> None:
         )
     folder = Folder.read(source)
     out.parent.mkdir(parents=True, exist_ok=True)
-    facts = summary(import_folder(folder, TargetModel.load(settings.target), out, config.layout))
-    print(f"{facts['kind']} of {facts['parameters']:,} parameters: {out}")
-    for note in facts["notes"]:
+    found = import_folder(folder, TargetModel.load(settings.target), out, config.layout)
+    parameters = sum(value.numel() for value in found.tensors.values())
+    print(f"{found.kind} of {parameters:,} parameters: {out}")
+    for note in found.notes:
         print(f"note: {note}")

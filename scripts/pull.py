@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def run(settings: Settings) -> None:
     """Fetch it into pull.out, or <run.root>/pulled/<user>--<name>."""
-    from inference.export.pull import OWN, pull
+    from inference.export.hub.config import OWN
+    from inference.export.hub.pull import pull
 
     if not is_main_process():
         return

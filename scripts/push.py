@@ -29,8 +29,9 @@ ALL = "all"
 
 def run(settings: Settings) -> None:
     """Build <run>/push/<drafter>/ and, unless it is a dry run, upload it."""
-    from inference.export.hub import DRAFTER, push
-    from inference.export.hub_folder import Sources
+    from inference.export.hub.config import DRAFTER
+    from inference.export.hub.folder import Sources
+    from inference.export.hub.push import push
 
     if not is_main_process():
         return

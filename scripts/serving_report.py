@@ -28,14 +28,21 @@ from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.bench import device_facts, process_facts
-from inference.export.engine_folder import ExportConfig, export, prepare
+from inference.export.check.config import LiveConfig, VerifyConfig
+from inference.export.check.live import (
+    LiveRow,
+    Served,
+    lines,
+    live_check,
+    make_requests,
+    read_served,
+)
+from inference.export.check.verify import verify
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
-from inference.export.live_check import LiveRow, Served, live_check
-from inference.export.live_check_folder import LiveConfig, lines, served_folder
-from inference.export.verify import verify
-from inference.export.verify_config import VerifyConfig
 from inference.loading import TargetConfig
 from inference.manifest import write_bytes, write_json
 from inference.report_blocks import markdown_table
@@ -139,13 +146,14 @@ def compared(
         served, checks = [*served, *more], {**checks, **found}
     # vLLM's lookup leaves its process unable to start another engine with a drafter (numba, which it compiles with)
     served.sort(key=lambda item: item.kind == "ngram")
-    requests = live.requests(target, max((item.depth for item in served), default=1))
+    requests = make_requests(live, target, max((item.depth for item in served), default=1))
     process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
     rows = live_check(target, served, requests, process, live.batches) if served else []
     if given.interpreted:
         slow, found = exported(given.run, given.interpreted, config, target, scratch)
         slow = [replace(item, name=f"{item.name} (V2 runner, interpreted)") for item in slow]
-        few = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT).requests(target, max(item.depth for item in slow))
+        brief = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT)
+        few = make_requests(brief, target, max(item.depth for item in slow))
         short = [request for request in few if len(request.tokens) + SHORT < POSITIONS - SHORT]
         rows += live_check(target, slow, short, replace(process, environment=INTERPRETED), (1,), POSITIONS)
         checks |= {f"{name} (V2 runner, interpreted)": check for name, check in found.items()}
@@ -177,7 +185,7 @@ def exported(
             continue
         folder = scratch / name
         checks[name] = write(best(run, name), config, folder, target)
-        served.append(replace(served_folder(folder, target), name=name))
+        served.append(replace(read_served(folder, target), name=name))
         if name == "dflash":
             served.insert(-1, replace(served[-1], name=SHIPPED, corrections=(), compared=False))
             checks[served[-2].name] = checks[name]
@@ -214,8 +222,7 @@ def write(checkpoint: Path, config: TargetConfig, folder: Path, target: TargetMo
 def checked(folder: Path, config: TargetConfig, target: TargetModel) -> dict[str, Any]:
     """The static check's verdict."""
     verdict = verify(VerifyConfig(dir=str(folder)), config, target)
-    gap = verdict.forward.worst if verdict.forward is not None else None
-    return {"layout": verdict.layout, "static_faults": verdict.faults, "forward_gap": gap}
+    return {"layout": verdict.layout, "static_faults": verdict.faults}
 
 
 def of_speculators(
@@ -243,7 +250,7 @@ def of_speculators(
         again = scratch / f"again-{engine}-{source.name}"
         label = f"{name}, exported again for {engine}"
         checks[label] = write(checkpoint, config, again, target, engine)
-        served.append(replace(served_folder(again, target), name=label))
+        served.append(replace(read_served(again, target), name=label))
     return served, checks
 
 

@@ -1,4 +1,4 @@
-"""`headstart verify-export`: whether an exported folder is what its engine needs, and drafts what our drafter drafts.
+"""`headstart verify-export`: whether an exported folder is what its engine needs.
 
 headstart verify-export verify.dir=outputs/demo/export/eagle3/vllm
 headstart verify-export verify.dir=... verify.mode=live verify.live.python=<a Python that has vLLM>
@@ -33,16 +33,10 @@ def run(settings: Settings) -> int:
 
 def static(settings: Settings) -> int:
     """The check without an engine."""
-    from inference.export.verify import verify
+    from inference.export.check.verify import verify
 
     found = verify(settings.verify, settings.target)
     print(f"{settings.verify.dir}: {found.layout} for {found.engine}")
-    if found.forward is not None:
-        gap = "" if found.forward.worst is None else f", largest difference {found.forward.worst:.2g}"
-        print(
-            f"forward: {found.forward.compared} rows of logits compared{gap}; {found.forward.accepted} of {found.forward.drafted} "
-            "drafted tokens are what the target says itself"
-        )
     for note in found.notes:
         print(f"note: {note}")
     for fault in found.faults:
@@ -52,8 +46,8 @@ def static(settings: Settings) -> int:
 
 
 def live(settings: Settings) -> int:
-    """The check with the engine itself; when they part, the static check names the cause."""
-    from inference.export.live_check_folder import check_folder, lines
+    """The check with the engine itself; if acceptance or text differ, the static one runs too."""
+    from inference.export.check.live import check_folder, lines
     from inference.target import TargetModel
 
     config = settings.verify

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.export.engine_folder import ExportConfig, export, prepare
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import export, prepare
 from inference.export.layouts.base import Target
+from inference.export.layouts.folder import ExportNotes
 from inference.loading import TargetConfig
 from inference.target import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
@@ -155,7 +157,7 @@ def save(target: TargetModel, name: str, folder: Path, seed: int = 1) -> Path:
     return folder
 
 
-def write(target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any) -> dict[str, Any]:
+def write(target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any) -> ExportNotes:
     """Export a checkpoint."""
     given = TargetConfig(target.info.id, dtype="float32", device="cpu")
     read = prepare(checkpoint, engine)

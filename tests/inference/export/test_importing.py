@@ -13,7 +13,8 @@ from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
-from inference.export.importing import ImportConfig, import_folder, recognise
+from inference.export.config import ImportConfig
+from inference.export.importing import import_folder, recognise
 from inference.export.layouts.folder import Folder
 from inference.target import TargetModel
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
@@ -263,7 +264,7 @@ def test_folders_that_are_no_drafters(target: TargetModel, tmp_path: Path) -> No
     with pytest.raises(UserError, match="is broken"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="an object is needed"):
+    with pytest.raises(UserError, match="must hold an object"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no weights"):

@@ -15,8 +15,9 @@ from heads.api.registry import get_kind
 from inference.bench import device_facts
 from inference.decode_config import DecodeConfig
 from inference.engine import Engine, Request
-from inference.export.card import _how_to_draft
-from inference.export.engine_folder import ExportConfig, prepare, write_layout
+from inference.export.hub.card import _how_to_draft
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import prepare, write_layout
 from inference.export.layouts.base import Target as ExportTarget
 from inference.target import TargetModel
 from inference.tune.decode_file import (

@@ -14,15 +14,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
-from inference.export.card import CardFacts, Engine, Training, base_model, card, measured_entries
 from inference.export.engine_folder import serve
-from inference.export.layouts.folder import EXPORT_FILE
+from inference.export.hub.card import Engine, Training, base_model, card, measured_entries
+from inference.export.hub.config import PushConfig
+from inference.export.layouts.folder import EXPORT_FILE, ExportNotes
 from inference.manifest import (
     MANIFEST_FILE,
     file_entry,
@@ -50,7 +51,7 @@ class Sources:
     engines: Mapping[str, Path]
 
 
-def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
+def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     """Write the Hub folder to `out` and return it; it is built beside and renamed, so that it is complete or absent.
 
     Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter that was not lossless, or an
@@ -61,28 +62,38 @@ def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
     loaded = _titled([read_report(path) for path in sources.reports])
     for title, report in loaded.items():
         _check_target(title, report, description["target"])
-    own = {title: {**report, "drafters": measured_entries(report, digest, title)} for title, report in loaded.items()}
-    exports = {name: _export(name, folder, digest, description, facts) for name, folder in sorted(sources.engines.items())}
+    own = {
+        title: {**report, "drafters": measured_entries(report, digest, title)}
+        for title, report in loaded.items()
+    }
+    exports = {
+        name: _export(name, folder, digest, description, about)
+        for name, folder in sorted(sources.engines.items())
+    }
     from inference.plots import plot_all  # matplotlib takes a second to import
 
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     images = [path.name for path in plot_all(own, partial)]
-    engines = [Engine(name, told["serve"]) for name, told in exports.items()]
+    engines = [Engine(name, notes.serve) for name, notes in exports.items()]
     tuned = read_current(sources.checkpoint)
-    text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint), tuned)
+    text = card(
+        loaded, digest, description, about, images, engines, _training(sources.checkpoint), tuned
+    )
     for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
         shutil.copyfile(sources.checkpoint / name, partial / name)
     for number, report in enumerate(loaded.values(), 1):
         name = REPORT_FILE if number == 1 else f"report_{number}.json"
         (partial / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for name, told in exports.items():
+    for name, notes in exports.items():
         shutil.copytree(sources.engines[name], partial / name)
-        write_json(partial / name / EXPORT_FILE, told)
+        write_json(partial / name / EXPORT_FILE, asdict(notes))
     (partial / CARD_FILE).write_text(text, encoding="utf-8")
     files = [file_entry(partial, name) for name in sorted(_plain_files(partial))]
-    write_manifest(partial, STAGE, {"kind": description["kind"], "repo": facts.repo, "files": files})
+    write_manifest(
+        partial, STAGE, {"kind": description["kind"], "repo": about.repo, "files": files}
+    )
     check_folder(partial)
     _replace(partial, out)
     return out
@@ -102,24 +113,28 @@ def _require(sources: Sources, description: Mapping[str, Any]) -> str:
     return file_sha256(weights)
 
 
-def _export(name: str, folder: Path, digest: str, description: Mapping[str, Any], facts: CardFacts) -> dict[str, Any]:
-    """What `headstart export` noted in an engine's folder, with paths as they are in the repository; refused when other weights
-    were exported.
+def _export(
+    name: str, folder: Path, digest: str, description: Mapping[str, Any], about: PushConfig
+) -> ExportNotes:
+    """The notes of an engine's folder, with paths as they are in the repository.
+
+    Raises `UserError` for a folder without notes, or of other weights than `digest`.
     """
-    try:
-        told: dict[str, Any] = json.loads((folder / EXPORT_FILE).read_text(encoding="utf-8"))
-        found, speculative = str(told["source"]["sha256"]), told["speculative_config"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    notes = ExportNotes.read(folder)
+    found = notes.source.get("sha256", "")
+    if not found or not notes.speculative_config:
         raise UserError(
-            f"'{folder}' is no folder of `headstart export` ({type(error).__name__}: {EXPORT_FILE}). Export the drafter again."
-        ) from error
+            f"'{folder}' is no folder of `headstart export`: its {EXPORT_FILE} is missing or "
+            "incomplete. Export the drafter again."
+        )
     if found != digest:
         raise UserError(
-            f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that is pushed "
-            f"({digest[:12]}...). Run `headstart export` again."
+            f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that "
+            f"is pushed ({digest[:12]}...). Run `headstart export` again."
         )
-    target = base_model(description, facts) or description["target"]["id"]
-    return {**told, "source": {"checkpoint": "..", "sha256": found}, "serve": serve(name, target, Path(name), speculative)}
+    target = base_model(description, about) or description["target"]["id"]
+    command = serve(name, target, Path(name), notes.speculative_config)
+    return replace(notes, source={"checkpoint": "..", "sha256": found}, serve=command)
 
 
 def _training(checkpoint: Path) -> Training | None:
@@ -154,9 +169,13 @@ def _titled(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def _replace(partial: Path, out: Path) -> None:
     """Rename `partial` to `out`, replacing only a folder that was built here."""
     if out.exists():
-        ours = out.is_dir() and all((out / name).is_file() for name in (CARD_FILE, REPORT_FILE, WEIGHTS_FILE))
+        ours = out.is_dir() and all(
+            (out / name).is_file() for name in (CARD_FILE, REPORT_FILE, WEIGHTS_FILE)
+        )
         if not ours and any(out.iterdir() if out.is_dir() else [out]):
-            raise UserError(f"'{out}' exists and is not a Hub folder of ours; it is left alone. Choose another folder.")
+            raise UserError(
+                f"'{out}' exists and is not a Hub folder of ours; it is left alone. Choose another folder."
+            )
         shutil.rmtree(out)
     os.replace(partial, out)
 
@@ -170,7 +189,9 @@ def check_folder(folder: Path) -> dict[str, int]:
     for name in (WEIGHTS_FILE, CONFIG_FILE, CARD_FILE, REPORT_FILE, MANIFEST_FILE):
         if not (folder / name).is_file():
             what = "a measured report (report.json)" if name == REPORT_FILE else name
-            raise UserError(f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart push`.")
+            raise UserError(
+                f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart push`."
+            )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):
         measured_entries(read_report(path), digest, f"'{path}'")
@@ -193,7 +214,9 @@ def check_listed(folder: Path, names: Iterable[str]) -> None:
         if name == MANIFEST_FILE:
             continue
         if name not in listed:
-            raise UserError(f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with `headstart push`.")
+            raise UserError(
+                f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with `headstart push`."
+            )
         verify_file(folder, listed[name])
 
 
@@ -202,7 +225,9 @@ def _plain_files(folder: Path) -> list[str]:
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UserError(f"'{path}' is not a plain file; a Hub folder holds nothing else. Remove it.")
+            raise UserError(
+                f"'{path}' is not a plain file; a Hub folder holds nothing else. Remove it."
+            )
         if path.is_file():
             names.append(path.relative_to(folder).as_posix())
     return names

@@ -1,6 +1,4 @@
-"""The model card of a drafter: front matter for the Hub, then what was measured, read from report.json and
-nowhere else.
-"""
+"""The model card of a drafter: front matter for the Hub, then the measured numbers of report.json."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from typing import Any
 import yaml
 
 from heads.api.errors import UserError
+from inference.export.hub.config import PushConfig
 from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
 from inference.report_schema import arm_name
 from inference.tune.decode_file import Tuned
@@ -22,28 +21,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """What a card says besides measured numbers; given by the person who publishes."""
-
-    repo: str
-    """Where the drafter will be found: "user/name"."""
-    license: str = ""
-    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); empty leaves it out."""
-    base_model: str = ""
-    """Hub id of the target; empty: the measured target's own id, if that is a Hub id."""
-    tags: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()
-    """Hub ids of the data sets that the prompts came from."""
-    allow_mismatches: bool = False
-    """Publish a drafter whose measured text was not always the target's; the card then opens with a
-    warning.
-    """
-
-
-@dataclass(frozen=True)
 class Engine:
-    """An engine's folder in the repository. name: also the folder's; serve: the line that serves the target with it, where the
-    folder lies under its own name.
+    """An engine's folder in the repository, under the engine's name. serve: the line that serves the
+    target with it.
     """
 
     name: str
@@ -52,7 +32,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Training:
-    """How a drafter was trained. tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git."""
+    """How a drafter was trained.
+
+    tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git.
+    """
 
     steps: int
     tokens: int
@@ -63,10 +46,12 @@ class Training:
 def measured_entries(
     report: Mapping[str, Any], weights_sha256: str, source: str = "the report"
 ) -> list[dict[str, Any]]:
-    """The entries of `drafters` that measured the weights with this hash; raises `UserError` when there are
-    none.
-    """
-    found = [entry for entry in report["drafters"] if entry["draft"].get("weights_sha256") == weights_sha256]
+    """The entries of `drafters` for the weights with this hash; raises `UserError` without any."""
+    found = [
+        entry
+        for entry in report["drafters"]
+        if entry["draft"].get("weights_sha256") == weights_sha256
+    ]
     if not found:
         names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
         raise UserError(
@@ -80,7 +65,7 @@ def card(
     reports: Mapping[str, Mapping[str, Any]],
     weights_sha256: str,
     checkpoint: Mapping[str, Any],
-    about: CardFacts,
+    about: PushConfig,
     images: Sequence[str] = (),
     engines: Sequence[Engine] = (),
     training: Training | None = None,
@@ -88,14 +73,16 @@ def card(
 ) -> str:
     """The text of README.md.
 
-    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of the plots; tuned: what its
-    decode.yaml says. Raises `UserError` when a report did not measure these weights, or measured text that was not the target's
-    (unless `about.allow_mismatches`).
+    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of
+    the plots; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
+    these weights, or measured text that was not the target's (unless `about.allow_mismatches`).
     """
     own = {}
     for title, report in reports.items():
         own[title] = {**report, "drafters": measured_entries(report, weights_sha256, title)}
-    wrong = sum(entry["lossless"]["mismatches"] for report in own.values() for entry in report["drafters"])
+    wrong = sum(
+        entry["lossless"]["mismatches"] for report in own.values() for entry in report["drafters"]
+    )
     if wrong and not about.allow_mismatches:
         raise UserError(
             f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this drafter is not published. "
@@ -116,7 +103,12 @@ def card(
         ]
     for image in images:
         lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
-    lines += [DEFINITIONS, "", "Every number on this page is from `report.json`, which lies beside it.", ""]
+    lines += [
+        DEFINITIONS,
+        "",
+        "Every number on this page is from `report.json`, which lies beside it.",
+        "",
+    ]
     lines += _how_to_draft(tuned)
     lines += _how_to_serve(engines, about.repo)
     lines += _limits(own, checkpoint)
@@ -124,20 +116,24 @@ def card(
     return "\n".join([*lines, *_how_to_load(first, checkpoint, about.repo)])
 
 
-def base_model(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
-    """Hub id of the target, as far as it has one."""
+def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
+    """Hub id of the target; empty if it has none."""
     target: str = checkpoint["target"]["id"]
-    return about.base_model or (target if HUB_ID.fullmatch(target) and not Path(target).exists() else "")
+    return about.base_model or (
+        target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
+    )
 
 
-def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
+def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     """The YAML block that the Hub reads."""
     base = base_model(checkpoint, about)
     kind = checkpoint["kind"]
     fields: dict[str, Any] = {
         "library_name": LIBRARY,
         "pipeline_tag": "text-generation",
-        "tags": list(dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])),
+        "tags": list(
+            dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])
+        ),
     }
     if base:
         fields["base_model"] = base
@@ -148,7 +144,9 @@ def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
     return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
 
 
-def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
+def _introduction(
+    report: Mapping[str, Any], checkpoint: Mapping[str, Any], wrong: int
+) -> list[str]:
     target, entry = checkpoint["target"], report["drafters"][0]
     lines = []
     if wrong:
@@ -176,7 +174,7 @@ def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wron
 
 
 def _how_to_draft(tuned: Tuned | None) -> list[str]:
-    """What decode.yaml says, as a table."""
+    """The content of decode.yaml as a table."""
     if tuned is None:
         return []
     lines = [
@@ -211,12 +209,18 @@ def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:
 
 
 def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any]) -> list[str]:
-    """What the numbers do not say."""
+    """The limits of the numbers."""
     target = checkpoint["target"]["id"]
-    domains = sorted({domain for report in reports.values() for domain in report["drafters"][0]["domains"]})
+    domains = sorted(
+        {domain for report in reports.values() for domain in report["drafters"][0]["domains"]}
+    )
     batches = sorted({report["settings"]["batch_size"] for report in reports.values()})
     slowest = min(
-        ((name, values["tau"]) for report in reports.values() for name, values in report["drafters"][0]["domains"].items()),
+        (
+            (name, values["tau"])
+            for report in reports.values()
+            for name, values in report["drafters"][0]["domains"].items()
+        ),
         key=lambda pair: pair[1],
         default=None,
     )
@@ -234,8 +238,8 @@ def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, A
     return [*lines, ""]
 
 
-def _provenance(training: Training | None, about: CardFacts) -> list[str]:
-    """Where it comes from, as far as that is on record."""
+def _provenance(training: Training | None, about: PushConfig) -> list[str]:
+    """The training and the data sets, as far as they are recorded."""
     lines = ["## Where it comes from", ""]
     if training is not None:
         lines.append(
@@ -244,7 +248,9 @@ def _provenance(training: Training | None, about: CardFacts) -> list[str]:
             "the checkpoint with the best measured tau on validation prompts was kept."
         )
     if about.datasets:
-        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself.")
+        lines.append(
+            f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself."
+        )
     return [*lines, ""] if len(lines) > 2 else []
 
 

@@ -1,7 +1,7 @@
-"""Fetches a published drafter: its own checkpoint, or what an engine loads, checked against the SHA-256 it was published with.
+"""Fetches a published drafter, and checks it against the SHA-256 that it was published with.
 
-A folder appears when it is complete. Files that arrived before something broke are kept beside it; pulling again fetches
-the others.
+The checkpoint, an engine's folder, or both. The folder appears when it is complete. Files that
+arrived before a failure are kept beside it; pulling again fetches the others.
 """
 
 from __future__ import annotations
@@ -9,41 +9,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE, read_config
 from heads.api.errors import UserError, suggest
-from inference.export.hub import REPO_NAME, hub_address, transfer_for
-from inference.export.hub_errors import Exchange, explained
-from inference.export.hub_folder import check_listed
+from inference.export.hub.config import OWN, PullConfig
+from inference.export.hub.exchange import Exchange, explain_errors, hub_address, transfer_for
+from inference.export.hub.folder import check_listed
 from inference.export.layouts.folder import EXPORT_FILE
 from inference.manifest import MANIFEST_FILE
 
-OWN = "headstart"
-"""Of `pull.what`: the checkpoint of our own."""
 EVERYTHING = "all"
-
-
-@dataclass(frozen=True)
-class PullConfig:
-    """Which published drafter is fetched, and to where."""
-
-    repo: str = ""
-    """Repository on the Hub, "user/name"."""
-    revision: str = ""
-    """Branch, tag or commit; empty: the newest."""
-    what: str = OWN
-    """headstart (the checkpoint: for chat, measure and train), an engine's folder (vllm, sglang, speculators, transformers), or
-    all."""
-    out: Path | None = None
-    """Folder to write; empty: <run.root>/pulled/<user>--<name>."""
-
-    def __post_init__(self) -> None:
-        if self.repo and not REPO_NAME.fullmatch(self.repo):
-            raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
 
 
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
@@ -56,7 +35,9 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     if not config.repo:
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise UserError(f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out.")
+        raise UserError(
+            f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out."
+        )
     partial = out.with_name(out.name + ".partial")
     endpoint = hub_address()
     names, commit = _listing(config, endpoint)
@@ -67,13 +48,18 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         )
     wanted = _part(config, names)
     _fetch(config, endpoint, commit, wanted, partial)
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes on what it has fetched
+    shutil.rmtree(
+        partial / ".cache", ignore_errors=True
+    )  # the library's notes on what it has fetched
     check_listed(partial, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
     os.replace(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}", soft_wrap=True)
+    console.print(
+        f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}",
+        soft_wrap=True,
+    )
     return out
 
 
@@ -85,7 +71,9 @@ def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
         raise UserError(
             f"pull.what: '{config.repo}' holds no '{config.what}'.{suggest(config.what, known)}"
         )
-    hidden = [name for name in names if not name.startswith(".")]  # .gitattributes, which the Hub adds
+    hidden = [
+        name for name in names if not name.startswith(".")
+    ]  # .gitattributes, which the Hub adds
     if config.what == EVERYTHING:
         return hidden
     if config.what == OWN:
@@ -95,25 +83,23 @@ def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
 
 def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
     """All file names of the repository, and the commit they are of."""
-    import huggingface_hub
-
     token = huggingface_hub.get_token() or ""
     api = huggingface_hub.HfApi(endpoint=endpoint, token=token or False, library_name="headstart")
-    with explained(_exchange(config, endpoint, token)):
+    with explain_errors(_exchange(config, endpoint, token)):
         info = api.model_info(config.repo, revision=config.revision or None)
     return sorted(file.rfilename for file in info.siblings or ()), str(info.sha)
 
 
-def _fetch(config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path) -> None:
+def _fetch(
+    config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path
+) -> None:
     """Fetch files of one commit; those that are there already are not fetched again. A connection that breaks is taken up some
     times where it ended.
 
     One by one: the library's download of a whole snapshot takes what lies in the folder for an answer when the Hub gives none.
     """
-    import huggingface_hub
-
     token = huggingface_hub.get_token() or ""
-    with explained(_exchange(config, endpoint, token)), transfer_for(endpoint):
+    with explain_errors(_exchange(config, endpoint, token)), transfer_for(endpoint):
         for name in names:
             huggingface_hub.hf_hub_download(
                 config.repo, name, revision=commit, local_dir=partial, token=token or False, endpoint=endpoint,

@@ -15,12 +15,13 @@ import pytest
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.export.hub import PushConfig, push, upload
-from inference.export.hub_folder import Sources, check_folder
+from inference.export.hub.config import PushConfig
+from inference.export.hub.folder import Sources, check_folder
+from inference.export.hub.push import push, upload
 from inference.manifest import file_sha256
 from inference.report_schema import read_report
-from tests.inference.hub_folder import CONFIG, build, write_checkpoint, write_export, write_measured
-from tests.inference.hub_stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
+from tests.inference.export.hub.example_folder import CONFIG, build, write_checkpoint, write_export, write_measured
+from tests.inference.export.hub.stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
 
 REPO = "someone/eagle3-for-target"
 FILES = [
@@ -202,7 +203,7 @@ def test_offline_mode_is_named(hub: HubStandIn, built: Path, monkeypatch: pytest
 def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built: Path) -> None:
     """A fresh process, as the command line is one: HF_ENDPOINT and HF_TOKEN, nothing else."""
     code = (
-        "import os, sys; from pathlib import Path; from inference.export.hub import PushConfig, upload; "
+        "import os, sys; from pathlib import Path; from inference.export.hub.config import PushConfig; from inference.export.hub.push import upload; "
         "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2]), os.environ['HF_ENDPOINT']))"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}

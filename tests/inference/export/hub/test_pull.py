@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.export.hub import PushConfig, push
-from inference.export.hub_folder import Sources
-from inference.export.pull import PullConfig, pull
+from inference.export.hub.config import PullConfig, PushConfig
+from inference.export.hub.folder import Sources
+from inference.export.hub.pull import pull
+from inference.export.hub.push import push
 from inference.manifest import file_sha256
-from tests.inference.hub_folder import write_checkpoint, write_export, write_measured
-from tests.inference.hub_stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
+from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
+from tests.inference.export.hub.stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
 
 REPO = "someone/eagle3-for-target"
 OURS = PullConfig(repo=REPO)
