@@ -56,7 +56,8 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     layout, written = write_layout(config, checkpoint, target)
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UserError(
-            f"'{out}' is there already. Choose another export.out, or replace it with export.overwrite=true."
+            f"'{out}' is there already. Choose another export.out, or replace it with "
+            "export.overwrite=true."
         )
     require_plain_path(written.speculative, config.engine, out)
     if config.dtype:

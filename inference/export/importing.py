@@ -98,7 +98,10 @@ def recognise(folder: Folder) -> str:
 def fit(
     found: Imported, drafter: TrainableDrafter, folder: Folder, receiver: Receiver
 ) -> dict[str, Tensor]:
-    """The tensors under our names, checked by name and shape; copies of the target's are left out."""
+    """The tensors under our names, checked by name and shape.
+
+    Copies of the target's are left out.
+    """
     wanted = drafter.state_dict()
     tensors = dict(found.tensors)
     for name in sorted(set(tensors) - set(wanted)):

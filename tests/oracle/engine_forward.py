@@ -326,7 +326,9 @@ def block(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor
         normed = layer.norm("input_layernorm", states)
         before, after = kernels(layer, "attention_conv", normed)
         normed = convolve(normed, before)
-        key = torch.cat([layer.heads("k", features, positions[:length]), layer.heads("k", normed, places)])
+        key = torch.cat(
+            [layer.heads("k", features, positions[:length]), layer.heads("k", normed, places)]
+        )
         value = torch.cat([layer.values(part, key.shape[-1]) for part in (features, normed)])
         mixed = layer.attend(layer.heads("q", normed, places), key, value, allowed)
         states = states + convolve(mixed, after)

@@ -91,7 +91,8 @@ CAUSES = {
         "what a drafted step passes to the next: after its final norm, at the next position (rope)",
     ),
     "medusa": Causes(
-        "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that was "
+        "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that "
+        "was "
         "left out",
         "the order of the heads, or heads whose tensors have names that the engine does not know",
     ),
@@ -283,7 +284,10 @@ def judge(
     plain: Sequence[Sequence[int]],
     known: Known,
 ) -> None:
-    """Fill in a row's verdict. plain: the engine's own answers without a drafter; known: see `audit`."""
+    """Fill in a row's verdict.
+
+    Plain: the engine's own answers without a drafter; known: see `audit`.
+    """
     assert row.ours is not None and row.theirs is not None
     ours, theirs, settings = row.ours, row.theirs, SamplingSettings()
     found = audit(target, requests, plain, theirs.tokens, settings, export.depth + 1, known)

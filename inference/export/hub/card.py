@@ -55,8 +55,10 @@ def measured_entries(
     if not found:
         names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
         raise UserError(
-            f"{source} did not measure this drafter: no entry has weights_sha256 {weights_sha256[:12]}... (it measured: "
-            f"{names}). The weights have changed since, or it is another drafter's report. Run `headstart measure` again."
+            f"{source} did not measure this drafter: no entry has weights_sha256 "
+            f"{weights_sha256[:12]}... (it measured: "
+            f"{names}). The weights have changed since, or it is another drafter's report. Run "
+            "`headstart measure` again."
         )
     return found
 
@@ -85,8 +87,10 @@ def card(
     )
     if wrong and not about.allow_mismatches:
         raise UserError(
-            f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this drafter is not published. "
-            "Find the cause (the report's run.arms.<name>.divergences say where), or set push.allow_mismatches=true to publish "
+            f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this "
+            "drafter is not published. "
+            "Find the cause (the report's run.arms.<name>.divergences say where), or set "
+            "push.allow_mismatches=true to publish "
             "it labelled as not lossless."
         )
     first = next(iter(own.values()))
@@ -151,22 +155,28 @@ def _introduction(
     lines = []
     if wrong:
         lines += [
-            f"> **Not lossless.** {wrong} measured sequences differ from what the target gives without this drafter.",
+            f"> **Not lossless.** {wrong} measured sequences differ from what the target gives "
+            "without this drafter.",
             "",
         ]
     lines += [
-        f"A drafter of kind `{checkpoint['kind']}` ({entry['parameters']:,} parameters of its own) for speculative decoding "
-        f"of `{target['id']}`: it drafts the next tokens, the target verifies them all in one pass.",
+        f"A drafter of kind `{checkpoint['kind']}` ({entry['parameters']:,} parameters of its own) "
+        "for speculative decoding "
+        f"of `{target['id']}`: it drafts the next tokens, the target verifies them all in one "
+        "pass.",
         "",
         f"- target revision: `{target['revision']}`",
-        f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is refused)",
+        f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is "
+        "refused)",
         f"- weights sha256: `{entry['draft']['weights_sha256']}`",
         "",
     ]
     if not wrong:
         lines += [
-            "The text does not change: a draft is accepted only where it is the target's own pick, greedy or sampled with the "
-            "same seed. The column *lossless* counts the measured answers that were token-identical to plain decoding; near "
+            "The text does not change: a draft is accepted only where it is the target's own pick, "
+            "greedy or sampled with the "
+            "same seed. The column *lossless* counts the measured answers that were "
+            "token-identical to plain decoding; near "
             "ties are differences within the measured rounding of the number format.",
             "",
         ]
@@ -180,7 +190,8 @@ def _how_to_draft(tuned: Tuned | None) -> list[str]:
     lines = [
         "## How to draft",
         "",
-        f"Chosen by `headstart tune` on {tuned.device['name']} among drafts that it measured; `decode.yaml` lies beside this card.",
+        f"Chosen by `headstart tune` on {tuned.device['name']} among drafts that it measured; "
+        "`decode.yaml` lies beside this card.",
         "",
         "| batch size | temperature | draft | tokens/s | without | speedup |",
         "|---|---|---|---|---|---|",
@@ -190,8 +201,10 @@ def _how_to_draft(tuned: Tuned | None) -> list[str]:
         label = "none: plain decoding is fastest" if row.draft.shape == "none" else row.draft.label
         numbers = row.numbers
         lines.append(
-            f"| {row.batch_size} | {row.temperature:g} | {label} | {numbers['tokens_per_second']:.0f} | "
-            f"{numbers['baseline_tokens_per_second']:.0f} | {numbers['speedup']:.2f} [{low:.2f}, {high:.2f}] |"
+            f"| {row.batch_size} | {row.temperature:g} | {label} | "
+            f"{numbers['tokens_per_second']:.0f} | "
+            f"{numbers['baseline_tokens_per_second']:.0f} | {numbers['speedup']:.2f} [{low:.2f}, "
+            f"{high:.2f}] |"
         )
     return [*lines, ""]
 
@@ -227,10 +240,13 @@ def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, A
     lines = [
         "## Limits",
         "",
-        f"- It drafts for `{target}` at the revision above. A fine-tuned, merged or quantised target agrees with it less often: "
+        f"- It drafts for `{target}` at the revision above. A fine-tuned, merged or quantised "
+        "target agrees with it less often: "
         "measure.",
-        f"- Measured on {', '.join(domains) or 'one set of prompts'} at batch size {', '.join(map(str, batches))}, on the devices "
-        "above. Other text, longer context, larger batches and other machines give other numbers; speculation can lose at large "
+        f"- Measured on {', '.join(domains) or 'one set of prompts'} at batch size "
+        f"{', '.join(map(str, batches))}, on the devices "
+        "above. Other text, longer context, larger batches and other machines give other numbers; "
+        "speculation can lose at large "
         "batches.",
     ]
     if slowest is not None and len(domains) > 1:
@@ -243,13 +259,16 @@ def _provenance(training: Training | None, about: PushConfig) -> list[str]:
     lines = ["## Where it comes from", ""]
     if training is not None:
         lines.append(
-            f"Trained with Headstart{f' at revision `{training.revision[:12]}`' if training.revision else ''}: "
-            f"{training.steps:,} steps, {training.tokens:,} tokens, {training.seconds / 3600:.2f} hours; "
+            "Trained with "
+            f"Headstart{f' at revision `{training.revision[:12]}`' if training.revision else ''}: "
+            f"{training.steps:,} steps, {training.tokens:,} tokens, {training.seconds / 3600:.2f} "
+            "hours; "
             "the checkpoint with the best measured tau on validation prompts was kept."
         )
     if about.datasets:
         lines.append(
-            f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself."
+            f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the "
+            "target itself."
         )
     return [*lines, ""] if len(lines) > 2 else []
 

@@ -44,7 +44,10 @@ SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 @dataclass(frozen=True)
 class Sources:
-    """What a Hub folder is made of. reports: report.json files; engines: engine -> folder that `headstart export` wrote."""
+    """What a Hub folder is made of.
+
+    Reports: report.json files; engines: engine -> folder that `headstart export` wrote.
+    """
 
     checkpoint: Path
     reports: Sequence[Path]
@@ -104,11 +107,13 @@ def _require(sources: Sources, description: Mapping[str, Any]) -> str:
     weights = sources.checkpoint / WEIGHTS_FILE
     if not weights.is_file():
         raise UserError(
-            f"'{sources.checkpoint}' has no {WEIGHTS_FILE}: kind '{description['kind']}' has no weights, there is nothing to push."
+            f"'{sources.checkpoint}' has no {WEIGHTS_FILE}: kind '{description['kind']}' has no "
+            "weights, there is nothing to push."
         )
     if not sources.reports:
         raise UserError(
-            f"'{sources.checkpoint}' has no measured report. Run `headstart measure`, then push with its report.json."
+            f"'{sources.checkpoint}' has no measured report. Run `headstart measure`, then push "
+            "with its report.json."
         )
     return file_sha256(weights)
 
@@ -138,7 +143,10 @@ def _export(
 
 
 def _training(checkpoint: Path) -> Training | None:
-    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`; None when it lies alone."""
+    """How the drafter was trained, from the manifest of the training that wrote `checkpoint`.
+
+    None when it lies alone.
+    """
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
@@ -152,7 +160,8 @@ def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, An
     if report["target"]["revision"] != target["revision"]:
         raise UserError(
             f"the report '{title}' was measured with target '{report['target']['id']}' (revision "
-            f"{report['target']['revision']}), but the drafter belongs to '{target['id']}' (revision {target['revision']}). "
+            f"{report['target']['revision']}), but the drafter belongs to '{target['id']}' "
+            f"(revision {target['revision']}). "
             "Measure it with its own target."
         )
 
@@ -174,7 +183,8 @@ def _replace(partial: Path, out: Path) -> None:
         )
         if not ours and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(
-                f"'{out}' exists and is not a Hub folder of ours; it is left alone. Choose another folder."
+                f"'{out}' exists and is not a Hub folder of ours; it is left alone. Choose another "
+                "folder."
             )
         shutil.rmtree(out)
     os.replace(partial, out)
@@ -190,7 +200,8 @@ def check_folder(folder: Path) -> dict[str, int]:
         if not (folder / name).is_file():
             what = "a measured report (report.json)" if name == REPORT_FILE else name
             raise UserError(
-                f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart push`."
+                f"'{folder}' is not pushed: it lacks {what}. Build the folder with `headstart "
+                "push`."
             )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):
@@ -200,7 +211,8 @@ def check_folder(folder: Path) -> dict[str, int]:
         path = folder / name
         if path.suffix in TEXTS and SECRET.search(path.read_text(encoding="utf-8")):
             raise UserError(
-                f"'{path}' holds what looks like a Hub access token. Revoke it, and measure without it on the command line."
+                f"'{path}' holds what looks like a Hub access token. Revoke it, and measure "
+                "without it on the command line."
             )
         files[name] = path.stat().st_size
     check_listed(folder, files)
@@ -215,13 +227,17 @@ def check_listed(folder: Path, names: Iterable[str]) -> None:
             continue
         if name not in listed:
             raise UserError(
-                f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with `headstart push`."
+                f"'{folder / name}' is not in the folder's {MANIFEST_FILE}. Build it again with "
+                "`headstart push`."
             )
         verify_file(folder, listed[name])
 
 
 def _plain_files(folder: Path) -> list[str]:
-    """Relative paths of all files; refused when there is a link or something else that is no plain file."""
+    """Relative paths of all files.
+
+    Refused when there is a link or something else that is no plain file.
+    """
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):

@@ -36,14 +36,16 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(
-            f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out."
+            f"'{out}' exists already and is left alone. Delete it, or choose another folder with "
+            "pull.out."
         )
     partial = out.with_name(out.name + ".partial")
     endpoint = hub_address()
     names, commit = _listing(config, endpoint)
     if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
         raise UserError(
-            f"'{config.repo}' was not published by `headstart push` (it lacks {WEIGHTS_FILE} or {MANIFEST_FILE}). "
+            f"'{config.repo}' was not published by `headstart push` (it lacks {WEIGHTS_FILE} or "
+            f"{MANIFEST_FILE}). "
             "Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
@@ -64,7 +66,10 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:
-    """The files of the asked part, the manifest with them; an engine's folder is one that holds an export."""
+    """The files of the asked part, the manifest with them.
+
+    An engine's folder is one that holds an export.
+    """
     engines = sorted({name.split("/")[0] for name in names if name.endswith("/" + EXPORT_FILE)})
     known = [OWN, *engines, EVERYTHING]
     if config.what not in known:

@@ -42,7 +42,8 @@ def push(
     console = console or Console()
     if not config.repo:
         raise UserError(
-            "push.repo is not set: give the repository as 'user/name'. The card names it, even in a dry run."
+            "push.repo is not set: give the repository as 'user/name'. The card names it, even in "
+            "a dry run."
         )
     folder = build_folder(sources, out, config)
     result = PushResult(folder, check_folder(folder))
@@ -143,6 +144,7 @@ def require_token(rights: str) -> str:
     token = huggingface_hub.get_token()
     if not token:
         raise UserError(
-            f"there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with {rights} access."
+            "there is no Hub access token. Run `hf auth login`, or set HF_TOKEN to a token with "
+            f"{rights} access."
         )
     return token

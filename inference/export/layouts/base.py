@@ -92,7 +92,10 @@ class Target:
 
     @classmethod
     def of(cls, config: TargetConfig, info: TargetInfo) -> Target:
-        """The target of a drafter trained for `info`; raises `UserError` if `config` names another."""
+        """The target of a drafter trained for `info`.
+
+        Raises `UserError` if `config` names another.
+        """
         target = cls(config)
         target.require(info)
         return target
@@ -115,7 +118,10 @@ class Target:
 
     @property
     def rope(self) -> Json:
-        """The rotary parameters of its config.json; empty if it has several sets of them, or none."""
+        """The rotary parameters of its config.json.
+
+        Empty if it has several sets of them, or none.
+        """
         found = getattr(self.described, "rope_parameters", None) or {}
         return dict(found) if "rope_theta" in found else {}
 

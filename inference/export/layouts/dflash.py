@@ -36,7 +36,7 @@ from inference.export.layouts.base import (
     same_names,
     take,
 )
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
 from inference.export.layouts.layout import Layout, captured_layers, require_taps
 from inference.export.layouts.llama import (
     block_config,
@@ -59,7 +59,6 @@ ARCHITECTURES = {
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Our dependencies that are DSpark's, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
-EMBEDDING = "embed_tokens.weight"
 ENCODER = {
     "fc.weight": "encoder.fc.weight",
     "hidden_norm.weight": "encoder.output_norm_enc.weight",
@@ -139,7 +138,7 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
     if "encoder.fc.weight" in theirs:
         names = {**{row.theirs: row.theirs for row in table}, **ENCODER}
         table = [Row(row.ours, names[row.theirs], row.shape) for row in table]
-    spare = (EMBEDDING, "lm_head.weight") if own.dependency in MARKOV else (EMBEDDING,)
+    spare = (EMBEDDING, HEAD) if own.dependency in MARKOV else (EMBEDDING,)
     return table, dict.fromkeys(spare, (info.vocab_size, info.hidden_size))
 
 
@@ -429,7 +428,13 @@ def build(
     }
     mask = take_mask(folder, theirs, receiver, token, notes)
     values["mask_token_id"] = token if mask is None else -1
-    drop_shared(folder, theirs, receiver, notes)
+    receiver.drop_shared(HEAD, theirs, where, notes)
+    offsets = theirs.pop("d2t", None)
+    theirs.pop("t2d", None)
+    if offsets is not None and bool(offsets.any()):
+        raise UserError(
+            f"'{where}' drafts from a reduced vocabulary, which our block drafters do not."
+        )
     own: Config = build_config("dflash", values)
     table = rows(own, with_qk_norm(shape), own.num_layers, len(taps), info.vocab_size)
     found = take(table, theirs, where)
@@ -507,26 +512,3 @@ def take_mask(
             "(all rows but the mask token's must be equal). Was it made for this target?"
         )
     return embedding[token].clone()
-
-
-def drop_shared(
-    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, notes: list[str]
-) -> None:
-    """Drop a copy of the target's LM head, and the maps of a vocabulary that is not reduced.
-
-    Raises `UserError` for another LM head and for a reduced vocabulary.
-    """
-    for name in ("lm_head.weight", "d2t", "t2d"):
-        value = theirs.pop(name, None)
-        if value is None:
-            continue
-        if name == "lm_head.weight" and not receiver.is_shared(name, value):
-            raise UserError(
-                f"'{folder.path}' has an LM head of its own, which our block drafters share with "
-                "the target."
-            )
-        if name == "d2t" and bool(value.any()):
-            raise UserError(
-                f"'{folder.path}' drafts from a reduced vocabulary, which our block drafters do not."
-            )
-        notes.append(f"{name}: a copy of what the target has, left out")

@@ -28,7 +28,7 @@ from inference.export.layouts.base import (
     same_names,
     take,
 )
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
 from inference.export.layouts.layout import Layout
 from inference.export.layouts.llama import (
     block_config,
@@ -65,7 +65,7 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
     """See `Layout.tensors`."""
     shape = read_shape(folder.flat, str(folder.path))
     sglang = folder.architecture == ARCHITECTURES["sglang"]
-    return rows(shape, sglang), {"embed_tokens.weight": (info.vocab_size, info.hidden_size)}
+    return rows(shape, sglang), {EMBEDDING: (info.vocab_size, info.hidden_size)}
 
 
 LAYOUT = Layout("eagle", (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"), expect)
@@ -108,7 +108,9 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     require_fit(shape, config, receiver.info, where)
     if int(config.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"'{where}' has {config['num_hidden_layers']} layers; our eagle has one.")
-    tensors, notes = receiver.without_shared(folder)
+    tensors, notes = dict(folder.tensors), list[str]()
+    for name in (EMBEDDING, HEAD):
+        receiver.drop_shared(name, tensors, where, notes)
     bias = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
     found = take(rows(shape, bias), tensors, where, spare=("fc.bias",))
     values: dict[str, Any] = sizes_config(shape, receiver.info)

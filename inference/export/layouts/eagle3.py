@@ -17,7 +17,6 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
-from heads.nn.blocks import LayerShape
 from heads.nn.feature_base import layer_shape
 from inference.export.layouts.base import (
     Checkpoint,
@@ -33,7 +32,7 @@ from inference.export.layouts.base import (
     same_names,
     take,
 )
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
 from inference.export.layouts.layout import IDS, Layout, require_taps
 from inference.export.layouts.llama import (
     block_config,
@@ -47,69 +46,50 @@ from inference.export.layouts.llama import (
 )
 
 FIRST_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-EMBEDDING, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_hidden"
+MASK = "mask_hidden"
 VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 """Options that SGLang lacks."""
 
 
-def rows(
-    shape: LayerShape,
-    taps: int,
-    columns: int,
-    vocabulary: int,
-    *,
-    tap_norm: bool,
-    joined_norm: bool = False,
-    layers: int = 1,
-    parallel: bool = False,
-    first: str = "midlayer.",
-) -> list[Row]:
-    """The tensors of an EAGLE-3 drafter (parallel: P-EAGLE), but for its embedding.
+def rows(config: Json, info: TargetInfo, where: str, *, parallel: bool, first: str) -> list[Row]:
+    """The tensors of an EAGLE-3 drafter (parallel: P-EAGLE) by its config.json, but for its embedding.
 
-    columns: of the LM head; first: their name of the fusing layer; tap_norm, joined_norm: a norm
-    per tap, or one for all, before they are fused.
+    first: the prefix of their fusing layer.
     """
-    hidden = shape.hidden_size
-    shapes: Shapes = {f"fc_norm.{i}.weight": (hidden,) for i in range(taps if tap_norm else 0)}
-    shapes |= {
+    shape, size = read_shape(config, where), info.vocab_size
+    if config.get("model_type") == "qwen3":
+        shape = with_qk_norm(shape)
+    hidden, columns = shape.hidden_size, int(config.get("draft_vocab_size") or size)
+    taps = int(config.get("num_aux_hidden_states") or len(config.get(IDS) or (1, 2, 3)))
+    shapes: Shapes = {
         "fc.weight": (hidden, taps * hidden),
         "norm.weight": (hidden,),
         HEAD: (columns, hidden),
     }
-    if joined_norm:
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(taps)}
+    if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (taps * hidden,)
-    if columns != vocabulary:
-        shapes |= {"d2t": (columns,), "t2d": (vocabulary,)}
+    if columns != size:
+        shapes |= {"d2t": (columns,), "t2d": (size,)}
     if parallel:
         shapes[MASK] = (1, 1, taps * hidden)
     ours = "layers.0." if parallel else "midlayer."
     found = same_names(shapes) + layer_rows(ours, first, shape, 2 * hidden, FIRST_NORMS)
-    for index in range(1, layers):
+    for index in range(1, int(config["num_hidden_layers"])):
         found += layer_rows(f"layers.{index}.", f"layers.{index}.", shape)
     return found
 
 
 def expect(folder: Folder, info: TargetInfo, parallel: bool) -> tuple[list[Row], Shapes]:
     """See `Layout.tensors`."""
-    config, size = folder.flat, info.vocab_size
-    shape, embedding = read_shape(config, str(folder.path)), (size, info.hidden_size)
-    if config.get("model_type") == "qwen3":
-        shape = with_qk_norm(shape)
-    columns = int(config.get("draft_vocab_size") or size)
-    table = rows(
-        shape,
-        int(config.get("num_aux_hidden_states") or len(config.get(IDS) or (1, 2, 3))),
-        columns,
-        size,
-        tap_norm=bool(config.get("fc_norm")),
-        joined_norm=bool(config.get("norm_before_fc")),
-        layers=int(config["num_hidden_layers"]),
-        parallel=parallel,
-        first=first_layer(folder.tensors),
+    config, first = folder.flat, first_layer(folder.tensors)
+    table = rows(config, info, str(folder.path), parallel=parallel, first=first)
+    embedding = (info.vocab_size, info.hidden_size)
+    optional = ["t2d"] + (
+        [HEAD] if config.get("draft_vocab_size") in (None, 0, embedding[0]) else []
     )
-    spare: Shapes = {row.theirs: row.shape for row in table if row.theirs == "t2d"}
-    if columns == size:
-        spare[HEAD] = embedding
+    spare = {row.theirs: row.shape for row in table if row.theirs in optional}
     table = [row for row in table if row.theirs not in spare]
     if parallel:
         table += same_names({EMBEDDING: embedding})
@@ -158,25 +138,13 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
             "an engine",
             "Train with head.taps of 1 and more.",
         )
-    columns = ours[HEAD].shape[0]
     check_vocabulary(ours, info.vocab_size)
-    table = rows(
-        shape,
-        len(taps),
-        columns,
-        info.vocab_size,
-        tap_norm=config.tap_norm,
-        joined_norm=config.norm_before_fc,
-        layers=layers,
-        parallel=parallel,
-        first="layers.0." if parallel else "midlayer.",
-    )
     described = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if shape.qk_norm else "llama",
         **block_config(shape, info, layers, plain_rope(info.rope_theta)),
         "target_hidden_size": info.hidden_size,
-        "draft_vocab_size": columns,
+        "draft_vocab_size": ours[HEAD].shape[0],
         "num_aux_hidden_states": len(taps),
         IDS: list(taps),
         "eagle_config": {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]},
@@ -185,15 +153,15 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
         "norm_before_residual": bool(config.norm_before_residual),
         "norm_output": bool(getattr(config, "post_norm_recurrence", False)),
     }
+    first = "layers.0." if parallel else "midlayer."
+    table = rows(described, info, str(checkpoint.folder), parallel=parallel, first=first)
+    tensors = give(table, ours, left=("mask_embedding", EMBEDDING) if parallel else ())
+    tokens = options.tokens or (config.depths if parallel else config.ttt_steps)
+    written = Written(described, tensors, {"method": "eagle3", "num_speculative_tokens": tokens})
     if parallel:
-        tensors = give(table, ours, left=("mask_embedding", EMBEDDING))
-        told = {"method": "eagle3", "num_speculative_tokens": options.tokens or config.depths}
-        told["parallel_drafting"] = True
-        written = Written(described, tensors, told)
+        written.speculative["parallel_drafting"] = True
         place_mask(written, checkpoint, target, target.unused_token(options.mask_token_id))
-        return written
-    told = {"method": "eagle3", "num_speculative_tokens": options.tokens or config.ttt_steps}
-    return Written(described, give(table, ours), told)
+    return written
 
 
 def place_mask(written: Written, checkpoint: Checkpoint, target: Target, token: int) -> None:
@@ -273,7 +241,10 @@ def build(
     parallel: bool,
     token: int | None,
 ) -> Imported:
-    """Our checkpoint, given the taps. config: with the layer's sizes and the norms at the top level."""
+    """Our checkpoint, given the taps.
+
+    Config: with the layer's sizes and the norms at the top level.
+    """
     where, info, theirs = str(folder.path), receiver.info, dict(folder.tensors)
     shape = read_shape(config, where)
     require_fit(shape, config, info, where)
@@ -304,29 +275,25 @@ def build(
         theirs[MASK] = theirs[MASK].reshape(1, 1, -1)
     else:
         values["post_norm_recurrence"] = bool(config.get("norm_output", False))
-        embedding = theirs.pop(EMBEDDING, None)
-        if embedding is not None and not receiver.is_shared(EMBEDDING, embedding):
-            raise UserError(
-                f"'{where}' has an embedding of its own (embed_tokens.weight differs from the "
-                "target's); our eagle3 shares the target's. Was it made for this target?"
-            )
-    table = rows(
-        shape,
-        len(taps),
-        columns,
-        info.vocab_size,
-        tap_norm=values["tap_norm"],
-        joined_norm=values["norm_before_fc"],
-        layers=layers,
-        parallel=parallel,
-        first=first_layer(theirs),
-    )
+        receiver.drop_shared(EMBEDDING, theirs, where, notes)
+    described = {
+        **config,
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "num_hidden_layers": layers,
+        "draft_vocab_size": columns,
+        "num_aux_hidden_states": len(taps),
+        "norm_before_fc": values["norm_before_fc"],
+    }
+    table = rows(described, info, where, parallel=parallel, first=first_layer(theirs))
     tensors = take(table, theirs, where) | extra
     return Imported("peagle" if parallel else "eagle3", values, tensors, notes)
 
 
 def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver, notes: list[str]) -> int:
-    """Add what a file may leave out (the target's LM head, `t2d`); returns the LM head's columns."""
+    """Add what a file may leave out (the target's LM head, `t2d`).
+
+    Returns the LM head's columns.
+    """
     size = receiver.info.vocab_size
     if HEAD not in theirs:
         theirs[HEAD] = receiver.weights.lm_head.to(theirs["fc.weight"].dtype)

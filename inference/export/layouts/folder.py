@@ -29,7 +29,7 @@ NOT_WEIGHTS = (
     "mask_embedding.pt",
     "trainer_state.pt",
 )
-SHARED = ("embed_tokens.weight", "lm_head.weight")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
@@ -93,7 +93,10 @@ class Folder:
 
     @classmethod
     def read(cls, path: Path) -> Folder:
-        """Read a folder; raises `UserError` if it lacks config.json or weights, or one is broken."""
+        """Read a folder.
+
+        Raises `UserError` if it lacks config.json or weights, or one is broken.
+        """
         if not path.is_dir():
             raise UserError(
                 f"'{path}' is not a folder. Fetch the drafter first "
@@ -177,25 +180,23 @@ class Receiver:
     info: TargetInfo
     weights: TargetWeights
 
-    def without_shared(self, folder: Folder) -> tuple[dict[str, Tensor], list[str]]:
-        """Their tensors without copies of the target's embedding and LM head, and a note on each.
+    def drop_shared(
+        self, name: str, theirs: dict[str, Tensor], where: str, notes: list[str]
+    ) -> None:
+        """Take a copy of the target's embedding or LM head out of their tensors, and note it.
 
-        Raises `UserError` for ones that are not the target's: our drafters share them.
+        Raises `UserError` for one that is not the target's.
         """
-        rest, notes = dict(folder.tensors), list[str]()
-        for name in SHARED:
-            theirs = rest.pop(name, None)
-            if theirs is None:
-                continue
-            if not self.is_shared(name, theirs):
-                what = "embedding" if name.startswith("embed") else "LM head"
-                raise UserError(
-                    f"'{folder.path}' has an {what} of its own ('{name}' differs from the "
-                    "target's), which our drafters of this kind share with the target. Was it "
-                    "made for this target?"
-                )
-            notes.append(f"{name}: a copy of the target's, left out")
-        return rest, notes
+        value = theirs.pop(name, None)
+        if value is None:
+            return
+        if not self.is_shared(name, value):
+            what = "embedding" if name.startswith("embed") else "LM head"
+            raise UserError(
+                f"'{where}' has an {what} of its own ('{name}' differs from the target's), which "
+                "our drafters of this kind share with the target. Was it made for this target?"
+            )
+        notes.append(f"{name}: a copy of the target's, left out")
 
     def is_shared(self, name: str, theirs: Tensor) -> bool:
         """Whether a tensor is the target's own, up to the rounding of its number format."""

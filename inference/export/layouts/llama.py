@@ -19,7 +19,10 @@ EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 def layer_rows(
     ours: str, theirs: str, shape: LayerShape, width: int = 0, norms: tuple[str, ...] = NORMS
 ) -> list[Row]:
-    """The tensors of one decoder layer under two prefixes. width: of the attention's input (default: hidden size)."""
+    """The tensors of one decoder layer under two prefixes.
+
+    Width: of the attention's input (default: hidden size).
+    """
     hidden, size = shape.hidden_size, shape.head_dim
     query, value = shape.num_attention_heads * size, shape.num_key_value_heads * size
     wide, mlp = width or hidden, shape.intermediate_size

@@ -29,10 +29,9 @@ from inference.export.layouts.base import (
     same_names,
     take,
 )
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.folder import HEAD, Folder, Receiver
 from inference.export.layouts.layout import Layout
 
-SHARED_HEAD = "lm_head.weight"
 PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
 """A proposer that the folder holds for versions of vLLM without Medusa."""
 BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
@@ -60,7 +59,7 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
     table = rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
     if not config.get("medusa_fc_bias", False):
         table = [row for row in table if not row.theirs.endswith(".bias")]
-    return table + ([] if own else same_names({SHARED_HEAD: (size, hidden)})), {}
+    return table + ([] if own else same_names({HEAD: (size, hidden)})), {}
 
 
 LAYOUT = Layout(
@@ -81,7 +80,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     if not own:
         require_plain_head(target)
         dtype = tensors["blocks.0.layers.0.weight"].dtype
-        tensors[SHARED_HEAD] = target.weights.lm_head.to(dtype)
+        tensors[HEAD] = target.weights.lm_head.to(dtype)
     if options.tokens > heads:
         raise UserError(f"export.tokens: this drafter has {heads} heads; given {options.tokens}.")
     described = {
@@ -148,14 +147,8 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
         weight = theirs[match[0]]
         name = match[0].removesuffix("weight") + "bias"
         theirs.setdefault(name, torch.zeros(weight.shape[0], dtype=weight.dtype))
-    shared = theirs.pop(SHARED_HEAD, None)
+    receiver.drop_shared(HEAD, theirs, where, notes)
     own = any(name.startswith("lm_heads.") for name in theirs)
-    if shared is not None:
-        if not receiver.is_shared(SHARED_HEAD, shared):
-            raise UserError(
-                f"'{where}': its shared LM head is not the target's. Was it made for this target?"
-            )
-        notes.append(f"{SHARED_HEAD}: a copy of the target's, left out")
     found = take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
     values: dict[str, Any] = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
     return Imported("medusa", values, found, notes)

@@ -124,7 +124,10 @@ ROUTES: dict[str, Ways] = {
 def write(
     checkpoint: Checkpoint, target: Target, options: Options, engine: str
 ) -> tuple[str, Written]:
-    """The layout's name and the folder of a drafter for an engine; raises `UserError` without a way."""
+    """The layout's name and the folder of a drafter for an engine.
+
+    Raises `UserError` without a way.
+    """
     route = find_route(checkpoint.method, engine)
     return route.layout, route.write(checkpoint, target, options, engine)
 

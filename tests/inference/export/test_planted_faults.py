@@ -18,12 +18,11 @@ from torch import Tensor
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.export.check.verify import Verdict, verify
 from inference.export.check.config import VerifyConfig
-from inference.loading import TargetConfig
+from inference.export.check.verify import Verdict, verify
 from inference.export.layouts.folder import Folder
 from inference.target import TargetModel
-from tests.inference.export.ground import save, tensors, write
+from tests.inference.export.ground import save, target_config, tensors, write
 from tests.oracle import engine_forward
 from tests.oracle.compare import forward_gap, places
 
@@ -52,8 +51,7 @@ def planted(
     notes.write_text(json.dumps(facts))
     if not source:
         notes.unlink()
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    return verify(VerifyConfig(str(folder / "out")), given, target)
+    return verify(VerifyConfig(str(folder / "out")), target_config(target), target)
 
 
 def ids_off_by_one(config: Config, weights: Weights) -> None:
@@ -263,8 +261,7 @@ def test_a_changed_file_is_seen(target: TargetModel, tmp_path: Path) -> None:
     write(target, save(target, "eagle", tmp_path / "mine"), tmp_path / "out", "vllm")
     path = tmp_path / "out" / "config.json"
     path.write_text(path.read_text() + "\n")
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    found = verify(VerifyConfig(str(tmp_path / "out")), given, target)
+    found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
     assert found.faults == ["files: 'config.json' has changed since the export"]
 
 
@@ -291,6 +288,5 @@ def test_a_medusa_without_a_head_per_depth_is_told_before_anything_is_served(
     facts = json.loads(notes.read_text())
     facts["speculative_config"]["num_speculative_tokens"] = 4
     notes.write_text(json.dumps(facts))
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    found = verify(VerifyConfig(str(tmp_path / "out")), given, target)
+    found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
     assert "drafts: 4 tokens are asked of 3 heads" in found.faults

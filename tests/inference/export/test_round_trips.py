@@ -10,13 +10,11 @@ import torch
 
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
-from tests.oracle.compare import forward_gap
+from inference.export.check.config import VerifyConfig
+from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import ENGINES, ROUTES, Route
-from inference.export.check.verify import verify
-from inference.export.check.config import VerifyConfig
-from inference.loading import TargetConfig
 from inference.target import TargetModel
 from tests.inference.export.ground import (
     EXPORTS,
@@ -27,9 +25,11 @@ from tests.inference.export.ground import (
     same,
     save,
     save_target,
+    target_config,
     tensors,
     write,
 )
+from tests.oracle.compare import forward_gap
 
 
 @pytest.mark.parametrize(("name", "engine"), EXPORTS, ids=[" to ".join(pair) for pair in EXPORTS])
@@ -43,8 +43,7 @@ def test_an_export_is_right_and_comes_back_to_the_bit(
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (mine / "config.json").read_text()
     )
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    found = verify(VerifyConfig(str(tmp_path / "out")), given, target)
+    found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
     assert found.faults == []
     assert found.layout == facts.layout
     assert forward_gap(tmp_path / "out", target, mine) < 1e-4
@@ -67,8 +66,7 @@ def test_a_shorter_format_is_near_and_says_so(target: TargetModel, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     kinds = {value.dtype for value in tensors(tmp_path / "out").values()}
     assert kinds <= {torch.bfloat16, torch.int64, torch.bool}
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    assert verify(VerifyConfig(str(tmp_path / "out")), given, target).faults == []
+    assert verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults == []
     assert 0.0 < forward_gap(tmp_path / "out", target, mine) < 0.1
 
 

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter
-from tests.oracle.compare import difference, ours, places
 from inference.target import TargetModel
 from tests.inference.export.ground import save, write
+from tests.oracle.compare import difference, ours, places
 
 PROMPT = [[5, 9, 11, 7, 30, 12]]
 

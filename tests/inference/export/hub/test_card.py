@@ -16,7 +16,6 @@ from heads.medusa import Config as MedusaConfig
 from inference.engine import DecodeConfig
 from inference.export.hub.card import card
 from inference.export.hub.config import PushConfig
-from inference.export.hub.config import PushConfig
 from inference.measure import Arm, BenchConfig, measure
 from inference.prompts import Prompt
 from inference.target import TargetConfig, TargetModel

@@ -20,7 +20,13 @@ from inference.export.hub.folder import Sources, check_folder
 from inference.export.hub.push import push, upload
 from inference.manifest import file_sha256
 from inference.report_schema import read_report
-from tests.inference.export.hub.example_folder import CONFIG, build, write_checkpoint, write_export, write_measured
+from tests.inference.export.hub.example_folder import (
+    CONFIG,
+    build,
+    write_checkpoint,
+    write_export,
+    write_measured,
+)
 from tests.inference.export.hub.stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
 
 REPO = "someone/eagle3-for-target"
@@ -345,7 +351,7 @@ def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_
     with pytest.raises(UserError, match=r"was exported from other weights \(000000000000\.\.\.\)"):
         build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
     (stale / "headstart_export.json").unlink()
-    with pytest.raises(UserError, match=r"is no folder of `headstart export` \(FileNotFoundError"):
+    with pytest.raises(UserError, match="is no folder of `headstart export`"):
         build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
     assert not (tmp_path / "hub").exists()
 
