@@ -39,7 +39,7 @@ FLOAT_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: 
 TELLING = ("eagle", "eagle3", "dflash", "dspark")
 """Methods of vLLM for which the draft model's path does not matter."""
 WORDS = ("eagle-", "eagle3", "dflash", "dspark")
-"""Words in a draft model's path from which vLLM concludes the method, unless it is one of `TELLING`."""
+"""Words in a path from which vLLM concludes the method, unless it is one of `TELLING`."""
 ALGORITHMS = {
     "mtp": "EAGLE",
     "eagle": "EAGLE",
@@ -124,7 +124,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def require_plain_path(speculative: Json, engine: str, out: Path) -> None:
-    """Raise `UserError` for a path from which vLLM would conclude another method than it is told."""
+    """Raise `UserError` for a path from which vLLM would conclude another method."""
     method = speculative.get("method")
     if engine != "vllm" or method in TELLING:
         return

@@ -1,7 +1,8 @@
-"""Drafters of other trainers as checkpoints of ours: recognised by their tensors, complete or refused.
+"""Drafters of other trainers as checkpoints of ours, recognised by their tensors.
 
-The result is an ordinary checkpoint: it can be measured, audited, exported, and trained further
-(train.refresh.init_from). A folder of our own export gives back the checkpoint it was made of.
+A folder is read completely or refused. The result is an ordinary checkpoint: it can be measured,
+audited, exported, and trained further (train.refresh.init_from). A folder of our own export gives
+back the checkpoint it was made of.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
 
 
 def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
-    """The kind and configuration of a checkpoint: those in our notes if they are of the method read.
+    """The kind and configuration: those in our notes if they are of the method that was read.
 
     The notes restore what the layout has no place for, and kinds that are laid out as another one.
     """

@@ -1,4 +1,4 @@
-"""What a serving engine computes from an exported folder, written out slowly from the formats' specification.
+"""What a serving engine computes from an exported folder, written out slowly from its format.
 
 Nothing here is shared with our own drafters: only the folder's files, the target's hidden states,
 its embedding and its LM head are read, in the way that vLLM and SGLang document (and their code
@@ -106,7 +106,7 @@ class Layer:
         return out if bias is None else out + bias
 
     def heads(self, name: str, states: Tensor, positions: Tensor) -> Tensor:
-        """Query or key heads [T, h, D], normed if the layer has such norms, rotated to `positions`."""
+        """Query or key heads [T, h, D], normed if there are norms, rotated to `positions`."""
         config = self.config
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         split = self.linear(f"self_attn.{name}_proj", states).unflatten(-1, (-1, int(size)))
@@ -137,7 +137,7 @@ class Layer:
         return self.linear("mlp.down_proj", gate * self.linear("mlp.up_proj", normed))
 
     def causal(self, inputs: Tensor, residual: Tensor, positions: Tensor) -> Tensor:
-        """The layer over a sequence: attention of `inputs` [T, X], added to `residual` [T, H], MLP."""
+        """The layer over a sequence: attention of `inputs` added to `residual` [T, H], MLP."""
         query, key = (self.heads(name, inputs, positions) for name in "qk")
         value = self.values(inputs, query.shape[-1])
         allowed = positions[None] <= positions[:, None]
@@ -147,9 +147,9 @@ class Layer:
 
 @torch.no_grad()
 def run(folder: Folder, layout: str, context: Context, chain: Tensor, depth: int) -> Tensor:
-    """The engine's logits [K, V] at depths 1..`depth` after `context`, if it drafts `chain` [>= K-1].
+    """The engine's logits [K, V] at depths 1..`depth` after `context`, if it drafts `chain`.
 
-    Columns that the folder cannot draft are minus infinity.
+    chain [K-1 or more]. Columns that the folder cannot draft are minus infinity.
     """
     name = layout.removeprefix("speculators-")
     return WAYS[name](folder, context, chain, depth)
@@ -352,7 +352,7 @@ def sees_earlier_only(folder: Folder) -> bool:
 
 
 def slots(folder: Folder, weights: Weights, context: Context, mask: int, size: int) -> Tensor:
-    """The block's inputs [b, H]: the root's embedding and the mask's, which may have its own file."""
+    """The block's inputs [b, H]: the embeddings of the root and of the mask."""
     tokens = torch.cat([context.tokens[-1:], torch.full((size - 1,), mask)])
     found = embed(weights, context, tokens)
     file = folder.path / MASK_FILE
@@ -376,7 +376,7 @@ def kernels(layer: Layer, name: str, states: Tensor) -> tuple[Tensor | None, Ten
 
 
 def convolve(states: Tensor, kernel: Tensor | None) -> Tensor:
-    """out[i, c] = sum over taps t of kernel[i, t, c] x[i - t, c], with zeros before the first slot."""
+    """out[i, c] = sum over taps t of kernel[i, t, c] x[i - t, c]; zeros before the first slot."""
     if kernel is None:
         return states
     before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
@@ -405,7 +405,7 @@ def corrected(
 
 
 def markov(weights: Weights, out: Tensor, parents: Tensor) -> Tensor:
-    """DSpark's table of successors: vanilla, gated by the slot's state, or with a recurrent state."""
+    """DSpark's table of successors: vanilla, gated by the slot, or with a recurrent state."""
     layer = Layer(weights, "markov_head.", {})
     words = weights["markov_head.markov_w1.weight"][parents]
     if layer.get("gate_proj.weight") is not None:

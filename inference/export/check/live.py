@@ -355,11 +355,15 @@ def read_answers(mode: ServedMode, requests: Sequence[Request], depth: int) -> D
     """vLLM's answers, in the order of the requests."""
     keys = [(str(request.index), 0) for request in requests]
     counted = mode.acceptance
-    by_position = [*counted.get("accepted_by_position", []), *[0] * depth][:depth]
-    totals = (counted.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    counts = Counts(
+        counted.get("drafts", 0),
+        counted.get("draft_tokens", 0),
+        counted.get("accepted_tokens", 0),
+        [*counted.get("accepted_by_position", []), *[0] * depth][:depth],
+    )
     tokens = [mode.tokens[key] for key in keys]
     rate = divide(sum(map(len, tokens)), mode.wall)
-    return Decoded(tokens, [mode.steps[key] for key in keys], Counts(*totals, by_position), rate)
+    return Decoded(tokens, [mode.steps[key] for key in keys], counts, rate)
 
 
 def decode(

@@ -191,8 +191,8 @@ def check_anchor(folder: Folder, layout: Layout) -> Iterator[str]:
     own = trained.get("sample_from_anchor", anchored)
     if anchored is not None and trained and bool(anchored) != bool(own):
         yield f"anchor: sample_from_anchor is {anchored}, the drafter was trained with {own}"
-    size = trained.get("block_size", inner["block_size"])
-    if int(inner["block_size"]) != int(size):
+    size = int(trained.get("block_size") or inner["block_size"])
+    if int(inner["block_size"]) != size:
         yield (f"anchor: block_size is {inner['block_size']}, the drafter was trained with {size}")
 
 

@@ -1,4 +1,4 @@
-"""The model card of a drafter: front matter for the Hub, then the measured numbers of report.json."""
+"""The model card of a drafter: front matter for the Hub, then the numbers of report.json."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine's folder in the repository, under the engine's name. serve: the line that serves the
-    target with it.
-    """
+    """An engine's folder in the repository. name: also the folder's; serve: the command for it."""
 
     name: str
     serve: str
@@ -294,7 +292,8 @@ def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo:
         f'target = TargetModel.load(TargetConfig(path="{checkpoint["target"]["id"]}"))',
         f'drafter = load_drafter(Path(snapshot_download("{repo}")), target.info, target.weights)',
         f"engine = Engine(target, drafter, DecodeConfig({shape}))",
-        'prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Write a haiku about queues."}])',
+        'prompt = render_prompt(target.tokenizer, [{"role": "user", "content": '
+        '"Write a haiku about queues."}])',
         "for answer in engine.run([Request(0, tuple(prompt), seed=0, max_new_tokens=128)]):",
         "    print(target.tokenizer.decode(answer.tokens))",
         "```",

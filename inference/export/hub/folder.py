@@ -1,10 +1,10 @@
-"""The Hub folder of a drafter: its weights, its measured reports, plots and card, and a folder for every engine it was exported to.
+"""The Hub folder of a drafter: its checkpoint, reports, plots and card, and its engines' folders.
 
-    README.md config.json model.safetensors report.json *.png     what `headstart pull` and `load_drafter` read
-    vllm/ sglang/ speculators/ transformers/                      what `headstart export` wrote, each loadable by that engine
-    manifest.json                                                 SHA-256 of every other file; written last
+    README.md config.json model.safetensors report.json *.png   read by `headstart pull`
+    vllm/ sglang/ speculators/ transformers/                    exports, each loadable by its engine
+    manifest.json                                               SHA-256 of every other file; last
 
-It is complete or absent, and it does not leave without a report that measured exactly these weights.
+It is complete or absent, and needs a report that measured exactly these weights.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Sources:
 
 
 def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
-    """Write the Hub folder to `out` and return it; it is built beside and renamed, so that it is complete or absent.
+    """Write the Hub folder to `out`, complete or not at all, and return it.
 
-    Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter that was not lossless, or an
-    engine's folder that was exported from other weights.
+    Raises `UserError` for a kind without weights, a missing report, one of other weights, a drafter
+    that was not lossless, or an engine's folder that was exported from other weights.
     """
     description = read_config(sources.checkpoint)
     digest = _require(sources, description)
@@ -193,8 +193,8 @@ def _replace(partial: Path, out: Path) -> None:
 def check_folder(folder: Path) -> dict[str, int]:
     """Files of a Hub folder with their sizes in bytes, or `UserError` when it must not leave.
 
-    It needs weights, card, a report that measured exactly these weights, and files as its manifest lists them; no file may hold an
-    access token.
+    It needs weights, card, a report that measured exactly these weights, and files as its manifest
+    lists them; no file may hold an access token.
     """
     for name in (WEIGHTS_FILE, CONFIG_FILE, CARD_FILE, REPORT_FILE, MANIFEST_FILE):
         if not (folder / name).is_file():
@@ -220,7 +220,7 @@ def check_folder(folder: Path) -> dict[str, int]:
 
 
 def check_listed(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` unless each of these files, the manifest aside, is in the folder's manifest and is as listed there."""
+    """Raise `UserError` unless these files, the manifest aside, are as the manifest lists them."""
     listed = {entry["file"]: entry for entry in read_manifest(folder, STAGE)["files"]}
     for name in names:
         if name == MANIFEST_FILE:

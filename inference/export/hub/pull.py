@@ -28,8 +28,8 @@ EVERYTHING = "all"
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
     """Fetch the repository, or the asked part of it, into `out` and return it.
 
-    Raises `UserError` for a repository, revision or part that is not there, a token without rights, a connection that broke, a
-    file that is not what was published, and a folder that exists already.
+    Raises `UserError` for a missing repository, revision or part, a token without rights, a
+    connection that broke, a file that is not what was published, and a folder that exists.
     """
     console = console or Console()
     if not config.repo:
@@ -98,21 +98,27 @@ def _listing(config: PullConfig, endpoint: str) -> tuple[list[str], str]:
 def _fetch(
     config: PullConfig, endpoint: str, commit: str, names: Sequence[str], partial: Path
 ) -> None:
-    """Fetch files of one commit; those that are there already are not fetched again. A connection that breaks is taken up some
-    times where it ended.
+    """Fetch the files of one commit that are not there yet; broken connections are retried.
 
-    One by one: the library's download of a whole snapshot takes what lies in the folder for an answer when the Hub gives none.
+    One by one: the library's download of a whole snapshot accepts an incomplete folder if the Hub
+    does not answer.
     """
     token = huggingface_hub.get_token() or ""
     with explain_errors(_exchange(config, endpoint, token)), transfer_for(endpoint):
         for name in names:
             huggingface_hub.hf_hub_download(
-                config.repo, name, revision=commit, local_dir=partial, token=token or False, endpoint=endpoint,
+                config.repo,
+                name,
+                revision=commit,
+                local_dir=partial,
+                token=token or False,
+                endpoint=endpoint,
                 library_name="headstart",
-            )  # fmt: skip
+            )
 
 
 def _exchange(config: PullConfig, endpoint: str, token: str) -> Exchange:
     kept = "Files that have arrived are kept; pull again to go on."
-    missing = f"Check pull.repo{f' and pull.revision={config.revision}' if config.revision else ''}; a private one needs a token."
+    revision = f" and pull.revision={config.revision}" if config.revision else ""
+    missing = f"Check pull.repo{revision}; a private one needs a token."
     return Exchange(config.repo, endpoint, token, "pull.repo", "pull", "read", missing, kept)

@@ -24,7 +24,10 @@ from inference.export.hub.folder import Sources, build_folder, check_folder
 
 @dataclass
 class PushResult:
-    """The built folder, its files with their sizes in bytes, and the commit's address (empty after a dry run)."""
+    """The built folder, its files with their sizes in bytes, and the commit's address.
+
+    The address is empty after a dry run.
+    """
 
     folder: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -36,8 +39,9 @@ def push(
 ) -> PushResult:
     """Build the Hub folder in `out` and, unless `config.dry_run`, upload it.
 
-    The address comes from HF_ENDPOINT, the token from HF_TOKEN or `hf auth login`. Raises `UserError` for everything that
-    a person can correct: no or a wrong token, missing rights, a missing repository, a connection that broke.
+    The address comes from HF_ENDPOINT, the token from HF_TOKEN or `hf auth login`. Raises
+    `UserError` for a missing or wrong token, missing rights, a missing repository, and a connection
+    that broke.
     """
     console = console or Console()
     if not config.repo:
@@ -107,13 +111,17 @@ def upload(config: PushConfig, folder: Path, endpoint: str) -> str:
 
 
 def collect(config: PushConfig, endpoint: str) -> str:
-    """Put the pushed repository into the collection of that title, and return the collection's identifier.
+    """Put the pushed repository into the collection of that title; returns its identifier.
 
-    A title that the user has already is found among the user's collections: the Hub itself takes equal titles several times.
+    The title is looked up among the user's collections: the Hub itself takes equal titles several
+    times.
     """
     token = require_token("write")
     api = huggingface_hub.HfApi(endpoint=endpoint, token=token, library_name="headstart")
-    kept = f"'{config.repo}' is pushed and stays; only the collection lacks it. Push again: nothing is sent twice."
+    kept = (
+        f"'{config.repo}' is pushed and stays; only the collection lacks it. Push again: nothing "
+        "is sent twice."
+    )
     with explain_errors(_exchange(config, endpoint, token, kept)):
         known = (
             found.slug
@@ -131,9 +139,9 @@ def collect(config: PushConfig, endpoint: str) -> str:
 
 
 def _exchange(config: PushConfig, endpoint: str, token: str, kept: str = "") -> Exchange:
-    kept = (
-        kept
-        or "Nothing was published: files appear in one commit at the end. Push again; what has arrived is not sent twice."
+    kept = kept or (
+        "Nothing was published: files appear in one commit at the end. Push again; what has "
+        "arrived is not sent twice."
     )
     missing = "Create it, or push with push.create=true."
     return Exchange(config.repo, endpoint, token, "push.repo", "push", "write", missing, kept)

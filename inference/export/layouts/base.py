@@ -1,4 +1,4 @@
-"""What layouts share: a checkpoint as they read it, the target, tables of tensors, and their results.
+"""What layouts share: checkpoint, target, tables of tensors, and the results.
 
 A layout turns one of our checkpoints into the files of one format (`write`) and such files into a
 checkpoint (`read`). Both directions use the same `rows`: which of our tensors is which of theirs,
@@ -225,7 +225,7 @@ the layout cannot express."""
 def give(
     rows: Sequence[Row], ours: Mapping[str, Tensor], left: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """Our tensors under their names. left: tensors of ours that the layout stores elsewhere or drops.
+    """Our tensors under their names. left: those that the layout stores elsewhere or drops.
 
     Every tensor of ours must be in a row or in `left`, and every row's shape must be the tensor's:
     anything else is a bug of the layout.

@@ -1,8 +1,8 @@
-"""Small language models: Hugging Face checkpoints (Llama, Qwen2, Qwen3) with the target's vocabulary.
+"""Small language models: Hugging Face checkpoints with the target's vocabulary.
 
-Engines draft with them as they are (`draft_model`), transformers as `assistant_model`. A PARD
-drafter is one that names its mask token. What is shared with the target is written out: a language
-model of its own has to be complete.
+Llama, Qwen2 or Qwen3. Engines draft with them as they are (`draft_model`), transformers as
+`assistant_model`. A PARD drafter is one that names its mask token. What is shared with the target
+is written out: a language model of its own has to be complete.
 """
 
 from __future__ import annotations

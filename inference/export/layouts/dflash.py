@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, DFlash 2, DSpark and Domino, as z-lab, DeepSpec and the engines have them.
+"""Block drafters (DFlash, DFlash 2, DSpark, Domino) of z-lab, DeepSpec and the engines.
 
 All are a stack of Qwen3 layers under the same names, with tensors of their own behind it. Layers of
 the target are numbered from 0: L is the state after L + 1 layers. A learned mask vector is the
@@ -222,7 +222,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
 
 
 def own_keys(config: Config, method: str, block: Json) -> Json:
-    """The keys of config.json of each method: DSpark's at the top level, the others' in `dflash_config`."""
+    """Each method's keys: DSpark's at the top level, the others' in `dflash_config`."""
     rank = config.dependency_rank
     if method == "dspark":
         return {
@@ -359,7 +359,7 @@ def write_assistant(
 
 
 def matches(folder: Folder) -> bool:
-    """Whether a folder is a block drafter: layers with normed heads behind a projection of features."""
+    """Whether a folder is a block drafter: layers with normed heads after a projection."""
     ours = {theirs: name for name, theirs in ENCODER.items()}
     names = {ours.get(name, name) for name in folder.tensors}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}

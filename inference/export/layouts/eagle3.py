@@ -52,9 +52,9 @@ VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 
 
 def rows(config: Json, info: TargetInfo, where: str, *, parallel: bool, first: str) -> list[Row]:
-    """The tensors of an EAGLE-3 drafter (parallel: P-EAGLE) by its config.json, but for its embedding.
+    """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json.
 
-    first: the prefix of their fusing layer.
+    first: the prefix of their fusing layer. Its embedding is left out.
     """
     shape, size = read_shape(config, where), info.vocab_size
     if config.get("model_type") == "qwen3":
@@ -183,7 +183,7 @@ def place_mask(written: Written, checkpoint: Checkpoint, target: Target, token: 
 
 
 def check_vocabulary(tensors: Mapping[str, Tensor], size: int) -> None:
-    """Raise `UserError` unless `d2t` maps to ascending target ids, and `t2d` marks the same tokens."""
+    """Raise `UserError` unless `d2t` maps to ascending ids, and `t2d` marks the same tokens."""
     offsets = tensors.get("d2t")
     if offsets is None:
         return

@@ -105,7 +105,7 @@ def follow_rope(target: Target, head_dim: int, theta: float) -> Json:
 
 
 def read_rope(config: Mapping[str, Any]) -> Json:
-    """The rotary parameters of a config.json in either spelling, with `rope_type` and `rope_theta`."""
+    """The rotary parameters of a config.json, with `rope_type` and `rope_theta`."""
     new = config.get("rope_parameters")
     if isinstance(new, Mapping) and ("rope_theta" in new or "rope_type" in new):
         found = dict(new)
@@ -145,7 +145,7 @@ def require_fit(
     *,
     scaled: bool = False,
 ) -> None:
-    """Raise `UserError` where their decoder layers have something that ours of this kind cannot have.
+    """Raise `UserError` where their layers have something that ours of this kind cannot have.
 
     Ours take the norms' epsilon and the base of the rotary positions from the target; scaled: the
     target's rotary scaling too.

@@ -136,7 +136,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     if not blocks:
         raise UserError(f"'{where}' holds no Medusa block.")
     heads, layers = (1 + max(int(match[group]) for match in blocks) for group in (1, 2))
-    named = int(config.get("num_heads", config.get("medusa_num_heads", heads)))
+    named = int(config.get("num_heads") or config.get("medusa_num_heads") or heads)
     if named > heads:
         raise UserError(f"'{where}': config.json names {named} heads, the weights hold {heads}.")
     if "token_map" in theirs:

@@ -82,7 +82,8 @@ ROUTES: dict[str, Ways] = {
         "vllm": Route("mtp-mimo", mtp.write),
         "sglang": Route("mtp-mimo", mtp.write),
         "speculators": "its MTP layers have norms on query and key heads, ours have none",
-        "transformers": "it builds MTP blocks from the target's own layer class, for families that come with them",
+        "transformers": "it builds MTP blocks from the target's own layer class, for families that "
+        "come with them",
     },
     "dflash": _block("dflash", transformers=Route("dflash-assistant", dflash.write_assistant)),
     "dflash2": _block("dflash2"),
@@ -101,7 +102,8 @@ ROUTES: dict[str, Ways] = {
         "vllm": Route("causal", causal.write),
         "sglang": "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
         "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later tokens need mask tokens",
+        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later "
+        "tokens need mask tokens",
     },
     "medusa": {
         "vllm": Route("medusa", medusa.write),
