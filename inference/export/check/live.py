@@ -92,8 +92,7 @@ CAUSES = {
     ),
     "medusa": Causes(
         "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that "
-        "was "
-        "left out",
+        "was left out",
         "the order of the heads, or heads whose tensors have names that the engine does not know",
     ),
     "distilled": Causes(_MODEL, "its cache: positions of drafted tokens (rope)"),

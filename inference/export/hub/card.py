@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
@@ -18,14 +19,22 @@ from inference.tune.decode_file import Tuned
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine's folder in the repository. name: also the folder's; serve: the command for it."""
-
-    name: str
-    serve: str
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
+ENVIRONMENT.globals |= {
+    "definitions": DEFINITIONS,
+    "facts": facts,
+    "main_table": main_table,
+    "domain_table": domain_table,
+    "depth_table": depth_table,
+    "lines": "\n".join,
+}
+TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,8 @@ def measured_entries(
         names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
         raise UserError(
             f"{source} did not measure this drafter: no entry has weights_sha256 "
-            f"{weights_sha256[:12]}... (it measured: "
-            f"{names}). The weights have changed since, or it is another drafter's report. Run "
-            "`headstart measure` again."
+            f"{weights_sha256[:12]}... (it measured: {names}). The weights have changed since, or "
+            "it is another drafter's report. Run `headstart measure` again."
         )
     return found
 
@@ -67,55 +75,56 @@ def card(
     checkpoint: Mapping[str, Any],
     about: PushConfig,
     images: Sequence[str] = (),
-    engines: Sequence[Engine] = (),
+    engines: Mapping[str, str] | None = None,
     training: Training | None = None,
     tuned: Tuned | None = None,
 ) -> str:
-    """The text of README.md.
+    """The text of README.md, from `card.md.jinja`.
 
     reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of
-    the plots; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
+    the plots; engines: name of an engine, and of its folder -> the command that serves the target
+    with it; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
     these weights, or measured text that was not the target's (unless `about.allow_mismatches`).
     """
-    own = {}
-    for title, report in reports.items():
-        own[title] = {**report, "drafters": measured_entries(report, weights_sha256, title)}
-    wrong = sum(
-        entry["lossless"]["mismatches"] for report in own.values() for entry in report["drafters"]
-    )
+    own = {
+        title: {**report, "drafters": measured_entries(report, weights_sha256, title)}
+        for title, report in reports.items()
+    }
+    entries = [entry for report in own.values() for entry in report["drafters"]]
+    wrong = sum(entry["lossless"]["mismatches"] for entry in entries)
     if wrong and not about.allow_mismatches:
         raise UserError(
             f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this "
-            "drafter is not published. "
-            "Find the cause (the report's run.arms.<name>.divergences say where), or set "
-            "push.allow_mismatches=true to publish "
-            "it labelled as not lossless."
+            "drafter is not published. Find the cause (the report's run.arms.<name>.divergences "
+            "say where), or set push.allow_mismatches=true to publish it labelled as not lossless."
         )
-    first = next(iter(own.values()))
-    lines = [front_matter(checkpoint, about), f"# {about.repo.split('/')[-1]}", ""]
-    lines += _introduction(first, checkpoint, wrong)
-    for title, report in own.items():
-        lines += [f"## Measured: {title}", "", *facts(report), "", *main_table(report), ""]
-        lines += ["Per domain: tau [interval], TAR, speedup", "", *domain_table(report), ""]
-        lines += [
-            "Acceptance by depth: share of passes (given the depth before)",
-            "",
-            *depth_table(report),
-            "",
-        ]
-    for image in images:
-        lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
-    lines += [
-        DEFINITIONS,
-        "",
-        "Every number on this page is from `report.json`, which lies beside it.",
-        "",
-    ]
-    lines += _how_to_draft(tuned)
-    lines += _how_to_serve(engines, about.repo)
-    lines += _limits(own, checkpoint)
-    lines += _provenance(training, about)
-    return "\n".join([*lines, *_how_to_load(first, checkpoint, about.repo)])
+    firsts = [report["drafters"][0] for report in own.values()]
+    draft = firsts[0]["draft"]
+    by_domain = [pair for entry in firsts for pair in entry["domains"].items()]
+    return TEMPLATE.render(
+        front=front_matter(checkpoint, about),
+        name=about.repo.split("/")[-1],
+        repo=about.repo,
+        datasets=about.datasets,
+        kind=checkpoint["kind"],
+        target=checkpoint["target"],
+        parameters=f"{firsts[0]['parameters']:,}",
+        draft=draft,
+        shape=draft_code(draft),
+        wrong=wrong,
+        reports=own,
+        images={image: Path(image).stem.replace("_", " ") for image in images},
+        engines=engines or {},
+        training=training,
+        tuned=tuned,
+        domains=sorted({name for name, _ in by_domain}),
+        slowest=min(
+            ((name, found["tau"]) for name, found in by_domain),
+            key=lambda pair: pair[1],
+            default=None,
+        ),
+        batches=sorted({report["settings"]["batch_size"] for report in own.values()}),
+    )
 
 
 def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
@@ -127,7 +136,7 @@ def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
 
 
 def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
-    """The YAML block that the Hub reads."""
+    """The YAML that the Hub reads."""
     base = base_model(checkpoint, about)
     kind = checkpoint["kind"]
     fields: dict[str, Any] = {
@@ -143,163 +152,11 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
         fields["license"] = about.license
     if about.datasets:
         fields["datasets"] = list(about.datasets)
-    return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
+    return yaml.safe_dump(fields, sort_keys=False)
 
 
-def _introduction(
-    report: Mapping[str, Any], checkpoint: Mapping[str, Any], wrong: int
-) -> list[str]:
-    target, entry = checkpoint["target"], report["drafters"][0]
-    lines = []
-    if wrong:
-        lines += [
-            f"> **Not lossless.** {wrong} measured sequences differ from what the target gives "
-            "without this drafter.",
-            "",
-        ]
-    lines += [
-        f"A drafter of kind `{checkpoint['kind']}` ({entry['parameters']:,} parameters of its own) "
-        "for speculative decoding "
-        f"of `{target['id']}`: it drafts the next tokens, the target verifies them all in one "
-        "pass.",
-        "",
-        f"- target revision: `{target['revision']}`",
-        f"- tokenizer hash: `{target['tokenizer_hash']}` (loading with another tokenizer is "
-        "refused)",
-        f"- weights sha256: `{entry['draft']['weights_sha256']}`",
-        "",
-    ]
-    if not wrong:
-        lines += [
-            "The text does not change: a draft is accepted only where it is the target's own pick, "
-            "greedy or sampled with the "
-            "same seed. The column *lossless* counts the measured answers that were "
-            "token-identical to plain decoding; near "
-            "ties are differences within the measured rounding of the number format.",
-            "",
-        ]
-    return lines
-
-
-def _how_to_draft(tuned: Tuned | None) -> list[str]:
-    """The content of decode.yaml as a table."""
-    if tuned is None:
-        return []
-    lines = [
-        "## How to draft",
-        "",
-        f"Chosen by `headstart tune` on {tuned.device['name']} among drafts that it measured; "
-        "`decode.yaml` lies beside this card.",
-        "",
-        "| batch size | temperature | draft | tokens/s | without | speedup |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in tuned.rows:
-        low, high = row.speedup_ci95
-        label = "none: plain decoding is fastest" if row.draft.shape == "none" else row.draft.label
-        numbers = row.numbers
-        lines.append(
-            f"| {row.batch_size} | {row.temperature:g} | {label} | "
-            f"{numbers['tokens_per_second']:.0f} | "
-            f"{numbers['baseline_tokens_per_second']:.0f} | {numbers['speedup']:.2f} [{low:.2f}, "
-            f"{high:.2f}] |"
-        )
-    return [*lines, ""]
-
-
-def _how_to_serve(engines: Sequence[Engine], repo: str) -> list[str]:
-    """Two lines per engine: fetch its folder, start it."""
-    lines = ["## How to serve", ""] if engines else []
-    for engine in engines:
-        fetch = f"hf download {repo} --include '{engine.name}/*' --local-dir ."
-        language = "python" if engine.name == "transformers" else "bash"
-        if language == "python":
-            fetch = f"# {fetch}"
-        lines += [f"{engine.name}:", "", f"```{language}", fetch, engine.serve, "```", ""]
-    return lines
-
-
-def _limits(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any]) -> list[str]:
-    """The limits of the numbers."""
-    target = checkpoint["target"]["id"]
-    domains = sorted(
-        {domain for report in reports.values() for domain in report["drafters"][0]["domains"]}
-    )
-    batches = sorted({report["settings"]["batch_size"] for report in reports.values()})
-    slowest = min(
-        (
-            (name, values["tau"])
-            for report in reports.values()
-            for name, values in report["drafters"][0]["domains"].items()
-        ),
-        key=lambda pair: pair[1],
-        default=None,
-    )
-    lines = [
-        "## Limits",
-        "",
-        f"- It drafts for `{target}` at the revision above. A fine-tuned, merged or quantised "
-        "target agrees with it less often: "
-        "measure.",
-        f"- Measured on {', '.join(domains) or 'one set of prompts'} at batch size "
-        f"{', '.join(map(str, batches))}, on the devices "
-        "above. Other text, longer context, larger batches and other machines give other numbers; "
-        "speculation can lose at large "
-        "batches.",
-    ]
-    if slowest is not None and len(domains) > 1:
-        lines.append(f"- It helps least on *{slowest[0]}* (tau {slowest[1]:.2f}).")
-    return [*lines, ""]
-
-
-def _provenance(training: Training | None, about: PushConfig) -> list[str]:
-    """The training and the data sets, as far as they are recorded."""
-    lines = ["## Where it comes from", ""]
-    if training is not None:
-        lines.append(
-            "Trained with "
-            f"Headstart{f' at revision `{training.revision[:12]}`' if training.revision else ''}: "
-            f"{training.steps:,} steps, {training.tokens:,} tokens, {training.seconds / 3600:.2f} "
-            "hours; "
-            "the checkpoint with the best measured tau on validation prompts was kept."
-        )
-    if about.datasets:
-        lines.append(
-            f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the "
-            "target itself."
-        )
-    return [*lines, ""] if len(lines) > 2 else []
-
-
-def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo: str) -> list[str]:
-    """A code block that decodes with the draft that was measured."""
-    draft = report["drafters"][0]["draft"]
-    shape = f'shape="{draft["shape"]}", depth={draft["depth"]}'
+def draft_code(draft: Mapping[str, Any]) -> str:
+    """The arguments of a `DecodeConfig` that drafts as it was measured."""
     if draft["shape"] == "tree":
-        shape = f'shape="tree", choices={_nested_tuple(draft.get("choices", []))}'
-    return [
-        "## How to load",
-        "",
-        "```python",
-        "from pathlib import Path",
-        "",
-        "from heads.api.checkpoint import load_drafter",
-        "from huggingface_hub import snapshot_download",
-        "from inference.chat import render_prompt",
-        "from inference.engine import DecodeConfig, Engine, Request",
-        "from inference.target import TargetConfig, TargetModel",
-        "",
-        f'target = TargetModel.load(TargetConfig(path="{checkpoint["target"]["id"]}"))',
-        f'drafter = load_drafter(Path(snapshot_download("{repo}")), target.info, target.weights)',
-        f"engine = Engine(target, drafter, DecodeConfig({shape}))",
-        'prompt = render_prompt(target.tokenizer, [{"role": "user", "content": '
-        '"Write a haiku about queues."}])',
-        "for answer in engine.run([Request(0, tuple(prompt), seed=0, max_new_tokens=128)]):",
-        "    print(target.tokenizer.decode(answer.tokens))",
-        "```",
-        "",
-    ]
-
-
-def _nested_tuple(choices: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(path) for path in choices)
+        return f'shape="tree", choices={tuple(map(tuple, draft.get("choices", [])))}'
+    return f'shape="{draft["shape"]}", depth={draft["depth"]}'

@@ -21,7 +21,7 @@ from typing import Any
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
 from inference.export.engine_folder import serve
-from inference.export.hub.card import Engine, Training, base_model, card, measured_entries
+from inference.export.hub.card import Training, base_model, card, measured_entries
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import EXPORT_FILE, ExportNotes
 from inference.manifest import (
@@ -79,7 +79,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     images = [path.name for path in plot_all(own, partial)]
-    engines = [Engine(name, notes.serve) for name, notes in exports.items()]
+    engines = {name: notes.serve for name, notes in exports.items()}
     tuned = read_current(sources.checkpoint)
     text = card(
         loaded, digest, description, about, images, engines, _training(sources.checkpoint), tuned
@@ -161,8 +161,7 @@ def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, An
         raise UserError(
             f"the report '{title}' was measured with target '{report['target']['id']}' (revision "
             f"{report['target']['revision']}), but the drafter belongs to '{target['id']}' "
-            f"(revision {target['revision']}). "
-            "Measure it with its own target."
+            f"(revision {target['revision']}). Measure it with its own target."
         )
 
 

@@ -45,8 +45,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
         raise UserError(
             f"'{config.repo}' was not published by `headstart push` (it lacks {WEIGHTS_FILE} or "
-            f"{MANIFEST_FILE}). "
-            "Fetch it with `hf download` and read it with `headstart import`."
+            f"{MANIFEST_FILE}). Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
     _fetch(config, endpoint, commit, wanted, partial)
