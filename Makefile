@@ -31,7 +31,7 @@ help:
 
 install: $(STAMP)
 
-# torch first and alone: it is large, and the packages after it must find it instead of choosing their own.
+# torch first and alone: a torch 2.13.0 that is already installed (a CPU build, say) is kept, and the packages after it find it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PY) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt torch==2.13.0

@@ -25,10 +25,10 @@ from heads.api.errors import UserError, suggest
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from heads.nn.cascade_chain import Quiet, draft_chain, fill_tree
-from heads.nn.cascade_join import join, split_shape
-from heads.nn.cascade_parts import bind_part, build_part, initialise_part, modules_of, told, union
-from heads.nn.drafting import TreePlan, last_valid
+from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
+from heads.nn.cascade.join import join, split_shape
+from heads.nn.cascade.parts import bind_part, build_part, initialise_part, modules_of, told, union
+from heads.nn.drafting.plan import TreePlan, last_valid
 
 MODES = ("speed_up", "join")
 

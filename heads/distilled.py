@@ -24,8 +24,8 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss, furthest_behind
-from heads.nn.small_lm import SmallLM
-from heads.nn.small_lm_config import NetworkConfig
+from heads.nn.small_lm.config import NetworkConfig
+from heads.nn.small_lm.model import SmallLM
 
 
 @dataclass(frozen=True)

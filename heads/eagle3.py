@@ -27,9 +27,9 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.blocks import Attention, FusingLayer
-from heads.nn.feature_base import layer_shape, layer_weights, unrolled_loss
-from heads.nn.feature_chain import Chain, State
-from heads.nn.feature_taps import TapDrafter, look_at_itself
+from heads.nn.feature.base import layer_shape, layer_weights, unrolled_loss
+from heads.nn.feature.chain import Chain, State
+from heads.nn.feature.taps import TapDrafter, look_at_itself
 from heads.nn.rope import Rope
 
 

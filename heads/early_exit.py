@@ -2,9 +2,9 @@
 
 Three methods are settings of this kind. Exit after layer E, straight into the target's final norm and LM head
 (LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept layers, found by a search, the
-residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/search_layers.py`).
+residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/tools/search_layers.py`).
 Exit after layer E into a small trained adapter: one attention block and norms of its own in front of the LM head
-(Kangaroo, 2404.18911). Nothing of the target is copied: `heads.nn.target_drafting` says how.
+(Kangaroo, 2404.18911). Nothing of the target is copied: `heads.nn.target.drafting` says how.
 
 Loss: cross entropy of the exit's logits against the target's distribution at every supervised position. With an
 adapter it trains the adapter. Without one there is nothing of this drafter's own to train, and the loss flows into
@@ -31,8 +31,8 @@ from heads.nn import init, losses
 from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.rope import Rotation
-from heads.nn.target_drafting import SelfDrafter
-from heads.nn.target_layers import Block, KeptLayer
+from heads.nn.target.drafting import SelfDrafter
+from heads.nn.target.layers import DraftLayer, KeptLayer
 
 ADAPTERS = ("none", "attention", "layer")
 
@@ -44,7 +44,7 @@ class Config:
     exit_layer: int = 0
     """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of them."""
     layers: tuple[int, ...] = ()
-    """Keep exactly these layers instead (ascending); what `python -m scripts.search_layers` finds."""
+    """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers` finds."""
     skip_ratio: float = 0.0
     """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last are kept. A set to start from
     when none was searched."""
@@ -115,7 +115,7 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
 
 
 class Adapter(nn.Module):
-    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `Block` of a drafter's stack."""
+    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `DraftLayer` of a drafter's stack."""
 
     attends = True
     window = 0
@@ -220,7 +220,7 @@ class Drafter(SelfDrafter):
                 )
             init.copy(parameter, value)
 
-    def _own_blocks(self) -> Sequence[tuple[Block, int]]:
+    def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
         return () if self.adapter is None else ((self.adapter, self.exit),)
 
     def _normalise(self, states: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
-from heads.nn.lookup import ChainCache, Fixed, History
+from heads.nn.lookup.table import ChainCache, Fixed, History
 
 FILLS = ("follow", "prompt", "repeat")
 

@@ -33,8 +33,8 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, TokenTree
-from heads.nn.lookup import History
-from heads.nn.lookup_pool import NgramPool
+from heads.nn.lookup.pool import NgramPool
+from heads.nn.lookup.table import History
 
 PROMPT_CHUNK = 64
 """N-grams of a prompt collected at once."""

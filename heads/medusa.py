@@ -24,8 +24,8 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import blocks, init, losses
-from heads.nn.drafting import Plan, PlanCache, last_valid
-from heads.nn.growth import fill
+from heads.nn.drafting.growth import fill
+from heads.nn.drafting.plan import Plan, PlanCache, last_valid
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ with h^0 the target's last hidden state (after its final norm, as engines hand i
 DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one block that is recursed. Here both are
 trained on a frozen target and share its embedding and LM head. Loss: sum over depths of beta^(k-1), normalised to sum
 to one, times the cross entropy; beta = 1 is DeepSeek's 1/D, beta = 0.6 is FastMTP's. The recursed block is trained in
-the context that it drafts in (`heads.nn.feature_chain`); trained for one step only, such a block collapses when it is
+the context that it drafts in (`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is
 recursed. Parameter names of the recursed form are those of engines (serving-formats.md, 3.8); own blocks carry their
 number behind `mtp`.
 
@@ -32,7 +32,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import losses
 from heads.nn.blocks import Attend, Attention, DecoderLayer, LayerShape, RMSNorm, initialise_blocks
-from heads.nn.feature_base import (
+from heads.nn.feature.base import (
     FeatureDrafter,
     layer_shape,
     layer_weights,
@@ -41,8 +41,8 @@ from heads.nn.feature_base import (
     teacher_logits,
     unrolled_loss,
 )
-from heads.nn.feature_chain import Chain
-from heads.nn.feature_modules import Module, ModuleChain
+from heads.nn.feature.chain import Chain
+from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
 
 
@@ -78,7 +78,7 @@ class Config:
             raise UserError(f"head.beta must lie in (0, 1]; given {self.beta}.")
 
 
-class Block(nn.Module):
+class MtpBlock(nn.Module):
     """Norms of both inputs, their projection, one decoder layer and a final norm."""
 
     def __init__(self, shape: LayerShape) -> None:
@@ -122,7 +122,7 @@ class Drafter(FeatureDrafter):
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
         shape = layer_shape(config, info)
         self.mtp: nn.Module = (
-            Block(shape) if config.shared else nn.ModuleList([Block(shape) for _ in range(config.depths)])
+            MtpBlock(shape) if config.shared else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
         )
         rope = Rope(shape.head_dim, info.rope_theta)
         self.chain: Chain | ModuleChain = (
@@ -131,12 +131,12 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[MtpBlock]:
         """The blocks by depth; a shared one once."""
         return (
             [self.mtp]
-            if isinstance(self.mtp, Block)
-            else [cast(Block, block) for block in cast(nn.ModuleList, self.mtp)]
+            if isinstance(self.mtp, MtpBlock)
+            else [cast(MtpBlock, block) for block in cast(nn.ModuleList, self.mtp)]
         )
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:

@@ -20,8 +20,8 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from heads.nn.drafting import TreePlan
-from heads.nn.lookup import History
+from heads.nn.drafting.plan import TreePlan
+from heads.nn.lookup.table import History
 
 
 @dataclass(frozen=True)

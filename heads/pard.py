@@ -27,11 +27,11 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
-from heads.nn.drafting import Plan, last_valid
-from heads.nn.growth import fill
-from heads.nn.parallel_masks import Masks
-from heads.nn.small_lm import SmallLM, State
-from heads.nn.small_lm_config import NetworkConfig
+from heads.nn.drafting.growth import fill
+from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.feature.masks import Masks
+from heads.nn.small_lm.config import NetworkConfig
+from heads.nn.small_lm.model import SmallLM, State
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The last true row predicts the first token as in EAGLE-3. The rows behind it kno
 state: a learnt `mask_hidden` stands in for the fused taps and a learnt embedding for the token (Hui et al., 2602.01469;
 methods.md 2.9). So the drafter runs once per verification, whatever the depth, and can afford several layers. The
 first layer reads embedding and feature side by side as EAGLE-3's does; the others are plain decoder layers. Training:
-`heads.nn.feature_parallel`; the loss is EAGLE-3's, the cross entropy against the target's distribution on the draft
+`heads.nn.feature.parallel`; the loss is EAGLE-3's, the cross entropy against the target's distribution on the draft
 vocabulary. Parameter names: serving-formats.md, 3.5, but for `mask_embedding`: engines read it as the mask token's row
 of an own embedding, which here is the target's, frozen.
 
@@ -30,11 +30,11 @@ from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.attention import additive, cache_attention, packed_mask, sequence_attention, write_cache
 from heads.nn.blocks import DecoderLayer, FusingLayer
-from heads.nn.drafting import Plan, last_valid
-from heads.nn.feature_base import layer_shape, sum_by_state
-from heads.nn.feature_parallel import Anchors, anchored_attention
-from heads.nn.feature_taps import TapDrafter, look_at_itself
-from heads.nn.growth import fill
+from heads.nn.drafting.growth import fill
+from heads.nn.drafting.plan import Plan, last_valid
+from heads.nn.feature.base import layer_shape, sum_by_state
+from heads.nn.feature.parallel import Anchors, anchored_attention
+from heads.nn.feature.taps import TapDrafter, look_at_itself
 from heads.nn.rope import Rope, look_up
 
 

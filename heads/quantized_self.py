@@ -4,7 +4,7 @@ A quantised copy of the target picks the target's own token nearly always, so ch
 (QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading weights a draft costs a half or
 a quarter of a plain step. Weights are quantised when the drafter is bound (`heads.nn.quantized`), nothing is trained
 or stored. Of committed tokens its cache holds the target's own keys and values, by the target's own projections of
-the true streams; of drafted tokens it holds what the quantised layers gave (`heads.nn.target_drafting`).
+the true streams; of drafted tokens it holds what the quantised layers gave (`heads.nn.target.drafting`).
 
 It pays only where the packed product is faster than the plain one (bfloat16; on CPUs for one or a few rows); elsewhere
 weights are unpacked for every product, and drafting is slower than the target.
@@ -25,8 +25,8 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn.quantized import Int4Linear, Int8Linear, PackedLinear
-from heads.nn.target_drafting import SelfDrafter
-from heads.nn.target_layers import KeptLayer, MakeProduct
+from heads.nn.target.drafting import SelfDrafter
+from heads.nn.target.layers import KeptLayer, MakeProduct
 
 
 @dataclass(frozen=True)

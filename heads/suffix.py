@@ -2,13 +2,13 @@
 to earlier requests.
 
 After SuffixDecoding (Oliaro et al., 2411.04975) and SAM-Decoding (Hu et al., 2411.10666), which walk suffix trees and automata; the
-same counts are taken here by comparing the newest tokens with every place of the texts at once (`heads.nn.lookup_counts`),
+same counts are taken here by comparing the newest tokens with every place of the texts at once (`heads.nn.lookup.counts`),
 in tensors of fixed shapes. The longest match wins, wherever it is found; among its occurrences the most frequent continuation
 is drafted, and in trees the most frequent ones. A draft ends where its path has become too rare: what is behind is dead
 (`Proposal.limit`). No weights, no states of the target.
 
 Answers are remembered as they are committed, in rings that belong to the drafter and not to a batch
-(`heads.nn.lookup_archive`): repeated traffic (agents, templates, the same question again) is then drafted from earlier answers. A
+(`heads.nn.lookup.archive`): repeated traffic (agents, templates, the same question again) is then drafted from earlier answers. A
 measurement that answers the same prompts twice with one drafter measures just that: `Drafter.forget` empties the rings.
 
 Legend: B rows, N nodes, S slots of a row's text, R rings, A slots of a ring, K occurrences, D depth.
@@ -28,10 +28,10 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
-from heads.nn.drafting import Plan, PlanCache
-from heads.nn.lookup import History
-from heads.nn.lookup_archive import Archive, Writing
-from heads.nn.lookup_counts import Counted, fill_counted
+from heads.nn.drafting.plan import Plan, PlanCache
+from heads.nn.lookup.archive import Archive, Writing
+from heads.nn.lookup.counts import Counted, fill_counted
+from heads.nn.lookup.table import History
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Drafter:
 
     # --- searching ------------------------------------------------------------------------------------------------
 
-    def _occurrences(self, state: State) -> Found:
+    def _occurrences(self, state: State) -> Continuations:
         """The best K occurrences of the newest tokens: the longest matches first, then the row's own, then the most recent."""
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
@@ -149,7 +149,7 @@ class Drafter:
         lengths = score // matched.shape[1]
         longest = lengths[:, :1]
         weights = torch.pow(self.config.backoff, (longest - lengths).float())  # 0 ** 0 is 1
-        return Found(self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0])
+        return Continuations(self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0])
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
         """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where nothing follows."""
@@ -196,7 +196,7 @@ class Drafter:
 
 
 @dataclass
-class Found:
+class Continuations:
     """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B] int64: the longest match."""
 
     tokens: Tensor

@@ -50,7 +50,7 @@ class ParityReport:
 
 
 class FeatureSource(Protocol):
-    """What parity asks of a target; `inference.target.TargetModel` has it."""
+    """What parity asks of a target; `inference.target.model.TargetModel` has it."""
 
     weights: TargetWeights
     device: torch.device

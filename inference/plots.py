@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inference.metrics import GAP, PHASES, baseline_step_ms
+from inference.measure.metrics import GAP, PHASES, baseline_step_ms
 from inference.report_schema import arm_name
 
 Report = Mapping[str, Any]

@@ -22,18 +22,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import file_sha256, write_bytes, write_json
-from inference.requests import Completion, PassRecord
-
-if TYPE_CHECKING:
-    from inference.engine import Engine
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, PassRecord
+from inference.manifest import write_bytes, write_json
 
 FORMAT = 1
 FACTS_FILE = "records.json"
@@ -230,10 +227,6 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> dict
     }
 
 
-def checkpoint_hash(folder: str | Path) -> str:
-    """SHA-256 of the weights file in a checkpoint's folder; empty where there is none."""
-    path = Path(folder) / WEIGHTS_FILE
-    return file_sha256(path) if folder and path.is_file() else ""
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

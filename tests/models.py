@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.loading import TargetConfig, describe, prepare, switch_attention
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig, describe, prepare, switch_attention
+from inference.target.model import TargetModel
 
 VOCAB = 97
 SMALL = {

@@ -10,28 +10,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from inference.measure.parity import check_parity
+from train.engine import EngineConfig
 
 import heads
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
-from inference.baselines import is_llama
-from inference.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.engine_folder import prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
-from inference.parity import check_parity
-from scripts.config import load_settings
-from scripts.help import stage_help
-from scripts.stages import STAGES
+from inference.measure.baselines import is_llama
+from scripts.config.help import stage_help
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from tests.inference.export.ground import load_target, save_target, target_config, write
 from tests.models import random_target
 from tests.oracle.compare import forward_gap
 from train.data.loader import PackedBatch
-from train.engine import EngineConfig
-from train.features import OnlineFeatures
+from train.features.base import OnlineFeatures
 from train.on_policy import require_possible
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"

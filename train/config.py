@@ -12,17 +12,17 @@ from typing import Any
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
-from inference.engine import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, file_sha256
-from train.engine import EngineConfig
-from train.features import FeaturesConfig
-from train.joint_config import JointConfig
+from inference.target.loading import TargetConfig
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.joint.config import JointConfig
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
 from train.state import Snapshot
-from train.tracker import TrackerConfig
+from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Everything that one training is told."""
 
     kind: str
@@ -118,7 +118,7 @@ class Job:
     joint: JointConfig = field(default_factory=JointConfig)
 
 
-def refuse_senseless(job: Job) -> None:
+def refuse_senseless(job: TrainingJob) -> None:
     """Raise `UserError` for settings that together make no training."""
     kind, mode = get_kind(job.kind), job.features.mode
     if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
@@ -135,7 +135,7 @@ def refuse_senseless(job: Job) -> None:
         )
 
 
-def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
+def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> dict[str, Any]:
     """What a run is: stored with every state, compared when it continues. Plain JSON values."""
     config = job.config
     facts = {

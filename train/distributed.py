@@ -30,7 +30,7 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 class World:
     """This process among all of the run. A plain value: the group itself is process-wide.
 
-    group: where only some processes of the launch train (train/feature_group.py), theirs; None: all of them. helpers: how many of
+    group: where only some processes of the launch train (train/features/group.py), theirs; None: all of them. helpers: how many of
     the launch do not train but run the target for those that do; `size` does not count them.
     """
 

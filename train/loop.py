@@ -1,392 +1,359 @@
-"""`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
+"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop. `train.run` sets it up.
 
-    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights that were measured
-    <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
-    <out>/log.jsonl        one line per step and per evaluation
-    <out>/summary.json     what it cost and what came out; tau.png
-    <out>/manifest.json    written last
-
-Before the first step and after the last the training path is compared with the decoding path (`inference.parity`).
+It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of drafters.
 """
 
 from __future__ import annotations
 
-import logging
-import random
-import shutil
+import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
-from heads.api.drafter import TrainableDrafter
+from heads.api.batch import LossOutput
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Request
-from inference.loading import TargetConfig, pick_device
-from inference.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from inference.measure import quick_tau
-from inference.parity import check_parity
-from inference.prompts import load_prompts, select_prompts, to_requests
-from train.clock import Clock, timing_collectives
-from train.config import Job, TrainConfig, refuse_senseless, require_same, run_facts
-from train.data.loader import StepLoader
-from train.data.lookups import parity_documents, token_counts
-from train.data.masks import mask_report
-from train.data.pack import PackedData, read_documents
-from train.display import Display
-from train.distributed import World, join_world
-from train.engine import EngineConfig, TrainEngine, make_engine
-from train.feature_group import run_in_group
-from train.feature_sources import require_logits_only
-from train.features import FeaturesConfig, in_use, make_features
-from train.feedback.check import require_weighed
-from train.joint_config import JointConfig
-from train.memory import keep_freed_memory
-from train.meter import Meter
-from train.on_policy import OnPolicyFeatures
-from train.optim import OptimConfig, ScheduleConfig, learning_rate
-from train.refresh import merged, prepare_start, require_reached, trial_loss
+from train.config import TrainConfig
+from train.data.loader import PackedBatch, StepLoader
+from train.distributed import World
+from train.engines.base import TrainEngine
+from train.features.base import Features
+from train.optim import ScheduleConfig
 from train.state import StateStore
-from train.stopping import Stopped, StopRequest
-from train.summary import SUMMARY_FILE, summarise, write_summary
-from train.target_parts import loader, refuse_parts, trial_batch
-from train.target_sharding import load_target
-from train.tracker import LOG_FILE, Tracker
-from train.trainer import Evaluation, Features, Limits, Progress, Trainer
-
-logger = logging.getLogger(__name__)
-
-BEST, CHECKPOINTS = "best", "checkpoints"
-PARITY_DOCUMENTS = 2
-REPORTED_DOCUMENTS = 256
+from train.stopping import Interrupted, Stopped, StopRequest
+from train.tracking.display import Display
+from train.tracking.meter import Meter
+from train.tracking.tracker import Tracker
 
 
-def train(
-    kind: str,
-    head: Any,
-    *,
-    target: TargetConfig,
-    data: Path,
-    out: Path,
-    config: TrainConfig,
-    features: FeaturesConfig,
-    engine: EngineConfig,
-    optim: OptimConfig,
-    schedule: ScheduleConfig,
-    decode: DecodeConfig,
-    joint: JointConfig | None = None,
-    provenance: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured tau with its interval, and what else is worth a line in the log."""
 
-    Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
-    draft's shape and the sampling under which tau is measured. joint: whether the target is trained too (a new target then lies in
-    <out>/target; see train/joint_run.py). Raises `UserError` for anything that was given wrongly, and
-    `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    tau: float
+    ci95: tuple[float, float]
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+Evaluate = Callable[[dict[str, Tensor]], Evaluation]
+"""Measures the drafter with these weights (float32, CPU). Called in the main process only."""
+KeepBest = Callable[[dict[str, Tensor]], None]
+"""Writes these weights as the best checkpoint. Called in the main process only."""
+
+
+@dataclass
+class Progress:
+    """What a run remembers beside weights and generators; stored with every state.
+
+    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale: evaluations since
+    then. log_bytes: length of log.jsonl. spent: time by part and other costs (see `train.tracking.meter`); what a killed session did
+    after its last saved state is not in it.
     """
-    begun = time.perf_counter()
-    job = Job(kind, head, target, data, out, config, features, engine, optim, schedule, decode, joint or JointConfig())
-    if (out / MANIFEST_FILE).is_file():
-        return read_manifest(out, "train")
-    refuse_senseless(job)
-    refuse_parts(job)
-    world = join_world(pick_device(target.device))
-    if world.device.type == "cpu":
-        keep_freed_memory()
-    job = replace(job, target=replace(target, device=str(world.device)))
-    if job.joint.on:
-        from train.joint_run import JointRun  # builds on this module
 
-        return JointRun(job, world, begun).run(provenance)
-    if features.mode == "group":
-        return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
-    return Run(job, world, begun).run(provenance)
+    step: int = 0
+    tau: float | None = None
+    tau_ci95: tuple[float, float] = (0.0, 0.0)
+    best_step: int = 0
+    evaluated_step: int = 0
+    stale: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    log_bytes: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Progress:
+        """Back from a stored state's record."""
+        known = {item.name for item in fields(cls)}
+        values = {name: value for name, value in record.items() if name in known}
+        return cls(**{**values, "tau_ci95": tuple(values.get("tau_ci95", (0.0, 0.0)))})
 
 
-class Run:
-    """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
+@dataclass
+class StepFigures:
+    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the order of `names`."""
 
-    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
-        self.job, self.world, self.begun = job, world, begun
-        seed_everything(job.config.seed + world.rank)
-        self.target, self.access = load_target(job, world)
-        self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
-        self.loader = StepLoader(
-            self.data,
-            job.config.global_batch,
-            job.config.micro_batch,
-            world.size,
-            world.rank,
-            job.config.seed,
-        )
-        self.steps = job.config.steps(self.loader.steps_per_epoch)
-        self.facts = run_facts(job, self.target.info, self.steps)
-        self.drafter: TrainableDrafter = new_drafter(
-            job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
-            token_counts(self.data, self.target.info.vocab_size),
-        ).float()  # fmt: skip
-        prepare_start(self.drafter, job.config.refresh, self.target.info, job.config.seed, job.target, loader(job))
-        self.requests = self.make_requests() if job.config.eval_every else []
+    loss: float
+    tokens: float
+    stop: float
+    metrics: dict[str, float]
 
-    def make_requests(self) -> list[Request]:
-        """The held-out prompts of every measurement; raises `UserError` when none of them fits the target."""
-        config, info = self.job.config, self.target.info
-        prompts = load_prompts(config.prompts)
-        domains = len({prompt.domain for prompt in prompts})
-        chosen = select_prompts(prompts, max(1, config.eval_prompts // domains), seed=config.seed)[
-            : config.eval_prompts
-        ]
-        decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
-        requests = to_requests(
-            chosen, self.target.tokenizer, decode, capacity=info.max_position_embeddings, overlong="skip"
-        )
-        if not requests:
-            raise UserError(
-                f"none of the prompts in {', '.join(config.prompts)} fits into the target's {info.max_position_embeddings} "
-                "positions together with its answer. Give shorter prompts, or lower train.eval_tokens."
-            )
-        return requests
 
-    def run(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Train from where the folder stands, check, and write the manifest."""
-        job, world, config = self.job, self.world, self.job.config
-        store = StateStore(job.out / CHECKPOINTS, config.keep, world)
-        snapshot = store.newest()
-        if snapshot is not None:
-            require_same(snapshot, self.facts)
-            self.drafter.load_state_dict(snapshot.weights())
-        progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
-        if world.is_main:
-            self.recover_best()
-        with Display(f"training {job.kind}", self.steps, progress.step, active=world.is_main) as display:
-            self.introduce(display, progress)
-            self.check_updates()
-            clock = Clock.of(world.device)
-            with timing_collectives(clock) if world.size > 1 else nullcontext():
-                engine = make_engine(self.drafter, job.engine, job.optim, world)
-                self.check(engine.weights(), display)
-                if snapshot is not None:
-                    snapshot.restore(engine, world)
-                try:
-                    reason = self.fit(engine, store, progress, display, clock)
-                except Stopped as stopped:
-                    if world.is_main:
-                        with StopRequest():  # another signal must not change the exit status
-                            self.conclude(progress, stopped.name, display)
-                    raise
-                with clock.part("evaluation"):
-                    weights = engine.weights()
-                    self.check(weights, display)
-            if not self.requests:
-                with clock.part("saving"), self.access.led():
-                    if world.is_main:
-                        self.keep_best(weights)
-            engine.close()
-            if world.is_main:
-                self.conclude(progress, reason, display)
-        if world.is_main:
-            write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
-        world.wait()
-        return read_manifest(job.out, "train")
+@dataclass
+class Trainer:
+    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
 
-    def conclude(self, progress: Progress, reason: str, display: Display) -> None:
-        """Write the summary and show it, also of a run that a signal has stopped."""
-        meter = self.meter
-        meter.finish()
-        content = summarise(self.job, progress, reason, self.world, self.data.report, meter.peak, self.job.out / LOG_FILE)
-        display.console.print(write_summary(content, self.job.out))
+    steps: updates in all. schedule: its begin and end place this training in a whole one, for losses
+    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
+    what the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
+    processes serve may not, since they would wait for the rest of it.
+    """
 
-    def introduce(self, display: Display, progress: Progress) -> None:
-        """Say what is going to be trained on what."""
-        if not self.world.is_main:
-            return
-        if progress.step:
-            display.say(f"continuing after step {progress.step} of {self.steps}")
-            return
-        sample = list(islice(read_documents(self.job.data, self.target.info), REPORTED_DOCUMENTS))
-        display.console.print(str(mask_report(sample, self.target.tokenizer)), soft_wrap=True)
-        display.say(str(self.data.report))
-        weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
-        display.say(
-            f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
-            f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
-        )
-        if self.job.features.trainer_target == "parts":
-            display.say(str(self.target.weights.state))
+    engine: TrainEngine
+    features: Features
+    loader: StepLoader
+    rate: Callable[[int], float]
+    evaluate: Evaluate | None
+    keep_best: KeepBest
+    store: StateStore
+    tracker: Tracker
+    display: Display
+    world: World
+    config: TrainConfig
+    schedule: ScheduleConfig
+    steps: int
+    run_facts: Mapping[str, Any]
+    progress: Progress
+    meter: Meter
+    led: Callable[[], AbstractContextManager[None]] = nullcontext
+    breakable: bool = True
 
-    def check_updates(self) -> None:
-        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand in for hidden states."""
-        job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
-        bfloat16 = job.engine.precision == "bfloat16"
-        if job.features.top_logits and job.features.mode != "online":
-            require_logits_only(self.drafter, job.features, self.target, self.loader.step(0)[0])
-        if self.data.extras:
-            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0].rows(1))
-            require_weighed(self.drafter, batch, device_type, bfloat16)
-        if job.config.refresh.lora_rank:
-            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0])
-            require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step
+        self.request = StopRequest()
+        self.clock = self.meter.clock
+        # Features from elsewhere are waited for; those of a target that is here are computed.
+        self.arrived = getattr(getattr(self.features, "plain", self.features), "arrived", None)
+        self.feature_part = "data" if self.arrived else "target"
 
-    def features(self) -> Features:
-        """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
-        job, on_policy = self.job, self.job.config.on_policy
-        plain = make_features(
-            job.features, self.target, self.drafter.needs, job.engine.dtype, answers=job.data, loader=self.loader,
-            steps=self.steps, on_policy=on_policy.share > 0,
+    def run(self) -> str:
+        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the last step.
+
+        Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
+        """
+        config, progress = self.config, self.progress
+        self.world.wait()  # a signal saves in every process or in none: the main one may still have been comparing paths
+        with StopRequest() as request:
+            self.request = request
+            if progress.step and self.due(config.eval_every) and progress.evaluated_step != progress.step:
+                self.measure()  # broken off when the state was saved
+            reason = self.finished()
+            for index, batches in self.rows(self.steps if not reason else progress.step):
+                if not self.fetched(index, batches):
+                    self.leave(request)
+                stop = self.step(index, batches, request)
+                if self.due(config.eval_every):
+                    self.measure()
+                if self.due(config.save_every):
+                    self.save()
+                if stop:
+                    self.leave(request)
+                reason = self.finished()
+                if reason:
+                    break
+            if self.evaluate is not None and progress.evaluated_step != progress.step:
+                self.measure()
+            self.save()
+            self.add_energy()
+            if self.any_process(bool(request.number)):  # it came with the last measurement or save
+                self.leave(request)
+        return reason or "steps"
+
+    def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is `data`."""
+        dealt = self.loader.iterate(self.progress.step, stop)
+        while True:
+            with self.clock.part("data"):
+                item = next(dealt, None)
+            if item is None:
+                return
+            yield item
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every `every` steps happens now."""
+        return every > 0 and self.progress.step % every == 0
+
+    def finished(self) -> str:
+        """Why the run is over; empty while it is not. All processes decide alike."""
+        config, progress = self.config, self.progress
+        if progress.step >= self.steps:
+            return "steps"
+        if config.patience and progress.stale >= config.patience:
+            return "patience"
+        if config.goal and progress.tau is not None and progress.tau >= config.goal:
+            return "goal"
+        if config.max_seconds and progress.seconds >= config.max_seconds:
+            return "seconds"
+        return ""
+
+    def fetched(self, index: int, batches: list[PackedBatch]) -> bool:
+        """Wait until the features of a step are there, where they come from elsewhere; False when a signal came first.
+
+        All processes decide alike: none begins a step that another one will not join.
+        """
+        if self.arrived is None:
+            return True
+        with self.clock.part(self.feature_part):
+            return not self.any_process(not self.arrived(batches, index, lambda: bool(self.request.number)))
+
+    def any_process(self, said: bool) -> bool:
+        """Whether any process says so. Collective."""
+        return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
+
+    def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
+        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns whether to stop."""
+        begun = time.perf_counter()
+        supervised = self.loader.supervised(index)
+        with self.meter.counting():
+            outputs = self.forward_backward(index, batches, supervised)
+        tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
+        figures = self.add_up(outputs, tokens, bool(request.number))
+        if not math.isfinite(figures.loss):
+            raise self.failure(index, f"the loss is {figures.loss}")
+        rate = self.rate(index)
+        with self.clock.part("update"):
+            norm = self.engine.step(rate)
+        if not math.isfinite(norm):
+            raise self.failure(index, f"the gradient's norm is {norm}")
+        seconds = self.world.from_main([time.perf_counter() - begun])[0]
+        progress = self.progress
+        progress.step, progress.seconds = index + 1, progress.seconds + seconds
+        progress.tokens += int(figures.tokens)
+        self.note(figures, supervised, rate, norm, seconds, sum(packed.tokens.numel() for packed in batches))
+        return figures.stop > 0
+
+    def forward_backward(self, index: int, batches: list[PackedBatch], supervised: int) -> list[LossOutput]:
+        """Features, losses and gradients of this process's micro-batches."""
+        outputs = []
+        for place, packed in enumerate(batches):
+            with self.clock.part(self.feature_part):
+                batch = self.features.batch(packed, index)
+            share = index / max(1, self.steps)
+            begin, end = self.schedule.begin, self.schedule.end
+            batch.progress = begin + (end - begin) * share
+            if batch.target_logits is not None:
+                batch.target_logits = self.clock.within("target", batch.target_logits)
+            with self.clock.part("drafter"):
+                outputs.append(
+                    self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1)
+                )
+        return outputs
+
+    def note(
+        self, figures: StepFigures, supervised: int, rate: float, norm: float, seconds: float, positions: int
+    ) -> None:
+        """Log and show a finished step. positions: of this process's rows, padding included."""
+        progress, speed = self.progress, figures.tokens / seconds
+        loss = figures.loss / max(1, supervised)
+        padding = 1.0 - figures.tokens / (positions * self.world.size)
+        line = {"loss": loss, "lr": rate, "grad_norm": norm, **figures.metrics}
+        costs = self.meter.step()
+        self.tracker.write(
+            progress.step,
+            {**line, "tokens": progress.tokens, "padding": padding, "tokens_per_second": speed, "seconds": seconds,
+             "cost": costs},
         )  # fmt: skip
-        if on_policy.share == 0:
-            return plain
-        return OnPolicyFeatures(plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine)
+        self.display.step(progress.step, loss, speed, costs)
 
-    def fit(
-        self, engine: TrainEngine, store: StateStore, progress: Progress, display: Display, clock: Clock
-    ) -> str:
-        """Run the loop; returns why it ended."""
-        job, config = self.job, self.job.config
-        tracker = Tracker(
-            config.tracker,
-            job.out,
-            length=progress.log_bytes,
-            settings=self.facts,
-            active=self.world.is_main,
-        )
-        with tracker, in_use(self.features()) as features:
-            self.meter = Meter(
-                self.world.device, job.engine.dtype, progress.spent,
-                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main, begun=self.begun,
-            )  # fmt: skip
-            return Trainer(
-                engine=engine,
-                features=features,
-                loader=self.loader,
-                rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
-                evaluate=self.evaluate if self.requests else None,
-                keep_best=self.keep_best,
-                led=self.access.led,
-                breakable=not self.access.served,
-                store=store,
-                tracker=tracker,
-                display=display,
-                world=self.world,
-                limits=Limits(
-                    self.steps, config.eval_every, config.patience, config.save_every, config.max_seconds, config.goal,
-                    job.schedule.begin, job.schedule.end,
-                ),
-                run_facts=self.facts,
-                progress=progress,
-                meter=self.meter,
-            ).run()
-
-    # ---- with weights --------------------------------------------------------------------------------------------------
-
-    def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
-        return self.fresh(type(self.drafter), weights)
-
-    def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """A drafter of class `cls` with these weights."""
-        cuda = [self.target.device] if self.target.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
-            drafter = cls(self.drafter.config, self.target.info)
-        drafter.to(device=self.target.device, dtype=self.target.dtype)
-        drafter.load_state_dict(merged(weights, self.job.config.refresh))
-        refuse_unset(drafter)
-        drafter.bind(self.target.weights)
-        return drafter.eval()
-
-    def evaluate(self, weights: dict[str, Tensor]) -> Evaluation:
-        """tau of these weights with the bundled decoder on the held-out prompts."""
-        config = self.job.config
-        own = self.access.decode(self.job.decode)
-        decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
-        found = quick_tau(self.target, self.serving(weights), self.requests, decode)
-        depths = {f"acceptance/depth{depth}": value for depth, value in enumerate(found.unconditional, 1)}
-        return Evaluation(
-            found.tau, found.ci95, {"tar": found.tar, "verify_passes": found.verify_passes, **depths}
-        )
-
-    def keep_best(self, weights: dict[str, Tensor]) -> None:
-        """Replace <out>/best by a checkpoint with these weights, whole."""
-        best = self.job.out / BEST
-        fresh, old = best.with_name(f"{BEST}.partial"), best.with_name(f"{BEST}.old")
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.write_checkpoint(weights, fresh)
-        if best.exists():
-            best.rename(old)
-        fresh.rename(best)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write what belongs into the folder of the best checkpoint."""
-        save_drafter(self.serving(weights), folder, self.target.info)
-
-    def recover_best(self) -> None:
-        """Put the former best back if a kill came between the two renames of `keep_best`."""
-        best = self.job.out / BEST
-        old = best.with_name(f"{BEST}.old")
-        if old.exists() and not best.exists():
-            old.rename(best)
-
-    def check(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
-        if not self.job.config.parity:
-            return
-        with self.access.led():
-            if self.world.is_main:
-                self.compare_paths(weights, display)
-
-    def compare_paths(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Say whether training and decoding agree; raises `ParityError` where they do not."""
-        depth = self.job.decode.tree().max_depth
-        documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
-        if not documents:
-            logger.warning(
-                "no document is long enough (%d tokens) for the parity check; it is left out", depth + 4
-            )
-            return
-        report = check_parity(self.target, self.serving(weights), documents, depth)
-        display.say(
-            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} (largest relative difference "
-            f"{max(report.worst, default=0.0):.1e}, allowed {report.tolerance:.0e})"
-        )
-
-    def manifest(self, progress: Progress, reason: str) -> dict[str, Any]:
-        """What the next stage reads."""
-        measured = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": list(progress.tau_ci95)}
-        return {
-            "kind": self.job.kind,
-            "head": self.facts["head"],
-            "target": self.target.info.to_dict(),
-            "data": {"path": str(self.job.data), "manifest_sha256": self.facts["data"]},
-            "checkpoint": BEST,
-            "best": measured
-            if progress.tau is not None
-            else {"step": progress.step, "tau": None, "tau_ci95": None},
-            "steps": progress.step,
-            "ended_by": reason,
-            "tokens": progress.tokens,
-            "seconds": progress.seconds,
-            "processes": self.world.size,
-            "history": LOG_FILE,
-            "summary": SUMMARY_FILE,
-            "settings": {name: self.facts[name] for name in ("engine", "optim", "schedule", "train")},
+    def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
+        """The step's sums over micro-batches and processes, in one message and with one wait for the device."""
+        names = sorted({name for output in outputs for name in output.metrics})
+        device = outputs[0].loss_sum.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = [torch.stack([output.loss_sum.double() for output in outputs]).sum()]
+        for name in names:
+            pairs = [output.metrics[name] for output in outputs if name in output.metrics]
+            for place in (0, 1):
+                sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
+        host = torch.tensor([*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device)
+        values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
+        metrics = {
+            name: values[1 + 2 * place] / values[2 + 2 * place]
+            for place, name in enumerate(names)
+            if values[2 + 2 * place] > 0
         }
+        self.meter.add_energy(*values[-4:-2])
+        return StepFigures(values[0], values[-2], values[-1], metrics)
 
+    def failure(self, index: int, what: str) -> UserError:
+        """The error for a step that went wrong: nothing was saved since."""
+        kept = f"The state of step {self.saved_step} is kept" if self.saved_step else "No state was saved yet"
+        return UserError(
+            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there. "
+            "If it ends at the same step again, it is no fault of the machine: lower optim.lr, raise schedule.warmup or lower "
+            "optim.clip, and start in another folder."
+        )
 
-# ---- pieces ------------------------------------------------------------------------------------------------------------
+    def measure(self) -> None:
+        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off: raises `Stopped` after saving; the
+        same measurement is then the first thing when the training continues.
+        """
+        with self.clock.part("evaluation"):
+            measured = self.evaluate_and_keep()
+        if not measured:
+            self.leave(self.request)
 
+    def evaluated(self, weights: dict[str, Tensor]) -> Evaluation | None:
+        """The main process's measurement; None when a signal broke it off."""
+        assert self.evaluate is not None, "measure without a way to"
+        try:
+            with self.display.measuring(), self.request.interrupting() if self.breakable else nullcontext():
+                return self.evaluate(weights)
+        except Interrupted:
+            return None
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)  # libraries draw from the global state
-    torch.manual_seed(seed)
+    def evaluate_and_keep(self) -> bool:
+        """See `measure`; returns whether it was done."""
+        progress = self.progress
+        weights = self.engine.weights()
+        numbers = [0.0, 0.0, 0.0]
+        found: Evaluation | None = None
+        with self.led():
+            if self.world.is_main:
+                found = self.evaluated(weights)
+                numbers = [math.nan] * 3 if found is None else [found.tau, *found.ci95]
+        tau, low, high = self.world.from_main(numbers)
+        if math.isnan(tau):
+            return False
+        progress.evaluated_step = progress.step
+        rose = progress.tau is None or tau > progress.tau
+        if rose:
+            progress.tau, progress.tau_ci95, progress.best_step, progress.stale = (
+                tau,
+                (low, high),
+                progress.step,
+                0,
+            )
+            with self.clock.part("saving"), self.led():
+                if self.world.is_main:
+                    self.keep_best(weights)
+        else:
+            progress.stale += 1
+        if found is not None:
+            self.tracker.write(
+                progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
+            )
+            self.display.measured(progress.step, tau, (low, high), rose)
+        return True
+
+    def save(self) -> None:
+        """Save the state unless that of this very step is there already."""
+        progress = self.progress
+        if self.saved_step == progress.step:
+            return
+        with self.clock.part("saving"):
+            progress.log_bytes = self.tracker.flush()
+            self.add_energy()
+            self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
+        self.saved_step = progress.step
+
+    def add_energy(self) -> None:
+        """Read the clocks and put down what all processes used since the last step. Collective."""
+        self.meter.take()
+        own = torch.tensor(self.meter.own_energy(), dtype=torch.float64, device=self.world.device)
+        self.meter.add_energy(*self.world.add(own).tolist())
+
+    def leave(self, request: StopRequest) -> None:
+        """Save and raise `Stopped`. A process that got no signal itself goes by the others."""
+        self.save()
+        self.add_energy()
+        name = request.name or "SIGTERM"
+        self.display.say(
+            f"{name}: state of step {self.progress.step} saved; the same command continues there."
+        )
+        self.world.wait()
+        raise Stopped(name, self.progress.step)

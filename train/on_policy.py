@@ -25,11 +25,11 @@ from heads.api.batch import TrainBatch
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from inference.noise import SharedNoise
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from train.data.loader import PackedBatch
-from train.engine import EngineConfig
-from train.trainer import Features
+from train.engines.base import EngineConfig
+from train.features.base import Features
 
 _OWN_STREAM = 0x2545F4914F6CDD1D  # what is drawn here differs from what the loss draws with the same seeds
 _MASK63 = (1 << 63) - 1

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from heads.api.errors import UserError
-from inference.loading import TargetConfig, pick_device
+from inference.target.loading import TargetConfig, pick_device
 from train.distributed import leave_in_order
 
 JOIN_TIMEOUT = timedelta(days=7)  # the fastest process waits for the slowest, which may have hours left

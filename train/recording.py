@@ -14,20 +14,21 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.engine import Completion, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion
+from inference.manifest import checkpoint_hash
 from inference.verifications import (
     SCHEMAS,
     SEQUENCES,
     VERIFICATIONS,
     RecordsConfig,
     VerificationLog,
-    checkpoint_hash,
     record_facts,
 )
-from train.data.answering import Talk
-from train.data.answers import DONE, PARTS, Answer
-from train.data.sampling import backend_of
+from train.data.answers import DONE, PARTS, StoredAnswer
+from train.generate.sampling import backend_of
+from train.generate.turns import Talk
 
 RECORDS = "records"
 
@@ -56,7 +57,7 @@ class PartRecords:
         """Keep a turn that `talk` has taken until its row is written."""
         self._turns.setdefault(talk.row.index, []).append((completion, talk.offset))
 
-    def write(self, name: str, answers: Sequence[Answer]) -> None:
+    def write(self, name: str, answers: Sequence[StoredAnswer]) -> None:
         """Write the records of the rows of the part file `name`."""
         for answer in answers:
             turns = self._turns.pop(answer.index, [])

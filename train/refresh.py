@@ -24,8 +24,8 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 logger = logging.getLogger(__name__)
 LoadTarget = Callable[[TargetConfig], TargetModel]

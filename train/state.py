@@ -3,7 +3,7 @@
     checkpoints/step_00000120/
       state.json                  step, best tau and early-stop counters, who wrote it, size and SHA-256 of all files
       model.safetensors           the drafter's weights, whole, float32
-      optimizer-<rank>.safetensors   AdamW's state by weight (train/shards.py); one file, or one per process where it is divided
+      optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or one per process where it is divided
       random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and numpy
 
 A folder is written under another name, flushed to the disk and then renamed: what bears the name is complete. Nothing is pickled.
@@ -36,8 +36,8 @@ from torch import Tensor
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
-from train.engine import TrainEngine
-from train.shards import FilePart, Part
+from train.engines.base import TrainEngine
+from train.engines.shards import FilePart, StatePart
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class StateStore:
         return final
 
     def _write_own(
-        self, partial: Path, weights: dict[str, Tensor], optimizer: Part, sharded: bool
+        self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
     ) -> tuple[dict[str, list[Any]], str]:
         """Write this process's files; returns size and SHA-256 of each, and what went wrong, if anything."""
         rank = self.world.rank

@@ -71,7 +71,7 @@ class Proposal:
     weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
     token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
     confidence [B, N] float32 in [0, 1]: the drafter's own estimate that node i is accepted given that its parent was; the root's
-    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.adaptive`),
+    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.decoding.adaptive.lengths`),
     unless drafts are certain: then the text alone decides the token. None from drafters that have none.
     limit [B] int64: the deepest level of each row that counts; deeper nodes are dead: neither kept nor tested. None: all levels.
     It may depend on what was drafted down to that level and on nothing deeper.
@@ -182,7 +182,7 @@ class TrainableDrafter(nn.Module):
     """
     language_model: ClassVar[bool] = False
     """Whether it is a causal language model by itself that drafts token by token, with its tensors
-    under Hugging Face's names for Llama and its sizes in `shape` (see `heads.nn.small_lm.SmallLM`).
+    under Hugging Face's names for Llama and its sizes in `shape` (see `heads.nn.small_lm.model.SmallLM`).
     """
 
     def __init__(self, config: Any, info: TargetInfo) -> None:

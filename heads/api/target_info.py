@@ -1,6 +1,6 @@
 """What a drafter may know of its target: facts (`TargetInfo`) and frozen weights (`TargetWeights`).
 
-The values are filled in by `inference.target`; a checkpoint stores the facts, so that a drafter refuses another target.
+The values are filled in by `inference.target.model`; a checkpoint stores the facts, so that a drafter refuses another target.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from heads.nn import init
-from heads.nn.parts import network_part
+from heads.nn.checkpointing import network_part
 from heads.nn.rope import Rotation, rotate
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
 from heads.nn import losses
-from heads.nn.feature_base import next_tokens, teacher_logits
+from heads.nn.feature.base import next_tokens, teacher_logits
 
 OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce")
 
@@ -152,8 +152,8 @@ def objective(
 
 
 def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
-    """Logits at the objectives' temperature; at 1 without a pass over the vocabulary."""
-    return logits if config.temperature == 1.0 else logits / config.temperature
+    """Logits at the objectives' temperature, divided in float32; at 1 without a pass over them."""
+    return logits if config.temperature == 1.0 else losses.widen(logits) / config.temperature
 
 
 def _look(

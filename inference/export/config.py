@@ -34,7 +34,7 @@ class ExportConfig:
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
     the tokenizer does not use."""
     overwrite: bool = False
-    """Replace the folder when it exists."""
+    """Replace the folder if it exists and an export wrote it."""
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in FLOATS:
@@ -63,7 +63,7 @@ class ImportConfig:
     """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,
     where measuring finds it."""
     overwrite: bool = False
-    """Replace the checkpoint when it exists."""
+    """Replace the checkpoint if it exists and was imported."""
 
     def __post_init__(self) -> None:
         allowed = ("auto", *READABLE)

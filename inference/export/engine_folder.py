@@ -8,7 +8,6 @@ the exact configuration there.
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.config import FLOATS, ExportConfig
 from inference.export.layouts import registry
 from inference.export.layouts.base import (
@@ -29,10 +29,11 @@ from inference.export.layouts.base import (
     Written,
     read_checkpoint,
 )
-from inference.export.layouts.folder import CONFIG, EXPORT_FILE, ExportNotes
+from inference.export.layouts.folder import CONFIG, ExportNotes
+from inference.folders import EXPORT_FILE, replaced
 from inference.manifest import file_sha256
-from inference.tune.decode_file import DECODE_FILE, draft_length
 
+STAGE = "export"
 WEIGHTS = "model.safetensors"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 FLOAT_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "float64"}
@@ -52,41 +53,39 @@ ALGORITHMS = {
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> ExportNotes:
-    """Write `out` and return its notes; raises `UserError` before anything is written."""
+    """Write `out` and return its notes; raises `UserError` before anything is written.
+
+    With config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced.
+    """
     layout, written = write_layout(config, checkpoint, target)
-    if out.exists() and any(out.iterdir()) and not config.overwrite:
+    if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
             f"'{out}' is there already. Choose another export.out, or replace it with "
             "export.overwrite=true."
         )
     require_plain_path(written.speculative, config.engine, out)
     if config.dtype:
-        written.tensors = {
-            name: cast(value, DTYPES[config.dtype]) for name, value in written.tensors.items()
-        }
-    written.config["dtype"] = FLOAT_NAMES[
-        next(value.dtype for value in written.tensors.values() if value.is_floating_point())
-    ]
-    facts = describe(config, checkpoint, target, layout, written, out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(
-        {name: value.contiguous() for name, value in written.tensors.items()},
-        partial / WEIGHTS,
-        {"format": "pt"},
-    )
-    for name, content in written.files.items():
-        (partial / name).write_bytes(content)
-    if written.tokenizer:
-        target.tokenizer.save_pretrained(str(partial))
-    (partial / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-    facts.files = {path.name: file_sha256(path) for path in sorted(partial.iterdir())}
-    (partial / EXPORT_FILE).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
-    return facts
+        dtype = DTYPES[config.dtype]
+        written.tensors = {name: cast(value, dtype) for name, value in written.tensors.items()}
+    floats = (value.dtype for value in written.tensors.values() if value.is_floating_point())
+    written.config["dtype"] = FLOAT_NAMES[next(floats)]
+    notes = describe(config, checkpoint, target, layout, written, out)
+    tensors = {name: value.contiguous() for name, value in written.tensors.items()}
+    with replaced(out, STAGE, "export.overwrite" if config.overwrite else "export.out") as fresh:
+        save_file(tensors, fresh / WEIGHTS, {"format": "pt"})
+        for name, content in written.files.items():
+            (fresh / name).write_bytes(content)
+        if written.tokenizer:
+            target.tokenizer.save_pretrained(str(fresh))
+        write_text(fresh / CONFIG, written.config)
+        notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
+        write_text(fresh / EXPORT_FILE, asdict(notes))
+    return notes
+
+
+def write_text(path: Path, content: Json) -> None:
+    """Write a JSON object for people to read."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_layout(

@@ -14,14 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import build_config, load_weights, save_drafter
+from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import Kind, get_kind, kind_names
+from inference.decoding.decode_file import DECODE_FILE
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Imported, Json
 from inference.export.layouts.folder import Folder, Receiver
-from inference.target import TargetModel
+from inference.folders import replaced
+from inference.manifest import file_entry, write_manifest
+from inference.staleness.reference import WATCH_FILE
+from inference.target.model import TargetModel
+
+STAGE = "import"
+LATER_FILES = (DECODE_FILE, WATCH_FILE)
+"""Files of other stages next to a checkpoint about these very weights; they go with them."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,10 @@ READERS = {
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
-    """Write the checkpoint `out` from a folder, for `target`.
+    """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import.
 
-    Raises `UserError`, before anything is written, for a folder that fits none of our kinds.
+    Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
+    for an `out` that was not imported.
     """
     name = layout if layout != "auto" else recognise(folder)
     receiver = Receiver(target.info, target.weights)
@@ -60,14 +69,12 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
-    partial = out.with_name(out.name + ".partial")
-    save_drafter(drafter, partial, target.info, tensors)
-    load_weights(drafter, partial / "model.safetensors")  # finite, complete, and readable
-    if out.exists():
-        for item in out.iterdir():
-            item.unlink()
-        out.rmdir()
-    partial.rename(out)
+    with replaced(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
+        save_drafter(drafter, fresh, target.info, tensors)
+        load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
+        files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]
+        source = str(folder.path.resolve())
+        write_manifest(fresh, STAGE, {"kind": found.kind, "source": source, "files": files})
     return found
 
 

@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from heads.api.tree import TokenTree
-from inference.accept import Walk
+from inference.decoding.rules.accept import Walk
 
 MAX_TILE_COLUMNS = 64
 """Columns that one program moves: with D+1 <= 16 rows that is at most 8 numbers per thread."""
 
 
 def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
-    """Follow the target's picks from the root; equals `inference.accept.walk`, siblings with the same token included.
+    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`, siblings with the same token included.
 
     tokens, picks [B, N] int64: drafted tokens; the target's choice at each node.
     """

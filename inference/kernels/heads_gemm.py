@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels import reference_heads
 from inference.kernels.dispatch import interpreted
+from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
 """Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is at its best."""

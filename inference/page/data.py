@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.lost.transcripts import read_transcripts
+from inference.measure.breakdown.transcripts import read_transcripts
 from inference.report_schema import arm_name, read_report
 
 Entry = Mapping[str, Any]

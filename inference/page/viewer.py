@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference.lost.transcripts import SOURCES
+from inference.measure.breakdown.transcripts import SOURCES
 from inference.page.data import Run
 from inference.page.markup import Content, Html, data, tag
 from inference.page.sections import section

@@ -23,7 +23,7 @@ WORDS = {
     "host": "host",
     "clock": "rest of time",
 }
-"""Terms of the split (`inference.lost.split`) as the page calls them."""
+"""Terms of the split (`inference.measure.breakdown.split`) as the page calls them."""
 RESTS = ("sample", "clock")
 NOTHING = 0.005
 """A factor so close to 1 is drawn as nothing."""

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from inference.metrics import divide
+from inference.measure.metrics import divide
 from inference.server import exposition
 from inference.server.errors import ApiError
 from inference.server.protocol import CHAT, TEXT, Asked, Envelope, parse

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from inference.clock import StepClock
-from inference.metrics import divide
-from inference.requests import PassRecord
+from inference.decoding.clock import StepClock
+from inference.decoding.requests import PassRecord
+from inference.measure.metrics import divide
 from inference.server.exposition import Registry
 
 OUTCOMES = (

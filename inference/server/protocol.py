@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.api.errors import UserError, suggest
-from inference.sampling import SamplingSettings
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.server.errors import ApiError
 
 CHAT, TEXT = "chat", "text"
@@ -146,7 +146,7 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _messages(given: Mapping[str, Any]) -> Any:
-    """The conversation; its form is checked by the chat template's owner (`inference.chat`)."""
+    """The conversation; its form is checked by the chat template's owner (`inference.target.chat`)."""
     messages = given.get("messages")
     if messages is None:
         raise ApiError(400, "'messages' is missing.", "messages")

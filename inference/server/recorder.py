@@ -6,7 +6,7 @@ import logging
 import threading
 from pathlib import Path
 
-from inference.engine import Engine
+from inference.decoding.engine import Engine
 from inference.server.config import ServeConfig
 from inference.server.metrics import ServerMetrics
 from inference.verifications import VerificationLog, record_facts

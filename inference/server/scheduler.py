@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from heads.api.errors import UserError
-from inference.engine import Engine
-from inference.requests import Completion, PassRecord, Request
-from inference.sampling import SamplingSettings
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.session import Session
 from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics
 from inference.server.text import StopText
-from inference.session import Session
 from inference.verifications import VerificationLog
 
 logger = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.chat import render_prompt
-from inference.engine import Engine
+from inference.decoding.engine import Engine
 from inference.server.config import Secret, ServeConfig
 from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
 from inference.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler, Started
+from inference.target.chat import render_prompt
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 4096

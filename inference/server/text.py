@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inference.text_pieces import TextPieces
+from inference.target.text_pieces import TextPieces
 
 
 class StopText:

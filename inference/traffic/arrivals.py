@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.chat import check_messages, render_prompt
-from inference.metrics import divide
+from inference.measure.metrics import divide
+from inference.target.chat import check_messages, render_prompt
 from inference.traffic.config import TrafficConfig
 
 SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?')

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from inference.batch_run import OnTokens
-from inference.engine import Engine
-from inference.requests import PassRecord, Request
-from inference.session import Session
+from inference.decoding.batch import OnTokens
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
+from inference.decoding.session import Session
 from inference.traffic.arrivals import Arrival
 from inference.traffic.simulate import Served
 

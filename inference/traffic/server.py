@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.kernels.dispatch import choose
-from inference.kernels.reference_attention import TREE_ATTENTION
-from inference.memory import drafter_state_bytes, plan_memory
-from inference.metrics import divide
-from inference.target import TargetModel
+from inference.kernels.reference.attention import TREE_ATTENTION
+from inference.measure.metrics import divide
+from inference.target.memory import drafter_state_bytes, plan_memory
+from inference.target.model import TargetModel
 from inference.traffic.simulate import Costs
 from inference.tune.costs import StepCosts
-from inference.tune.drafts import NONE, Draft
 from inference.tune.survey import Survey, Task
 
 READ_TOGETHER = 4

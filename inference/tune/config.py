@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.api.errors import UserError
-from inference.bench_data import DatasetConfig
+from inference.measure.datasets import DatasetConfig
 
 
 @dataclass(frozen=True)

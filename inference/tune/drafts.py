@@ -2,104 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from heads.api.errors import UserError
-from heads.api.tree import DraftShape
-from inference.decode_config import DecodeConfig
-from inference.memory import drafter_state_bytes
-from inference.target import TargetModel
-from inference.tree_search import search_tree
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.target.memory import drafter_state_bytes
+from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-
-FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
-"""Drafts whose steps have the same operations beside the model's: what the fixed time of a step is measured for."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One way to draft: the settings of `DecodeConfig` that say so, under their names; 0 and () where they do not matter."""
-
-    shape: str = "none"
-    depth: int = 0
-    choices: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 0
-    width: int = 0
-    adaptive: str = "none"
-    adaptive_threshold: float = -1.0
-
-    @property
-    def family(self) -> str:
-        """One of `FAMILIES`."""
-        return "adaptive" if self.adaptive != "none" else self.shape
-
-    @property
-    def unstopped(self) -> Draft:
-        """The same draft without early stopping: what is drafted, and what can be verified at most."""
-        return replace(self, adaptive="none", adaptive_threshold=-1.0)
-
-    @property
-    def label(self) -> str:
-        """For tables."""
-        if self.shape == "none":
-            return "none"
-        if self.shape == "chain":
-            stopped = f", {self.adaptive} {self.adaptive_threshold:g}" if self.adaptive != "none" else ""
-            return f"chain {self.depth}{stopped}"
-        return f"{self.shape} {self.size}, depth {self.depth}"
-
-    @property
-    def size(self) -> int:
-        """Nodes of a verification at most, the root included."""
-        return {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}.get(self.shape, self.nodes)
-
-    def settings(self) -> dict[str, Any]:
-        """What `DecodeConfig` is to be told: the settings that matter for this shape alone."""
-        if self.shape == "none":
-            return {"shape": "none"}
-        kept = {"chain": ("depth",), "tree": ("choices",), "dynamic": ("depth", "nodes", "width")}[self.shape]
-        if self.adaptive != "none":
-            kept = (*kept, "adaptive", "adaptive_threshold")
-        return {"shape": self.shape, **{name: getattr(self, name) for name in kept}}
-
-    def on(self, decode: DecodeConfig) -> DecodeConfig:
-        """`decode` with this draft in place of its own."""
-        bare = replace(decode, shape="none", choices=(), adaptive="none", adaptive_lengths=(), adaptive_costs=())
-        return replace(bare, **self.settings())
-
-    def plain(self) -> dict[str, Any]:
-        """As YAML and JSON hold it."""
-        found = self.settings()
-        if "choices" in found:
-            found["choices"] = [list(path) for path in self.choices]
-        return found
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Draft:
-        """Read back `plain`; raises `UserError` for settings that are none of a draft's, or that `DecodeConfig` refuses."""
-        known = [item.name for item in fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown or "shape" not in values:
-            raise UserError(f"a draft has the settings {', '.join(known)}, shape among them; given: {dict(values)}.")
-        given = dict(values)
-        try:
-            given["choices"] = tuple(tuple(int(rank) for rank in path) for path in given.get("choices", ()))
-            draft = cls(**given)
-            checked = draft.on(DecodeConfig())
-        except (TypeError, ValueError, KeyError) as error:
-            raise UserError(f"this is no draft: {dict(values)} ({error}).") from error
-        if draft.shape == "tree":
-            draft = replace(draft, depth=checked.tree().max_depth)
-        return draft
-
-    def tree(self, decode: DecodeConfig, device: Any = "cpu") -> DraftShape:
-        """The shape that drafters fill."""
-        return self.on(decode).tree(device)
-
-
-NONE = Draft()
+from inference.tune.tree_search import search_tree
 
 
 def grid(

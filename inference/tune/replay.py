@@ -16,13 +16,13 @@ from torch import Tensor
 
 from heads.api.drafter import TargetStates
 from heads.api.tree import DraftShape
-from inference.accept import walk
-from inference.adaptive import Limits
-from inference.decode_config import DecodeConfig
-from inference.engine import Completion, PassRecord
-from inference.metrics import Outcome
-from inference.noise import SharedNoise, Stream
-from inference.target import TargetModel
+from inference.decoding.adaptive.lengths import Limits
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, PassRecord
+from inference.decoding.rules.accept import walk
+from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.measure.metrics import Outcome
+from inference.target.model import TargetModel
 
 
 @dataclass

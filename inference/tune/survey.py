@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.adaptive import Limits
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, PassRecord, Request
+from inference.decoding.adaptive.lengths import Limits
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
-from inference.metrics import Outcome, TauEstimate, Totals, tau_estimate
-from inference.prompts import Prompt, prompt_seed, select_prompts, to_requests
-from inference.target import TargetModel
-from inference.tree_search import RankStatistics, measure_ranks
+from inference.measure.metrics import Outcome, TauEstimate, Totals, tau_estimate
+from inference.measure.prompts import Prompt, prompt_seed, select_prompts, to_requests
+from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.drafts import NONE, Draft, deepest, grid
+from inference.tune.drafts import deepest, grid
 from inference.tune.replay import Replay
+from inference.tune.tree_search import RankStatistics, measure_ranks
 from inference.tune.workload import Answered, Steps, batch_steps
 
 REFILLS = 2

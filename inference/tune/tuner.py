@@ -17,18 +17,19 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from inference import metrics
-from inference.batch_profile import Turn, take_turns
-from inference.clock import StepClock
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
 from inference.kernels.packed_linear import packed_linears
-from inference.metrics import Totals, divide
-from inference.prompts import Prompt
-from inference.target import TargetModel
+from inference.measure import metrics
+from inference.measure.metrics import Totals, divide
+from inference.measure.profile import Turn, take_turns
+from inference.measure.prompts import Prompt
+from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.costs import Run, StepCosts, measure_curves
-from inference.tune.drafts import NONE, Draft, described
+from inference.tune.costs import StepCosts, TimedRun, measure_curves
+from inference.tune.drafts import described
 from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
 
@@ -127,11 +128,11 @@ class Tuner:
         drafts = representatives([item.draft for item in self.predictions(temperature, batch, costs)])
         count = len(self.task.requests)
         blocks = [[(turn * batch + place) % count for place in range(batch)] for turn in range(CALIBRATION_TURNS)]
-        runs: dict[str, list[Run]] = {}
+        runs: dict[str, list[TimedRun]] = {}
         for draft, turns in self.run(drafts, temperature, batch, blocks, CALIBRATION_TOKENS).items():
             done = [batch_steps(answered(turn), batch) for turn in turns]
             steps = sum(done[1:], done[0])
-            run = Run(draft, steps.mean_length, self.nodes(draft, steps), _booked(turns))
+            run = TimedRun(draft, steps.mean_length, self.nodes(draft, steps), _booked(turns))
             runs.setdefault(draft.family, []).append(run)
         for family, found in runs.items():
             costs.calibrate(family, batch, found)

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference.metrics import divide
-from inference.requests import PassRecord
+from inference.decoding.requests import PassRecord
+from inference.measure.metrics import divide
 
 
 @dataclass(frozen=True)

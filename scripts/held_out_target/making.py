@@ -147,7 +147,7 @@ def train(folder: Path, state: Path, steps: int, seed: int = 0) -> None:
     )  # fmt: skip
     trainer = HeldOutTrainer(
         folder, state, state, settings, HeldOutShape(), torch.device("cpu"), compiled=steps >= WORTH_COMPILING,
-        intervals=Intervals(log=30.0, evaluate=240.0, save=120.0), eval_tokens=32_768, command="python -m scripts.held_out",
+        intervals=Intervals(log=30.0, evaluate=240.0, save=120.0), eval_tokens=32_768, command="python -m scripts.evidence.held_out",
     )  # fmt: skip
     if not trainer.run():
         raise UserError("the target's training was stopped before its end; run the same command again to go on.")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.chat import render_conversation
 from inference.manifest import write_bytes
+from inference.target.chat import render_conversation
 from scripts.held_out_target import corpus
 from scripts.held_out_target.corpus import Row
 from scripts.held_out_target.making import choose

@@ -15,7 +15,7 @@ from math import log
 
 import numpy as np
 
-from inference.watch.evidence import Floats, Grid, above_factors, below_factors, log_mean, shift_below
+from inference.staleness.evidence import Floats, Grid, above_factors, below_factors, log_mean, shift_below
 
 Pools = Mapping[str, Sequence[tuple[int, int]]]
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.nn.block_attention import View, attend_blocks
-from heads.nn.block_carry import start_carrying
-from heads.nn.block_layers import BlockLayer
+from heads.nn.block.attention import View, attend_blocks
+from heads.nn.block.carry import start_carrying
+from heads.nn.block.layers import BlockLayer
 from heads.nn.blocks import LayerShape, initialise_blocks
 from heads.nn.rope import Rope
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.nn.block_confidence import (
+from heads.nn.block.confidence import (
     ConfidenceHead,
     calibration_error,
     calibration_errors,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.nn.block_conv import TAPS, BlockConv
+from heads.nn.block.conv import TAPS, BlockConv
 
 
 def test_convolution_equals_its_definition_and_stays_within_the_block() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.nn.block_dependency import FADE, OUTSIDE, Dependency, build_dependency, project_rows
+from heads.nn.block.dependency import FADE, OUTSIDE, Dependency, build_dependency, project_rows
 from tests.heads.micro import MicroTarget, micro_target
 
 RULES = ("markov", "gated", "rnn", "gru", "selector", "parent")

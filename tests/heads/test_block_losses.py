@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.nn.block_losses import Objective, Weighting, d_pace, log_probability
+from heads.nn.block.losses import Objective, Weighting, d_pace, log_probability
 
 
 def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:

@@ -19,16 +19,16 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.tree import DynamicShape, TokenTree
 from heads.cascade import Config, Drafter
-from heads.nn.cascade_chain import draft_chain, fill_tree, state_tensors
-from heads.nn.cascade_join import choices_of, smaller, split_shape
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.noise import SharedNoise
-from inference.rules.registry import get_rule
-from inference.sampling import SamplingSettings
+from heads.nn.cascade.chain import draft_chain, fill_tree, state_tensors
+from heads.nn.cascade.join import choices_of, smaller, split_shape
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.rules.registry import get_rule
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
-from tests.inference.rules.toys import Toy, decode, p_value
-from tests.inference.test_lossless import requests
+from tests.inference.decoding.rules.toys import Toy, decode, p_value
+from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_drafter
+from heads.api.config import build as to_dataclass
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.parity import check_parity
-from inference.requests import Request
-from inference.target import TargetModel
-from scripts.convert import to_dataclass
+from inference.target.model import TargetModel
 from tests.heads.micro import PlainNoise, micro_target, packed_batch, seen_states
 from tests.heads.recipes import (
     MICRO,

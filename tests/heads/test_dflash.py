@@ -15,9 +15,10 @@ from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetWeights
 from heads.api.tree import TokenTree
-from heads.dflash import Config, Drafter
+from heads.dflash import Drafter
 from heads.nn import losses
-from heads.nn.block_attention import Anchors
+from heads.nn.block.attention import Anchors
+from heads.nn.block.config import Config
 from inference.parity import check_parity
 from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 

@@ -10,7 +10,7 @@ import torch
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.early_exit import Config, Drafter, kept_layers
-from heads.nn.target_drafting import SelfDrafter
+from heads.nn.target.drafting import SelfDrafter
 from inference.parity import check_parity
 from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.models import random_target

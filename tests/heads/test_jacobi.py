@@ -12,10 +12,10 @@ from heads.api.drafter import Noise, Proposal, TargetStates, Verified
 from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, TokenTree
 from heads.jacobi import Config, Drafter
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.placement import PlacedDrafter
-from inference.requests import Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.placement import PlacedDrafter
+from inference.decoding.requests import Request
 from tests.heads.micro import PlainNoise, micro_target
 from tests.heads.test_ngram import run
 from tests.models import VOCAB, random_target

@@ -17,7 +17,7 @@ from heads.api.features import default_taps
 from heads.api.tree import TokenTree
 from heads.nn import attention, init, vocab
 from heads.nn.blocks import LayerShape, RMSNorm
-from heads.nn.drafting import TreePlan
+from heads.nn.drafting.plan import TreePlan
 from heads.nn.rope import Rope, look_up, rotate
 
 

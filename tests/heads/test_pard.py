@@ -15,7 +15,7 @@ from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.tree import TokenTree
 from heads.distilled import Config as DistilledConfig
 from heads.nn import losses
-from heads.nn.parallel_masks import Masks
+from heads.nn.feature.masks import Masks
 from heads.pard import Config, Drafter
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
-from heads.nn.parts import compiling, network_part, recomputing
+from heads.nn.checkpointing import compiling, network_part, recomputing
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 from tests.train.peak import PeakBytes

@@ -10,7 +10,7 @@ from heads.api.checkpoint import new_drafter
 from heads.api.tree import DynamicShape, TokenTree
 from heads.nn import attention
 from heads.nn.blocks import FusingLayer
-from heads.nn.feature_parallel import Anchors
+from heads.nn.feature.parallel import Anchors
 from heads.peagle import Config, Drafter
 from inference.parity import check_parity
 from tests.heads.explicit import (

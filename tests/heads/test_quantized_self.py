@@ -12,10 +12,10 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.nn.quantized import Int4Linear, Int8Linear, PackedLinear
 from heads.quantized_self import Config, Drafter
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.parity import check_parity
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.heads.micro import MicroTarget, micro_target, packed_batch, seen_states
 from tests.heads.test_target_layers import requests, shaken_target
 from tests.models import random_target

@@ -25,7 +25,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import Rotary
 from heads.api.tree import TokenTree
 from heads.distilled import Config, Drafter
-from heads.nn.small_lm_config import scaled_frequencies
+from heads.nn.small_lm.config import scaled_frequencies
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 
 DOCUMENTS = [

@@ -20,11 +20,11 @@ from heads.api.tree import TokenTree
 from heads.early_exit import Config
 from heads.nn.attention import sequence_attention
 from heads.nn.rope import Rope
-from heads.nn.target_layers import FAMILIES, KeptLayer, read_layers
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.requests import Request
-from inference.target import TargetModel
+from heads.nn.target.layers import FAMILIES, KeptLayer, read_layers
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
 from tests.heads.micro import ForcedNoise
 from tests.models import VOCAB, random_target
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.metrics import Outcome
+from inference.measure.metrics import Outcome
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from heads.api.features import FeatureSpec
-from inference.engine import DecodeConfig
-from inference.loading import TargetConfig
-from inference.parallel import gathered, join_ranks, only_main_prints, require_agreement
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.target.parallel import gathered, join_ranks, only_main_prints, require_agreement
 from tests.fakes import SometimesRight
-from tests.inference.test_lossless import SHAPES, answers, decode, requests
-from tests.inference.test_lossless_kinds import drafter_of
+from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB
 
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {"shape": "none"}, **SHAPES}

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine import DecodeConfig, Engine
-from inference.lanes import Lanes
-from inference.target import TargetModel
-from tests.inference.test_lossless import requests
+from inference.decoding.buffers import Lanes
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.target.model import TargetModel
+from tests.inference.decoding.test_lossless import requests
 
 ASKS_THE_DEVICE = {
     "aten::_local_scalar_dense",

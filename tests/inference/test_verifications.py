@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Engine, PassRecord, Request
-from inference.pass_details import PassDetails
-from inference.session import Session
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.pass_details import PassDetails
+from inference.decoding.requests import PassRecord, Request
+from inference.decoding.session import Session
 from inference.verifications import (
     ROWS_PER_SHARD,
     SEQUENCES,
@@ -22,8 +24,8 @@ from inference.verifications import (
     read_facts,
     read_table,
 )
-from tests.inference.test_lossless import SHAPES, requests
-from tests.inference.test_lossless_kinds import drafter_of
+from tests.inference.decoding.test_lossless import SHAPES, requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import random_model, random_target
 
 FACTS = {"target": {"id": "t", "revision": "r"}, "drafter": {"kind": "k"}}

@@ -21,10 +21,10 @@ from heads.api.checkpoint import load_drafter
 from heads.api.drafter import TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
-from inference.chat import render_prompt
 from inference.export.check.verify import find_layout
 from inference.export.layouts.folder import Folder
-from inference.target import TargetModel
+from inference.target.chat import render_prompt
+from inference.target.model import TargetModel
 from tests.oracle import engine_forward
 from tests.oracle.engine_forward import Context
 

@@ -1,7 +1,7 @@
 """Runs `headstart` as a program of its own and sends it a scheduler's signal at a named place.
 
-    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.loop:load_target", "SIGTERM"], ...]'
-    python -m tests.scripts.leaving_worker ranks FOLDER '["train", ...]' train.loop:Run.compare_paths
+    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.run:load_target", "SIGTERM"], ...]'
+    python -m tests.scripts.leaving_worker ranks FOLDER '["train", ...]' train.setup:Run.compare_paths
 
 signals: every entry is one run in a forked process (torch is imported once), which gets the signal when it comes to the place, and
 once more on its way out; null lets it finish. The exit statuses are printed as JSON.
@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import inference.engine  # noqa: F401 - what all of the forked processes need
-import scripts.runner  # noqa: F401
-import train.loop  # noqa: F401
-from scripts import leaving
+import inference.decoding.engine  # noqa: F401 - what all of the forked processes need
+import scripts.run.runner  # noqa: F401
+import train.run  # noqa: F401
 from scripts.cli import main
+from scripts.run import signals as leaving
 
 
 def before(place: str, act: Callable[[], None]) -> None:

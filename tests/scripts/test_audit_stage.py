@@ -9,9 +9,9 @@ import pytest
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.kv_cache import KVCache
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.kv_cache import KVCache
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.cli import main
 from tests.inference.tokenizers import save_micro_target
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Engine, PassRecord
-from inference.target import TargetModel
-from scripts.chat import Answer, Chat, TextStream, converse, run, summary
-from scripts.config import load_settings
-from scripts.stages import STAGES
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord
+from inference.target.model import TargetModel
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages.chat import Answer, Chat, TextStream, converse, run, summary
 from tests.inference.tokenizers import save_micro_target
 
 
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path) -> Engine:
-    from inference.loading import TargetConfig
+    from inference.target.loading import TargetConfig
 
     return Engine(
         TargetModel.load(TargetConfig(str(folder), device="cpu")), None, DecodeConfig(max_new_tokens=8)

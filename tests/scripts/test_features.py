@@ -72,7 +72,7 @@ def test_a_killed_writer_is_continued_and_nothing_is_written_twice(micro: Path, 
     assert main(command(micro, whole)) == 0
     killed = tmp_path / "killed"
     slow = (
-        "import sys, time; from train.store.writer import Writer; plain = Writer.write\n"
+        "import sys, time; from train.features.store.writer import Writer; plain = Writer.write\n"
         "def write(self, shard):\n    time.sleep(0.2)\n    plain(self, shard)\n"
         "Writer.write = write\nfrom scripts.cli import main\nsys.exit(main(sys.argv[1:]))"
     )

@@ -10,7 +10,7 @@ import pytest
 from inference.manifest import read_manifest
 from scripts.cli import main
 from tests.train.feedback.recorded import decoded, tokens_of, write_answers, write_records
-from train.feedback import BRANCHES
+from train.feedback.branches import BRANCHES
 
 
 def test_records_of_a_run_become_its_feedback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

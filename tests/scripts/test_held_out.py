@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.api.errors import UserError
-from inference.chat import render_conversation, render_prompt
-from scripts import held_out
+from inference.target.chat import render_conversation, render_prompt
 from scripts.held_out_target import corpus, making
 from scripts.held_out_target import tokenizer as tokens
 from scripts.held_out_target.model import HeldOutShape, TinyQwen3
@@ -146,8 +145,8 @@ def test_a_target_is_made_and_loads(include: Path, tmp_path: Path, monkeypatch: 
     making.prepare(tmp_path / "data", FEW)
     making.train(tmp_path / "data", tmp_path / "state", steps=3)
     making.export(tmp_path / "data", tmp_path / "state", tmp_path / "target")
-    from inference.loading import TargetConfig
-    from inference.target import TargetModel
+    from inference.target.loading import TargetConfig
+    from inference.target.model import TargetModel
 
     target = TargetModel.load(TargetConfig(str(tmp_path / "target"), dtype="float32", device="cpu"))
     assert (target.info.model_type, target.info.hidden_size, target.info.num_layers) == ("qwen3", 16, 2)
@@ -155,39 +154,3 @@ def test_a_target_is_made_and_loads(include: Path, tmp_path: Path, monkeypatch: 
     before = (tmp_path / "target" / "model.safetensors").stat().st_mtime_ns
     making.make(tmp_path, 3, FEW)  # everything stands already
     assert (tmp_path / "target" / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_the_page_says_what_does_not_hold() -> None:
-    entry = {
-        "tau": 1.5,
-        "tau_ci95": [1.4, 1.6],
-        "tar": 0.3,
-        "acceptance": {"unconditional": [0.4, 0.1]},
-        "parameters": 1e6,
-    }
-    content = {
-        "command": "c", "target": {"parameters": 3e6}, "rows": {"medusa": entry, "eagle": {**entry, "tau": 1.7}},
-        "order": [{"above": "eagle", "below": "medusa", "holds": True, "difference": 0.2},
-                  {"above": "eagle3", "below": "eagle", "holds": False, "difference": -0.1}],
-        "against_speculators": [{"kind": "eagle3", "ours": 1.6, "speculators": 1.8, "holds": False}],
-    }  # fmt: skip
-    page = held_out.markdown(content).decode()
-    assert page.index("| eagle |") < page.index("| medusa |")
-    assert "| eagle above medusa | +0.20 | yes |" in page
-    assert "| eagle3 above eagle | -0.10 | no |" in page
-    assert "| eagle3 at least speculators | -0.20 | no |" in page
-
-
-def test_rows_are_those_of_the_families() -> None:
-    from scripts.config import load_settings
-    from scripts.stages import STAGES
-
-    sweep = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep
-    for name, row in held_out.ROWS.items():
-        recipe = sweep[name]
-        assert row.rate in recipe.rates, name
-        same = [
-            value for value in row.overrides if "from_target_layer" not in value
-        ]  # the last layer has another number here
-        assert same == [value for value in recipe.overrides if "from_target_layer" not in value], name
-    assert {name for pair in held_out.ORDER for name in pair} <= set(held_out.ROWS)

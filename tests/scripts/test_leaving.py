@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 
 from scripts.cli import main
-from scripts.leaving import leaving_in_order
+from scripts.run.signals import leave_in_order
 from tests.train.launch import REPOSITORY, environment
 from tests.train.micro_run import prepare
 
 LINE = "nothing is lost; the same command continues where this one stopped."
 TRAIN = [
-    "scripts.runner:load_settings",
-    "train.loop:load_target",
+    "scripts.run.runner:load_settings",
+    "train.run:load_target",
     "train.data.pack:write_packed",
-    "train.loop:make_engine",
-    "train.loop:Run.compare_paths",
-    "train.loop:summarise",
-    "train.loop:write_manifest",
+    "train.run:make_engine",
+    "train.setup:Run.compare_paths",
+    "train.run:summarise",
+    "train.run:write_manifest",
 ]
 """Places before, and the last two after, the loop."""
 GENERATE = [
-    "train.generate:load_target",
-    "train.generate:ingest",
+    "train.generate.run:load_target",
+    "train.generate.run:ingest",
     "train.data.answers:_write_failures",
-    "train.generate:write_manifest",
+    "train.generate.run:write_manifest",
 ]
 
 
@@ -94,7 +94,7 @@ def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_not
 def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: Path) -> None:
     """The second process waits in a collective, where Python calls no handlers, for a first one that does not come."""
     command = train(micro, tmp_path, "two")
-    done = worker("ranks", str(tmp_path), json.dumps(command), "train.loop:Run.compare_paths")
+    done = worker("ranks", str(tmp_path), json.dumps(command), "train.setup:Run.compare_paths")
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 0], done.stderr[-4000:]
     assert done.stderr.count(LINE) == 1  # the main process speaks
     assert not (tmp_path / "two/train/medusa/checkpoints").exists()
@@ -102,7 +102,7 @@ def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: 
 
 def test_handlers_are_put_back_and_children_die_of_their_own_signals() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with leaving_in_order():
+    with leave_in_order():
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from heads.api.checkpoint import build_config, new_drafter, save_drafter
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine
-from inference.loading import TargetConfig
-from inference.prompts import load_prompts, to_requests
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.manifest import checkpoint_hash
+from inference.measure.prompts import load_prompts, to_requests
 from inference.report_schema import write_report
-from inference.target import TargetModel
-from inference.verifications import VerificationLog, checkpoint_hash, record_facts
-from inference.watch.reference import Reference
+from inference.staleness.reference import Reference
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from inference.verifications import VerificationLog, record_facts
 from scripts.cli import main
 from tests.inference.example_report import example_report
 from tests.inference.tokenizers import save_micro_target

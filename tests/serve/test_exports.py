@@ -17,14 +17,16 @@ from safetensors.torch import load_file, save_file
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.registry import get_kind
-from inference.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.export.check.config import LiveConfig
 from inference.export.check.live import LiveRow, Served, live_check, make_requests, read_served
-from inference.serving import EngineProcess
-from inference.target import TargetModel
+from inference.measure.vllm_process import EngineProcess
+from inference.target.model import TargetModel
 from tests.inference.export.ground import load_target, write
 from train.data.loader import PackedBatch
-from train.features import OnlineFeatures
+from train.features.base import OnlineFeatures
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 

@@ -12,14 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from inference.decode_config import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import read_manifest
+from inference.target.loading import TargetConfig
 from tests.serve.vllm_server import VllmServer
-from train.data.sampling import SamplingConfig
-from train.data.servers import ServerPool
-from train.data.sources import DataConfig
-from train.generate import GenerateConfig, generate
+from train.data.config import DataConfig
+from train.generate.backends.servers import ServerPool
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
+from train.generate.sampling import SamplingConfig
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import inference.manifest
-import train.answer_loop
-from inference.engine import DecodeConfig
-from inference.loading import TargetConfig
-from train.data.sources import DataConfig
-from train.generate import GenerateConfig, generate
+import train.generate.loop
+from inference.decoding.config import DecodeConfig
+from inference.target.loading import TargetConfig
+from train.data.config import DataConfig
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 
 
 def run(job: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ def run(job: dict[str, Any]) -> None:
 def kill_at(moment: str, number: int) -> None:
     """Arrange the death of this process."""
     if moment == "term":
-        sample = train.answer_loop.sample_answers
+        sample = train.generate.loop.sample_answers
 
         def terminated(*arguments):
             for count, outcome in enumerate(sample(*arguments), 1):
@@ -48,7 +49,7 @@ def kill_at(moment: str, number: int) -> None:
                 if count == number:
                     os.kill(os.getpid(), signal.SIGTERM)
 
-        train.answer_loop.sample_answers = terminated
+        train.generate.loop.sample_answers = terminated
         return
     replace, seen = os.replace, 0
 

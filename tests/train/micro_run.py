@@ -21,20 +21,23 @@ import pyarrow.parquet as pq
 import torch
 
 from heads.api.registry import get_kind
-from inference.engine import DecodeConfig, Engine, Request
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import file_entry, write_manifest
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
+from train.config import TrainConfig
 from train.data.answers import SHARD_SCHEMA
-from train.energy import EnergyMeter
-from train.engine import EngineConfig
-from train.features import FeaturesConfig
-from train.joint_config import JointConfig
-from train.loop import TrainConfig, train
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.joint.config import JointConfig
+from train.loop import Trainer
 from train.optim import OptimConfig, ScheduleConfig
-from train.tracker import TrackerConfig
-from train.trainer import Trainer
+from train.run import train
+from train.tracking.energy import EnergyMeter
+from train.tracking.tracker import TrackerConfig
 
 ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 60, 5, 40
 
@@ -140,7 +143,7 @@ def leave_waiting() -> Callable[[], None]:
             if record.getMessage().startswith(("waiting for features", "feature server")):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    handler, loggers = Struck(), [logging.getLogger(name) for name in ("train.store.reader", "train.remote_client")]
+    handler, loggers = Struck(), [logging.getLogger(name) for name in ("train.features.store.reader", "train.features.remote.client")]
     for each in loggers:
         each.addHandler(handler)
 

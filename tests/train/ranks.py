@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-NEEDED = ("train.loop", "inference.engine")
+NEEDED = ("train.run", "inference.decoding.engine")
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.train.toy import OPTIM, Toy, gather_everything, parse, train_steps
 from train.distributed import World, join_world
-from train.engine import make_engine
-from train.shards import FilePart
+from train.engines.make import make_engine
+from train.engines.shards import FilePart
 from train.state import StateStore
 
 

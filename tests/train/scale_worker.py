@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.train.micro_run import settings
-from train.loop import train
+from train.run import train
 
 
 def main(folder: str, out: str, common: str, *runs: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.text import Text
 
 from heads.api.errors import UserError
-from inference.chat import render_conversation
+from inference.target.chat import render_conversation
 from tests.inference.tokenizers import tiny_tokenizer
 from train.data.masks import SHOWN_TOKENS, mask_of, mask_report
 

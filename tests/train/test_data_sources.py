@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from heads.api.errors import UserError
-from train.data.sources import DataConfig, Mixture, Row, SkippedRow, Source
+from train.data.config import DataConfig
+from train.data.sources import Mixture, Row, SkippedRow, Source
 
 ASK = [{"role": "user", "content": "Hello!"}]
 TALK = [*ASK, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Bye?"}]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.launch import REPOSITORY, environment
-from train.tracker import LOG_FILE, read_log
+from train.tracking.tracker import LOG_FILE, read_log
 
 LAUNCH = REPOSITORY / "scripts" / "launch"
 PROGRAMS = Path(sys.executable).parent  # of the environment that runs the tests

@@ -15,20 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import train.loop as loop
+import train.run as loop
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.medusa import Drafter as Medusa
-from inference.engine import DecodeConfig
-from inference.measure import quick_tau
+from inference.decoding.config import DecodeConfig
+from inference.measure.run import quick_tau
 from inference.parity import ParityError
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.train.micro_run import settings
-from train.loop import TrainConfig, train
+from train.config import TrainConfig
+from train.loop import Evaluation
+from train.run import train
 from train.stopping import Stopped
-from train.tracker import LOG_FILE, read_log
-from train.trainer import Evaluation
+from train.tracking.tracker import LOG_FILE, read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,13 +18,13 @@ from heads.api.registry import get_kind
 from tests.heads.micro import MicroTarget, micro_target
 from tests.train.micro_run import settings
 from train.data.loader import PackedBatch
-from train.engine import EngineConfig
-from train.features import OnlineFeatures
-from train.loop import train
+from train.engines.base import EngineConfig
+from train.features.base import OnlineFeatures
+from train.loop import Trainer
 from train.on_policy import OnPolicyConfig, OnPolicyFeatures, plan_cuts
+from train.run import train
 from train.stopping import Stopped
-from train.tracker import LOG_FILE, read_log
-from train.trainer import Trainer
+from train.tracking.tracker import LOG_FILE, read_log
 
 DOCUMENTS = [
     [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],

@@ -13,15 +13,16 @@ import pytest
 from heads.api.checkpoint import WEIGHTS_FILE, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config
-from inference.engine import DecodeConfig
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256, read_manifest
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig, read_table
 from tests.inference.tokenizers import save_micro_target
 from train.data import answers as answers_module
-from train.data.sources import DataConfig
-from train.generate import GenerateConfig, generate
+from train.data.config import DataConfig
+from train.generate.config import GenerateConfig
+from train.generate.run import generate
 
 DECODE = DecodeConfig(temperature=1.0, max_new_tokens=12, batch_size=4, seed=5, shape="chain", depth=2)
 ROWS = 14

@@ -16,18 +16,18 @@ from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_dr
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.decode_config import DecodeConfig
-from inference.loading import TargetConfig
-from inference.measure import quick_tau
-from inference.requests import Request
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
+from inference.measure.run import quick_tau
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.train import micro_run
 from tests.train.micro_run import prepare, settings
-from train.loop import train
+from train.loop import Trainer
 from train.refresh import RefreshConfig, load_start, merged, prepare_start, require_reached
+from train.run import train
 from train.stopping import Stopped
-from train.trainer import Trainer
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 HEAD = {"from_target_layers": (0, 1)}

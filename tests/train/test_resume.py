@@ -17,9 +17,9 @@ import train.state as state
 from tests.train import launch
 from tests.train.micro_run import settings
 from train.distributed import World
-from train.loop import train
+from train.run import train
 from train.state import StateStore
-from train.tracker import LOG_FILE, Tracker, read_log
+from train.tracking.tracker import LOG_FILE, Tracker, read_log
 
 WORKER = "tests.train.micro_run"
 CLOCK = ("seconds", "tokens_per_second", "cost")

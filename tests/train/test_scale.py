@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.train import launch
 from tests.train.micro_run import settings
-from train.loop import train
-from train.tracker import LOG_FILE, read_log
+from train.run import train
+from train.tracking.tracker import LOG_FILE, read_log
 
 WORKER = "tests.train.scale_worker"
 COMMON: dict[str, Any] = {

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from train.distributed import World, join_world
-from train.engine import EngineConfig, TrainEngine, make_engine
+from train.engines.base import EngineConfig, TrainEngine
+from train.engines.make import make_engine
 from train.optim import OptimConfig
 
 VOCAB, HIDDEN, ROWS, LENGTH = 50, 24, 4, 12
@@ -88,7 +89,7 @@ def parse(text: str) -> EngineConfig:
 
 def gather_everything() -> None:
     """Let ZeRO-3 divide even the smallest weight, which it normally leaves whole."""
-    import train.deepspeed_engine as module
+    import train.engines.deepspeed as module
 
     plain = module.make_settings
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heads.api.errors import UserError, suggest
-from inference.bench_data import DatasetConfig
-from inference.chat import TURNS as SUPERVISED
+from inference.measure.datasets import DatasetConfig
+from inference.target.chat import TURNS as SUPERVISED
 
 KINDS = ("auto", "messages", "prompt", "tokens")
 TURNS = ("first", "last", "all")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference.chat import Message, Span
+from inference.target.chat import Message, Span
 from train.data.tables import BadRowError
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from inference.bench_data import load_bench_prompts
-from inference.prompts import Prompt, load_prompts
+from inference.measure.datasets import load_bench_prompts
+from inference.measure.prompts import Prompt, load_prompts
 from train.data.config import DataConfig
-from train.data.shingles import Bytes, normalised, shingles, whole
+from train.data.dedup.shingles import Bytes, normalised, shingles, whole
 
 WIDTH = 50
 """Bytes of a run."""

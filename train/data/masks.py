@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 
 from heads.api.errors import UserError
-from inference.chat import Span
+from inference.target.chat import Span
 
 Tokens = Sequence[int] | NDArray[np.int32]
 

@@ -29,8 +29,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.chat import Span
 from inference.manifest import file_entry, file_sha256, write_json
+from inference.target.chat import Span
 from train.data.masks import Tokens, mask_of
 
 WINDOW_DOCUMENTS = 1 << 16

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError, suggest
-from inference.chat import Message, Span, check_messages, check_unicode
+from inference.target.chat import Message, Span, check_messages, check_unicode
 from train.data.config import DataConfig, SourceConfig
 from train.data.permute import stable_permutation, unit_interval
 from train.data.streams import Place, Rows, TableRows, open_rows_streaming

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.chat import render_prompt
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import write_bytes
-from inference.target import TargetModel
-from train.feedback.build import Source
+from inference.target.chat import render_prompt
+from inference.target.model import TargetModel
+from train.feedback.build import AnswerSource
 from train.feedback.config import FeedbackConfig
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def write_variations(
 def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame) -> Iterator[dict[str, Any]]:
     """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
-        for document in Source(answers, records).documents(target.info):
+        for document in AnswerSource(answers, records).documents(target.info):
             text = frame.text_of(document.row["tokens"][: document.row["spans"][0][0]])
             if text:
                 yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}

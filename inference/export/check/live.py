@@ -22,15 +22,17 @@ from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
-from inference.audit import Divergence, Known, audit
-from inference.engine import Completion, DecodeConfig, Engine, Request
+from inference.audit.comparison import Divergence, Known, audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
 from inference.export.layouts.folder import Folder
-from inference.metrics import divide
-from inference.prompts import load_prompts, select_prompts, to_requests
-from inference.sampling import SamplingSettings
-from inference.serving import (
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.vllm_process import (
     EngineProcess,
     ServedMode,
     ServingMode,
@@ -38,7 +40,7 @@ from inference.serving import (
     serve,
     vllm_request,
 )
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 PLAIN = "plain"
 TOLERANCE = 0.02

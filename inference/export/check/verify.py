@@ -17,9 +17,9 @@ from inference.export.layouts.folder import Folder
 from inference.export.layouts.layout import Layout, own_rope
 from inference.export.layouts.llama import plain_rope
 from inference.export.layouts.registry import LAYOUTS
-from inference.loading import TargetConfig
 from inference.manifest import file_sha256
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 WRAPPED = "speculators-"
 """Prefix of the layouts of the library speculators, which wrap those of engines."""

@@ -12,10 +12,18 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heads.api.errors import UserError
+from inference.decoding.decode_file import Tuned
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report import (
+    DEFINITIONS,
+    depth_table,
+    domain_table,
+    facts,
+    main_table,
+    promise_of,
+)
 from inference.report_schema import arm_name
-from inference.tune.decode_file import Tuned
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -33,6 +41,9 @@ ENVIRONMENT.globals |= {
     "domain_table": domain_table,
     "depth_table": depth_table,
     "lines": "\n".join,
+    "LOSSY": LOSSY,
+    "TEXT": TEXT,
+    "DISTRIBUTION": DISTRIBUTION,
 }
 TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
 
@@ -41,13 +52,15 @@ TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
 class Training:
     """How a drafter was trained.
 
-    tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git.
+    tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git;
+    tau_measured: whether the best checkpoint was chosen by its measured tau.
     """
 
     steps: int
     tokens: int
     seconds: float
     revision: str
+    tau_measured: bool = True
 
 
 def measured_entries(
@@ -84,13 +97,24 @@ def card(
     reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of
     the plots; engines: name of an engine, and of its folder -> the command that serves the target
     with it; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
-    these weights, or measured text that was not the target's (unless `about.allow_mismatches`).
+    these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
+    two unless `about.allow_mismatches`).
     """
     own = {
         title: {**report, "drafters": measured_entries(report, weights_sha256, title)}
         for title, report in reports.items()
     }
-    entries = [entry for report in own.values() for entry in report["drafters"]]
+    settings = [report["settings"] for report in own.values()]
+    used = sorted({(each["rule"], each["temperature"]) for each in settings})
+    lossy = sorted({rule for rule, temperature in used if promise(rule, temperature) == LOSSY})
+    if lossy and not about.allow_mismatches:
+        raise UserError(
+            f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter "
+            "is not published. Measure with decode.rule=match, or set push.allow_mismatches=true "
+            "to publish it labelled as not lossless."
+        )
+    exact = [report for report in own.values() if promise_of(report["settings"]) == TEXT]
+    entries = [entry for report in exact for entry in report["drafters"]]
     wrong = sum(entry["lossless"]["mismatches"] for entry in entries)
     if wrong and not about.allow_mismatches:
         raise UserError(
@@ -110,8 +134,10 @@ def card(
         target=checkpoint["target"],
         parameters=f"{firsts[0]['parameters']:,}",
         draft=draft,
-        shape=draft_code(draft),
+        arguments=draft_code(draft, settings[0]["rule"]),
         wrong=wrong,
+        rules=[(rule_text(*pair), pair[1], promise(*pair)) for pair in used],
+        kept=sorted({promise(*pair) for pair in used}),
         reports=own,
         images={image: Path(image).stem.replace("_", " ") for image in images},
         engines=engines or {},
@@ -123,7 +149,7 @@ def card(
             key=lambda pair: pair[1],
             default=None,
         ),
-        batches=sorted({report["settings"]["batch_size"] for report in own.values()}),
+        batches=sorted({each["batch_size"] for each in settings}),
     )
 
 
@@ -155,8 +181,9 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     return yaml.safe_dump(fields, sort_keys=False)
 
 
-def draft_code(draft: Mapping[str, Any]) -> str:
-    """The arguments of a `DecodeConfig` that drafts as it was measured."""
+def draft_code(draft: Mapping[str, Any], rule: str) -> str:
+    """The arguments of a `DecodeConfig` that drafts and accepts as it was measured."""
+    code = f'shape="{draft["shape"]}", depth={draft["depth"]}'
     if draft["shape"] == "tree":
-        return f'shape="tree", choices={tuple(map(tuple, draft.get("choices", [])))}'
-    return f'shape="{draft["shape"]}", depth={draft["depth"]}'
+        code = f'shape="tree", choices={tuple(map(tuple, draft.get("choices", [])))}'
+    return code if rule == "match" else f'{code}, rule="{rule}"'

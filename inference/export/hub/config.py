@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 
 REPO_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DRAFTER = "@drafter"
@@ -70,3 +71,4 @@ class PullConfig:
     def __post_init__(self) -> None:
         if self.repo and not REPO_NAME.fullmatch(self.repo):
             raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
+        require_folder_name("pull.what", self.what)

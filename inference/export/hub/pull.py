@@ -19,10 +19,12 @@ from heads.api.errors import UserError, suggest
 from inference.export.hub.config import OWN, PullConfig
 from inference.export.hub.exchange import Exchange, explain_errors, hub_address, transfer_for
 from inference.export.hub.folder import check_listed
-from inference.export.layouts.folder import EXPORT_FILE
-from inference.manifest import MANIFEST_FILE
+from inference.folders import EXPORT_FILE
+from inference.manifest import MANIFEST_FILE, write_json
 
 EVERYTHING = "all"
+PARTIAL_FILE = ".headstart-pull.json"
+"""Marks a folder in which a pull's files arrive; it is removed when they are complete."""
 
 
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
@@ -39,7 +41,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
             f"'{out}' exists already and is left alone. Delete it, or choose another folder with "
             "pull.out."
         )
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_folder(out)
     endpoint = hub_address()
     names, commit = _listing(config, endpoint)
     if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
@@ -48,6 +50,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
             f"{MANIFEST_FILE}). Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
+    write_json(partial / PARTIAL_FILE, {"stage": "pull", "repo": config.repo})
     _fetch(config, endpoint, commit, wanted, partial)
     shutil.rmtree(
         partial / ".cache", ignore_errors=True
@@ -55,6 +58,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     check_listed(partial, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
+    (partial / PARTIAL_FILE).unlink()
     os.replace(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.print(
@@ -62,6 +66,23 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         soft_wrap=True,
     )
     return out
+
+
+def partial_folder(out: Path) -> Path:
+    """The folder next to `out` in which files arrive; raises `UserError` if it is not a pull's own."""
+    if out.name in ("", ".."):
+        raise UserError(
+            f"pull.out: '{out}' is not a name for a new folder. Give a folder with a name."
+        )
+    partial = out.with_name(out.name + ".partial")
+    full = partial.is_dir() and any(partial.iterdir())
+    taken = partial.is_symlink() or partial.is_file() or full
+    if taken and not (partial / PARTIAL_FILE).is_file():
+        raise UserError(
+            f"'{partial}', where the files are to arrive, exists and was not made by `headstart "
+            "pull`. Remove it, or choose another folder with pull.out."
+        )
+    return partial
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:

@@ -23,15 +23,15 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
-from inference.loading import (
+from inference.manifest import file_sha256
+from inference.target.loading import (
     TargetConfig,
     load_config,
     load_model,
     load_tokenizer,
     shared_weights,
 )
-from inference.manifest import file_sha256
-from inference.revision import revision_of
+from inference.target.revision import revision_of
 
 Json = dict[str, Any]
 """A JSON object of a foreign format, such as the content of a config.json."""

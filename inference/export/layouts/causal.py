@@ -16,7 +16,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
-from heads.nn.small_lm import SmallLM
+from heads.nn.small_lm.model import SmallLM
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,

@@ -19,8 +19,8 @@ from torch import Tensor
 from heads.api.checkpoint import build_config
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from heads.nn.block_config import Config
-from heads.nn.block_model import BlockModel
+from heads.nn.block.config import Config
+from heads.nn.block.model import BlockModel
 from heads.nn.blocks import LayerShape
 from inference.export.layouts.base import (
     Checkpoint,

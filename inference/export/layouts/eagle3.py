@@ -17,7 +17,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
-from heads.nn.feature_base import layer_shape
+from heads.nn.feature.base import layer_shape
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,

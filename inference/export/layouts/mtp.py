@@ -18,7 +18,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
-from heads.nn.feature_base import layer_shape
+from heads.nn.feature.base import layer_shape
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,

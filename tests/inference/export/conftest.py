@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import load_target, save_target
 
 

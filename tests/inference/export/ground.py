@@ -14,8 +14,8 @@ from inference.export.config import ExportConfig
 from inference.export.engine_folder import export, prepare
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import ExportNotes
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
 
 LLAMA3 = {

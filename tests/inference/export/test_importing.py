@@ -16,7 +16,7 @@ from heads.api.errors import UserError
 from inference.export.config import ImportConfig
 from inference.export.importing import import_folder, recognise
 from inference.export.layouts.folder import ExportNotes, Folder
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
 
 H = 32

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.engine import DecodeConfig, Engine, Request
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.export.check import live
 from inference.export.check.config import LiveConfig
 from inference.export.check.live import (
@@ -24,8 +26,8 @@ from inference.export.check.live import (
     live_check,
     read_served,
 )
-from inference.serving import EngineProcess, ServedMode
-from inference.target import TargetModel
+from inference.measure.vllm_process import EngineProcess, ServedMode
+from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.inference.export.ground import load_target, save, save_target, write
 

@@ -21,7 +21,7 @@ from heads.api.registry import get_kind
 from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import Verdict, verify
 from inference.export.layouts.folder import Folder
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, target_config, tensors, write
 from tests.oracle import engine_forward
 from tests.oracle.compare import forward_gap, places

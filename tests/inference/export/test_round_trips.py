@@ -15,7 +15,7 @@ from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import ENGINES, ROUTES, Route
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import (
     EXPORTS,
     LLAMA3,

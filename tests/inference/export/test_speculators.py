@@ -22,7 +22,7 @@ from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, target_config, tensors, write
 from tests.oracle.compare import forward_gap
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import save, write
 from tests.oracle.compare import difference, ours, places
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inference.export.vllm_medusa import MedusaProposer, last_rows
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from tests.inference.export.ground import drafter_of, load_target, save, save_target, write
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from heads.api.tree import TokenTree
-from inference.accept import Walk, walk
-from inference.kernels import reference_commit
-from inference.kernels.reference_commit import ACCEPT_WALK, COMPACT
+from inference.decoding.rules.accept import Walk, walk
+from inference.kernels.reference import commit as reference_commit
+from inference.kernels.reference.commit import ACCEPT_WALK, COMPACT
 from tests.inference.kernels.devices import DEVICES, ON_CPU
 
 Move = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]

@@ -117,7 +117,7 @@ def test_every_declared_kernel_exists() -> None:
 
 WITHOUT_TRITON = """
 import sys
-import inference.kernels.reference_attention as module
+import inference.kernels.reference.attention as module
 assert "triton" not in sys.modules, "importing a declaration imports triton"
 sys.modules["triton"] = None  # from here on importing it fails, as where it is not installed
 import torch

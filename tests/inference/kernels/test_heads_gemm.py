@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from heads.medusa import Config, Drafter
-from inference.kernels import heads_gemm, reference_heads
+from inference.kernels import heads_gemm
 from inference.kernels.dispatch import FLOATS, VARIABLE, choose
-from inference.kernels.reference_heads import RESIDUAL_BLOCKS
+from inference.kernels.reference import heads as reference_heads
+from inference.kernels.reference.heads import RESIDUAL_BLOCKS
 from tests.inference.kernels.devices import DEVICES, ON_CPU
 from tests.models import random_target
 

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.kernels import noise_pick as kernels
 from inference.kernels.dispatch import VARIABLE
 from inference.kernels.noise_pick import _gumbel
-from inference.kernels.reference_noise import GUMBEL_NOISE, NOISE_PICK, gumbel_noise, noise_bits, noise_pick
-from inference.sampling import SamplingSettings, shape_logits
+from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, gumbel_noise, noise_bits, noise_pick
 from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 NAN, INF = float("nan"), float("inf")

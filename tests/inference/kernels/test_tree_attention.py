@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.api.tree import TokenTree, ancestor_words
 from inference.kernels.dispatch import interpreted
-from inference.kernels.reference_attention import TREE_ATTENTION, tree_attention, workspace_bytes
+from inference.kernels.reference.attention import TREE_ATTENTION, tree_attention, workspace_bytes
 from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

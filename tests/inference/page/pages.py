@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from inference.lost.transcripts import write_transcripts
+from inference.measure.breakdown.transcripts import write_transcripts
 from inference.report_schema import write_report
 from tests.inference.example_report import BLOCKS, example_report
 

@@ -8,9 +8,10 @@ import pytest
 
 from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
-from inference.engine import DecodeConfig, Engine
-from inference.loading import TargetConfig
-from inference.target import TargetModel
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.server.running import Running, serving
 from tests.inference.tokenizers import save_micro_target
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import openai
 
-from inference.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.server.config import Secret, ServeConfig
 from inference.server.run import Server, bind
 from inference.server.service import Service

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inference.engine import Engine
+from inference.decoding.engine import Engine
 from tests.inference.server.running import MODEL, Running, offline
 
 SETTINGS: list[dict[str, Any]] = [

@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from inference.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from tests.inference.server.running import MODEL, Running, offline, serving
 
 USER = [{"role": "user", "content": "Hello"}]

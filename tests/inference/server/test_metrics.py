@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from inference.engine import Engine
+from inference.decoding.engine import Engine
 from inference.server.exposition import Registry
 from tests.inference.server.running import MODEL, serving
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.engine import Engine
+from inference.decoding.engine import Engine
 from inference.verifications import SEQUENCES, read_table
 from tests.inference.server.running import MODEL, serving
 

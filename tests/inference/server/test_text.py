@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inference.server.text import StopText
-from inference.text_pieces import REPLACEMENT, WINDOW, TextPieces
+from inference.target.text_pieces import REPLACEMENT, WINDOW, TextPieces
 from tests.inference.tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("marked")

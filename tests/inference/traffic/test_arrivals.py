@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from inference.clock import StepClock
+from inference.decoding.clock import StepClock
 from inference.server.metrics import ServerMetrics
 from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig

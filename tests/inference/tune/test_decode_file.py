@@ -12,16 +12,8 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.bench import device_facts
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
-from inference.export.config import ExportConfig
-from inference.export.engine_folder import prepare, write_layout
-from inference.export.hub.card import card
-from inference.export.hub.config import PushConfig
-from inference.export.layouts.base import Target as ExportTarget
-from inference.target import TargetModel
-from inference.tune.decode_file import (
+from inference.decoding.config import DecodeConfig
+from inference.decoding.decode_file import (
     DECODE_FILE,
     advice,
     draft_length,
@@ -29,12 +21,21 @@ from inference.tune.decode_file import (
     read_tuned,
     write_tuned,
 )
-from inference.tune.drafts import NONE, Draft
-from scripts import drafters
-from scripts.chat import build_engine
-from scripts.config import Settings, load_settings
-from scripts.measure import arm
-from scripts.stages import STAGES
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import prepare, write_layout
+from inference.export.hub.card import card
+from inference.export.hub.config import PushConfig
+from inference.export.layouts.base import Target as ExportTarget
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.config.schema import Settings, load_settings
+from scripts.config.stages import STAGES
+from scripts.run import drafters
+from scripts.stages.chat import build_engine
+from scripts.stages.measure import arm
 from tests.inference.export.hub.example_folder import CONFIG, report_of
 from tests.inference.tokenizers import save_micro_target
 from tests.models import random_target
@@ -182,7 +183,7 @@ def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target's folder, and a tuned checkpoint for it."""
-    from inference.loading import TargetConfig
+    from inference.target.loading import TargetConfig
 
     place = save_micro_target(tmp_path_factory.mktemp("target"))
     model = TargetModel.load(TargetConfig(str(place), device="cpu"))
@@ -229,7 +230,7 @@ def test_a_measurement_drafts_as_it_says(
 
 
 def test_an_export_drafts_as_many_as_it_says(folders: tuple[Path, Path]) -> None:
-    from inference.loading import TargetConfig
+    from inference.target.loading import TargetConfig
 
     checkpoint_read = prepare(folders[1], "vllm")
     target = ExportTarget.of(TargetConfig(str(folders[0]), device="cpu"), checkpoint_read.info)

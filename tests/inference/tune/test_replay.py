@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.tune.replay import Replay
-from tests.inference.test_lossless import requests
-from tests.inference.test_lossless_kinds import drafter_of
+from tests.inference.decoding.test_lossless import requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import random_target
 
 SHAPES: list[DraftShape] = [

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from heads.api.errors import UserError
-from inference.chat import check_messages, render_conversation, render_prompt
-from inference.engine import Completion, DecodeConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion
+from inference.target.chat import check_messages, render_conversation, render_prompt
 from tests.inference.tokenizers import CHATML, tiny_tokenizer
-from train.data.answering import Talk, keep_answer
 from train.data.config import DataConfig
 from train.data.conversation import (
     apply_reasoning,
@@ -22,6 +22,7 @@ from train.data.conversation import (
 )
 from train.data.sources import Row
 from train.data.tables import BadRowError
+from train.generate.turns import Talk, keep_answer
 
 DECODE = DecodeConfig(max_new_tokens=20, seed=3)
 TALK = (

@@ -8,11 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from train.data import duplicates, ingest
+from train.data import ingest
 from train.data.config import DataConfig
+from train.data.dedup import duplicates
+from train.data.dedup.shingles import PRIME, band_keys, normalised, shingles, signature
 from train.data.held_out import HeldOutIndex, load_held_out
 from train.data.permute import mix
-from train.data.shingles import PRIME, band_keys, normalised, shingles, signature
 from train.data.sources import Row
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklm" for b in "aeiou" for c in "nrstxz"]

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from heads.api.errors import UserError
-from inference.engine import Completion, Request
-from inference.loading import TargetConfig
+from inference.decoding.requests import Completion, Request
+from inference.target.loading import TargetConfig
 from tests.inference.tokenizers import tiny_tokenizer
-from train.data.answering import Refused
-from train.data.protocols import Ended, completion_of
-from train.data.sampling import SamplingConfig
-from train.data.servers import ServerPool
-from train.data.target_facts import TargetFacts
-from train.data.vllm_backend import VllmBackend
+from train.generate.backends.protocols import Ended, completion_of
+from train.generate.backends.servers import ServerPool
+from train.generate.backends.vllm import VllmBackend
+from train.generate.sampling import SamplingConfig
+from train.generate.target_facts import TargetFacts
+from train.generate.turns import Refused
 
 TOKENIZER = tiny_tokenizer("marked")
 EOS = TOKENIZER.eos_token_id

@@ -16,7 +16,8 @@ from tests.models import random_model
 from tests.train.feedback.recorded import KIND, decoded, name_of, tokens_of, write_answers, write_records
 from train.data.config import DataConfig
 from train.data.sources import Source
-from train.feedback import BRANCHES, FeedbackConfig, write_branches
+from train.feedback.branches import BRANCHES, write_branches
+from train.feedback.config import FeedbackConfig
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

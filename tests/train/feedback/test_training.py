@@ -23,8 +23,8 @@ from tests.train.micro_run import prepare, settings
 from tests.train.test_on_policy import make, packed, rewriting
 from train.data.loader import PackedBatch
 from train.data.pack import PackedData
-from train.loop import train
 from train.on_policy import plan_cuts
+from train.run import train
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_columns_that_are_no_weights_are_refused(
     lengths = [len(row) for row in pq.read_table(micro / "answers" / "shard.parquet").column("tokens").to_pylist()]
     column = [[float("nan")] * n for n in lengths] if values is None else [values] * len(lengths)
     folder = weighted(micro, tmp_path / "data", 0.0, weights=column)
-    from inference.target import TargetModel
+    from inference.target.model import TargetModel
 
     with pytest.raises(UserError, match=match):
         PackedData.from_manifest(folder, TargetModel.load(info).info, 64)

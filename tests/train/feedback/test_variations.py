@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
-from inference.chat import render_prompt
-from inference.decode_config import DecodeConfig
-from inference.engine import Engine, Request
-from inference.loading import TargetConfig
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
 from inference.manifest import write_manifest
-from inference.target import TargetModel
+from inference.target.chat import render_prompt
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
-from train.data.answers import Answer, PartWriter, merge_parts
-from train.feedback import FeedbackConfig, write_variations
-from train.feedback.variations import Frame
+from train.data.answers import PartWriter, StoredAnswer, merge_parts
+from train.feedback.config import FeedbackConfig
+from train.feedback.variations import Frame, write_variations
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = (
@@ -40,7 +41,7 @@ def answered(folder: Path, model: TargetModel, prompts: list[list[int]]) -> Path
     with PartWriter(folder, 100, 1000) as writer:
         for number, prompt in enumerate(prompts):
             tokens = (*prompt, 7, 8)
-            writer.add(Answer(f"row-{number}", number, f"domain-{number}", tokens, ((len(prompt), len(tokens)),), "length", 1))
+            writer.add(StoredAnswer(f"row-{number}", number, f"domain-{number}", tokens, ((len(prompt), len(tokens)),), "length", 1))
     merged = merge_parts(folder, len(prompts), shard_rows=10)
     facts = {"round": 0, "target": model.info.to_dict(), "sampling": {}, "data": {}, "shards": merged.shards}
     write_manifest(folder, "generate", facts)

@@ -13,12 +13,16 @@ import yaml
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
-from inference.engine import DecodeConfig
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
 from inference.export.hub.card import card
 from inference.export.hub.config import PushConfig
-from inference.measure import Arm, BenchConfig, measure
-from inference.prompts import Prompt
-from inference.target import TargetConfig, TargetModel
+from inference.measure.config import BenchConfig
+from inference.measure.prompts import Prompt
+from inference.measure.run import measure
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.inference.export.hub.example_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
@@ -82,6 +86,25 @@ def test_the_statement_on_losslessness_follows_the_measurement() -> None:
     assert "The text does not change" not in labelled
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_card_states_what_the_measured_rule_promises(rule: str) -> None:
+    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
+    counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
+    report = report_of(DIGEST, {"lossless": counts})
+    report["settings"] |= {"rule": rule, "temperature": 1.0}
+    kept = promise(rule, 1.0)
+    if kept == LOSSY:
+        with pytest.raises(UserError, match=f"measured with rule {rule}, which is lossy"):
+            written(report)
+    text = written(report, PushConfig("someone/x", allow_mismatches=kept == LOSSY))[1]
+    assert ("**Not lossless.**" in text) == (kept == LOSSY)
+    assert ("The text does not change" in text) == (kept == TEXT)
+    assert ("but is not the text that plain decoding gives" in text) == (kept == DISTRIBUTION)
+    assert ("MISMATCH" in text) is False
+    assert (f'rule="{rule}"' in text) == (rule != "match")
+    assert f"rule `{rule}`" in text
+
+
 def test_a_report_that_lacks_the_drafter_is_refused() -> None:
     with pytest.raises(UserError, match=r"greedy did not measure this drafter.*it measured: eagle3, ngram"):
         written(report_of("e" * 64))
@@ -99,7 +122,7 @@ def test_the_code_on_the_card_runs(
     prompts = [Prompt(str(i), "x", tokens=(5, 6, 7 + i)) for i in range(3)]
     arm = Arm("medusa", drafter, tree, str(tmp_path / "best"))
     monkeypatch.setattr(
-        "inference.metrics.TIMING_NOISE", 100.0
+        "inference.measure.metrics.TIMING_NOISE", 100.0
     )  # three prompts on a busy machine: no statement on speed
     measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
     folder = build(

@@ -12,7 +12,7 @@ from rich.console import Console
 from heads.api.errors import UserError
 from inference.export.hub.config import PullConfig, PushConfig
 from inference.export.hub.folder import Sources
-from inference.export.hub.pull import pull
+from inference.export.hub.pull import partial_folder, pull
 from inference.export.hub.push import push
 from inference.manifest import file_sha256
 from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
@@ -123,3 +123,13 @@ def test_a_public_drafter_needs_no_token(
     listed = {entry["file"]: entry["sha256"] for entry in json.loads((out / "manifest.json").read_text())["files"]}
     assert file_sha256(out / "config.json") == listed["config.json"]
     assert GOOD_TOKEN not in "".join(hub.requests)
+
+
+def test_a_folder_of_others_is_not_filled_and_renamed(pushed: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "it.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("ten years")
+    assert "was not made by `headstart pull`" in refused(PullConfig(repo=REPO), tmp_path / "it")
+    assert fetched(partial) == {"thesis.txt": b"ten years"}
+    with pytest.raises(UserError, match="is not a name for a new folder"):
+        partial_folder(Path())

@@ -1,0 +1,114 @@
+"""The configuration of block drafters: which published method one is, its sizes and its objective.
+
+Legend: b slots per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heads.api.errors import UserError, suggest
+from heads.nn.block.losses import Objective, Weighting
+
+IN_BLOCK = ("bidirectional", "causal")
+STARTS = ("auto", "target", "random")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of a block drafter. Sizes of 0 are taken from the target."""
+
+    block_size: int = 8
+    """Slots b of a block, the root's included (>= 2)."""
+    sample_from_anchor: bool = False
+    """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark); otherwise slot i gives the token
+    at its own place, b - 1 in all (DFlash).
+    """
+    in_block: str = "bidirectional"
+    """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier ones; JetSpec)."""
+    num_layers: int = 0
+    """Draft layers; 0: half of the target's and one, 3 to 5."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small targets) to n-2."""
+    layer_fusion: bool = False
+    """A mixture of the taps of its own, and separate projections of it, for every draft layer (DFlare)."""
+    num_attention_heads: int = 0
+    """Query heads."""
+    num_key_value_heads: int = 0
+    """Key/value heads; must divide the query heads."""
+    head_dim: int = 0
+    """Size of a head (even)."""
+    intermediate_size: int = 0
+    """Width of the MLPs."""
+    start_from: str = "auto"
+    """Where the layers begin: target (from layers of it, refused where they do not fit), random, or auto (from the target where
+    its layers are Llama-like and of the same sizes).
+    """
+    from_target_layers: tuple[int, ...] = ()
+    """The target's layers (0-based) that the draft layers start from, one each (but the carrying one); empty: evenly from the
+    first to the last.
+    """
+    carry_root: bool = True
+    """Start with one more layer in front that carries the root's embedding to every slot; it counts among `num_layers`."""
+    mask_token_id: int = -1
+    """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
+    dependency: str = "none"
+    """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru (Domino), selector (DFlash 2),
+    parent (TreeFlash).
+    """
+    dependency_rank: int = 256
+    """Rank of its tables, size of its recurrent state, width of its MLP."""
+    selector_top_k: int = 16
+    """Candidates per slot that the selector orders."""
+    convolution: bool = False
+    """Two-tap convolution over the slots, in and out of every attention and MLP (DFlash 2)."""
+    conv_group_size: int = 16
+    """Channels that share a dynamic kernel; divides the hidden size."""
+    confidence: bool = False
+    """Estimate for every draft whether it will be accepted (DSpark)."""
+    confidence_weight: float = 1.0
+    """Weight of that estimate's loss."""
+    num_anchors: int = 128
+    """Blocks drawn per training row, among all places where an answer goes on."""
+    ce: float = 1.0
+    """Weight of the cross entropy against the answer's tokens."""
+    kl: float = 0.0
+    """Weight of KL(target || drafter)."""
+    tv: float = 0.0
+    """Weight of the total variation distance, which is half of the L1 distance."""
+    lk: float = 0.0
+    """Weight of -log(acceptance rate), the LK loss."""
+    annealed_lk: float = 0.0
+    """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
+    base_share_start: float = 0.0
+    """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the beginning of training."""
+    base_share_end: float = 0.0
+    """The same at its end; linear in between."""
+    depth_weights: str = "exponential"
+    """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to the accepted length)."""
+    gamma: float = 0.0
+    """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("in_block", IN_BLOCK), ("start_from", STARTS)):
+            if getattr(self, name) not in allowed:
+                value = getattr(self, name)
+                raise UserError(f"head.{name} '{value}' is unknown.{suggest(value, allowed)}")
+        for name, least in (("block_size", 2), ("num_layers", 0), ("num_anchors", 1), ("mask_token_id", -1)):
+            if getattr(self, name) < least:
+                raise UserError(f"head.{name} must be at least {least}; given {getattr(self, name)}.")
+        for name in ("base_share_start", "base_share_end"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UserError(f"head.{name} must lie in [0, 1]; given {getattr(self, name)}.")
+        if self.confidence_weight < 0:
+            raise UserError(f"head.confidence_weight must not be below 0; given {self.confidence_weight}.")
+        self.objective()
+        self.weighting()
+
+    def objective(self) -> Objective:
+        """What a slot is compared with."""
+        return Objective(self.ce, self.kl, self.tv, self.lk, self.annealed_lk)
+
+    def weighting(self) -> Weighting:
+        """How much each depth weighs."""
+        return Weighting(self.depth_weights, self.gamma, self.block_size)

@@ -1,0 +1,190 @@
+"""The decoder layers of block drafters: Qwen3-like layers that also turn the target's states into keys and values.
+
+Every layer forms keys and values of the context (normalised features of the target, no norm of its own before them) beside
+those of the block's slots, with the same projections or with separate ones (methods.md, 3.1 and 3.9). Layers may start
+from layers of the target: the weight of a layer's first norm is folded into the projections behind it, so that the
+features, which carry no such weight, meet the projections as the target's own states did. Parameter names are
+those of serving engines (serving-formats.md, 3.6).
+
+Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.nn import init
+from heads.nn.block.conv import BlockConv
+from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
+from heads.nn.checkpointing import network_part
+from heads.nn.rope import Rotation, rotate
+
+PARTS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+"""The matrices and norms of a Llama layer: what a draft layer starts from."""
+IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
+"""Norms of heads, taken over where the target has them."""
+
+
+class BlockAttention(Attention):
+    """Attention whose query and key heads are normalised, and which can read the target's features."""
+
+    def __init__(self, shape: LayerShape, own_context: bool) -> None:
+        super().__init__(replace(shape, qk_norm=True))
+        width = shape.num_key_value_heads * shape.head_dim
+        self.context_k_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
+        self.context_v_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
+
+    def context(self, features: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The target's features [B, T, H] -> keys and values [B, T, g, D]."""
+        key = self.k_proj if self.context_k_proj is None else self.context_k_proj
+        value = self.v_proj if self.context_v_proj is None else self.context_v_proj
+        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(value(features), None)
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm attention and SwiGLU over the slots of blocks, optionally with DFlash 2's convolution around both."""
+
+    def __init__(self, shape: LayerShape, own_context: bool = False, conv_group: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = BlockAttention(shape, own_context)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+        self.attention_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
+        self.mlp_conv = BlockConv(shape.hidden_size, conv_group) if conv_group else None
+
+    @network_part
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Slots [N, b, H] at `rotation` -> [N, b, H]; `attend` decides what they see."""
+        normed = self.input_layernorm(states)
+        if self.attention_conv is None:
+            states = states + self._attend(normed, rotation, attend)
+        else:
+            normed, kernel = self.attention_conv.before(normed)
+            states = states + self.attention_conv.after(self._attend(normed, rotation, attend), kernel)
+        normed = self.post_attention_layernorm(states)
+        if self.mlp_conv is None:
+            out: Tensor = states + self.mlp(normed)
+            return out
+        normed, kernel = self.mlp_conv.before(normed)
+        return states + self.mlp_conv.after(self.mlp(normed), kernel)
+
+    def _attend(self, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        key, value = self.self_attn.key_value(normed, rotation)
+        out: Tensor = self.self_attn.o_proj(attend(self.self_attn.query(normed, rotation), key, value))
+        return out
+
+
+class LayerFusion(nn.Module):
+    """A mixture of the taps for every draft layer (DFlare, methods.md 3.9): softmax weights over the normalised taps."""
+
+    def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.empty(layers, taps))
+        self.norms = nn.ModuleList([RMSNorm(hidden_size, eps) for _ in range(layers)])
+        self.eps = eps
+
+    def initialise(self, nearest: Sequence[int]) -> None:
+        """Layer i reads mostly the tap number nearest[i]."""
+        init.constant(self.mix, 0.0)
+        with torch.no_grad():
+            for layer, tap in enumerate(nearest):
+                self.mix[layer, tap] = 4.0
+
+    def forward(self, taps: Tensor) -> list[Tensor]:
+        """Taps [B, T, n, H] -> the features [B, T, H] of every draft layer."""
+        normed = nn.functional.rms_norm(taps, taps.shape[-1:], None, self.eps)
+        shares = self.mix.softmax(-1).to(normed.dtype)
+        return [norm(share @ normed) for norm, share in zip(self.norms, shares, strict=True)]
+
+
+# --- starting from the target ----------------------------------------------------------------------------------------
+
+
+def spread(count: int, first: int, last: int) -> tuple[int, ...]:
+    """Up to `count` whole numbers from first to last, evenly spread, without repetition."""
+    if count == 1 or last <= first:
+        return (max(first, last),)
+    return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
+
+
+def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
+    """Why the target's layer cannot start a draft layer, as a name of what is missing or odd; empty when it can.
+
+    Biases are left out: they are small beside what training changes. Norms of other meanings (Gemma's 1 + w, norms behind
+    the sublayers) do not fit.
+    """
+    if model_type.startswith("gemma"):
+        return "norms that add one to their weight"
+    prefix = f"model.layers.{layer}."
+    found = {name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)}
+    own = dict(mine.named_parameters())
+    for part in PARTS:
+        value = found.get(f"{part}.weight")
+        if value is None or value.shape != own[f"{part}.weight"].shape:
+            return f"no {prefix}{part}.weight of shape {list(own[f'{part}.weight'].shape)}"
+    known = {f"{part}.{end}" for part in PARTS + IGNORED for end in ("weight", "bias")}
+    odd = sorted(name for name in found if name not in known and not name.endswith("inv_freq"))
+    return prefix + odd[0] if odd else ""
+
+
+@torch.no_grad()
+def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> None:
+    """Copy the target's layer into a draft layer, the first norm folded into the projections behind it."""
+    found = {part: state[f"model.layers.{layer}.{part}.weight"].float() for part in PARTS}
+    first = found.pop("input_layernorm")
+    own = dict(mine.named_parameters())
+    for name in "qkv":
+        found[f"self_attn.{name}_proj"] = found[f"self_attn.{name}_proj"] * first
+    for part, value in found.items():
+        init.copy(own[f"{part}.weight"], value)
+    attention = mine.self_attn
+    for name in "kv":
+        projection = cast(nn.Linear | None, getattr(attention, f"context_{name}_proj"))
+        if projection is not None:
+            init.copy(projection.weight, found[f"self_attn.{name}_proj"])
+    for name in "qk":
+        norm = state.get(f"model.layers.{layer}.self_attn.{name}_norm.weight")
+        mine_norm = getattr(attention, f"{name}_norm").weight
+        if norm is not None and norm.shape == mine_norm.shape:
+            init.copy(mine_norm, norm)
+        else:
+            # The size that heads of normalised inputs have on average, so that scores keep their spread.
+            init.constant(mine_norm, float(found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()))
+
+
+def start_layers(
+    layers: Sequence[BlockLayer],
+    chosen: Sequence[int],
+    info: TargetInfo,
+    state: Mapping[str, Tensor],
+    required: bool,
+) -> bool:
+    """Start draft layer i from the target's layer chosen[i] and say whether that was possible.
+
+    required: raise `UserError` naming what does not fit, instead of leaving the layers alone.
+    """
+    for mine, layer in zip(layers, chosen, strict=True):
+        reason = unfit_layer(state, layer, mine, info.model_type)
+        if reason and required:
+            raise UserError(
+                f"layer {layer} of target '{info.id}' ({info.model_type}, {info.num_layers} layers) cannot start a draft "
+                f"layer: {reason}. Use head.start_from=random, or leave the head's sizes at 0."
+            )
+        if reason:
+            return False
+    for mine, layer in zip(layers, chosen, strict=True):
+        start_layer(mine, state, layer)
+    return True

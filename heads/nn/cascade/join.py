@@ -1,0 +1,105 @@
+"""Several drafters in one verification: their trees behind one root.
+
+Legend: B rows, N nodes of the joined tree, D deepest level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
+
+
+def split_shape(shape: DraftShape, branches: tuple[int, ...], device: torch.device) -> list[DraftShape]:
+    """What each part fills, so that all together stay within `shape`: the first part the same kind of shape with fewer nodes, the
+    others chains of at most `branches` tokens each.
+
+    The others get at most half of the drafted nodes, those first in order what they want; a part for which nothing is left gets a
+    chain of 0. Of a chain there is only one branch: the first part gets all of it.
+    """
+    drafted = shape.num_nodes - 1
+    room = 0 if shape.is_chain else drafted // 2
+    shares = []
+    for wanted in branches:
+        shares.append(min(wanted, shape.max_depth, room))
+        room -= shares[-1]
+    first = shape if not sum(shares) else smaller(shape, drafted - sum(shares), device)
+    return [first, *(TokenTree.chain(share, device) for share in shares)]
+
+
+def smaller(shape: DraftShape, drafted: int, device: torch.device) -> DraftShape:
+    """`shape` with `drafted` nodes behind the root.
+
+    Of a static tree the nodes are kept whose paths are shortest when every sibling rank on the way counts as two levels: so it
+    keeps its depth along the best path rather than its width.
+    """
+    if isinstance(shape, DynamicShape):
+        return DynamicShape(drafted + 1, shape.max_depth, shape.width, shape.ranking)
+    paths = sorted(choices_of(shape), key=lambda path: (len(path) + 2 * sum(path), path))
+    return TokenTree.from_choices(paths[:drafted], device)
+
+
+def choices_of(tree: TokenTree) -> list[tuple[int, ...]]:
+    """The paths of sibling ranks of a static tree's drafted nodes. Reads the tree on the host."""
+    parents = tree.parents[0].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    children = [0] * len(parents)
+    for node in range(1, len(parents)):
+        above = parents[node]
+        paths.append((*paths[above], children[above]))
+        children[above] += 1
+    return paths[1:]
+
+
+def join(proposals: list[Proposal]) -> Proposal:
+    """All drafted nodes behind one root. Tokens that several parts drafted stand there several times, which the `match` rule takes
+    as it should (of equal siblings the one with the longer accepted path counts).
+
+    No logits: what follows from weighing a draft by its q does not hold for drafts of several distributions beside each other, so
+    the rules take them as certain, and that is `match` (see `inference.decoding.rules.weights`).
+    """
+    if len(proposals) == 1:
+        return proposals[0]
+    trees = [proposal.tree for proposal in proposals]
+    rows = max(tree.parents.shape[0] for tree in trees)
+    parents, depth, count = [], [], 1
+    for number, tree in enumerate(trees):
+        skip = int(number > 0)  # all but the first leave their root out
+        own = tree.parents[:, skip:]
+        shifted = torch.where(own > 0, own + (count - 1), 0) if skip else own
+        parents.append(shifted.expand(rows, -1))
+        depth.append(tree.depth[:, skip:].expand(rows, -1))
+        count += own.shape[1] - (1 - skip)
+    nodes = sum(tree.num_nodes - 1 for tree in trees) + 1
+    assert count == nodes
+    tree = TokenTree(
+        torch.cat(parents, 1),
+        torch.cat(depth, 1),
+        _ancestors(trees, rows, nodes),
+        max(tree.max_depth for tree in trees),
+        is_chain=False,
+    )
+    tokens = torch.cat([p.tokens if i == 0 else p.tokens[:, 1:] for i, p in enumerate(proposals)], 1)
+    return Proposal(tokens, tree, confidence=_confidence(proposals))
+
+
+def _ancestors(trees: list[TokenTree], rows: int, nodes: int) -> Tensor:
+    """[rows, N, N] bool: every part's own block, and the root for all."""
+    device = trees[0].parents.device
+    found = torch.zeros(rows, nodes, nodes, dtype=torch.bool, device=device)
+    found[:, :, 0].fill_(True)
+    first = 1
+    for tree in trees:
+        end = first + tree.num_nodes - 1
+        found[:, first:end, first:end] = tree.ancestors[:, 1:, 1:]
+        first = end
+    return found
+
+
+def _confidence(proposals: list[Proposal]) -> Tensor | None:
+    """[B, N] where every part has an estimate."""
+    found = [proposal.confidence for proposal in proposals]
+    known = [value if i == 0 else value[:, 1:] for i, value in enumerate(found) if value is not None]
+    return torch.cat(known, 1) if len(known) == len(found) else None

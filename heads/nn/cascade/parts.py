@@ -1,0 +1,103 @@
+"""The parts of a cascade: built from descriptions, kept in one checkpoint, each told what it asked for and nothing else.
+
+A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}. What is stored is always the
+second form, so that a saved cascade needs no other folder.
+
+Legend: B rows, T positions, H hidden, n taps of the cascade, m taps of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, read_config
+from heads.api.drafter import TargetStates, TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.registry import get_kind
+from heads.api.target_info import TargetInfo, TargetWeights
+
+
+@dataclass
+class CascadePart:
+    """One part: the drafter, its description without references to other folders, and the folder its weights come from, if any."""
+
+    drafter: Any
+    described: dict[str, Any]
+    folder: Path | None
+
+
+def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
+    """Build the drafter of one description, its weights still unset; raises `UserError` when it describes none."""
+    keys = [key for key in ("checkpoint", "kind") if key in given]
+    if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
+        raise UserError(
+            "every entry of head.parts is either {checkpoint: FOLDER} or {kind: NAME, ...settings of that kind}; "
+            f"given: {dict(given)}."
+        )
+    folder = None
+    if keys == ["checkpoint"]:
+        folder = Path(str(given["checkpoint"]))
+        content = read_config(folder)
+        TargetInfo.from_dict(content["target"]).require_same(info)
+        name, settings = str(content["kind"]), dict(content["config"])
+    else:
+        name, settings = str(given["kind"]), {key: value for key, value in given.items() if key != "kind"}
+    kind = get_kind(name)
+    drafter = kind.drafter_class(build_config(name, {k: _frozen(v) for k, v in settings.items()}), info)
+    return CascadePart(drafter, {"kind": name, **vars(drafter.config)}, folder)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as the tuples that configurations declare, at any depth."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
+    """The parts that have tensors, by their number."""
+    return nn.ModuleDict(
+        {str(i): part.drafter for i, part in enumerate(parts) if isinstance(part.drafter, nn.Module)}
+    )
+
+
+def bind_part(part: CascadePart, weights: TargetWeights) -> None:
+    """`TrainableDrafter.bind`, where the part has it."""
+    if isinstance(part.drafter, TrainableDrafter):
+        part.drafter.bind(weights)
+
+
+def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:
+    """Load the part's weights from its folder, or set them afresh."""
+    if not isinstance(part.drafter, TrainableDrafter):
+        return
+    if part.folder is None:
+        part.drafter.initialise(weights, generator)
+    else:
+        load_weights(part.drafter, part.folder / WEIGHTS_FILE)
+        part.drafter.bind(weights)  # some share what follows from loaded tensors
+
+
+def union(specs: list[FeatureSpec]) -> FeatureSpec:
+    """What all parts together ask for."""
+    return FeatureSpec(
+        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+        last_hidden=any(spec.last_hidden for spec in specs),
+        logits=any(spec.logits for spec in specs),
+    )
+
+
+def told(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
+    """`states` of the cascade as a part sees them: its own taps [B, T, m, H] of the n there are."""
+    taps = None
+    if needs.taps:
+        assert states.taps is not None
+        taps = states.taps
+        if needs.taps != all_needs.taps:
+            taps = torch.stack([taps[:, :, all_needs.taps.index(tap)] for tap in needs.taps], 2)
+    return replace(states, taps=taps, verified=None)

@@ -1,0 +1,239 @@
+"""Filling a draft's shape with tokens: level by level for autoregressive drafters, at once for drafters that
+predict every depth independently, in static trees and in dynamic ones.
+
+A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's gains
+(`Ranking`), none of them above 0; so a node never scores above its parent, and the N - 1 best candidates of
+all form a tree. Autoregressive drafters consider the children of the `width` best nodes of every level
+(EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the result is exactly the N - 1 best
+paths of all (best first, as in DDTree and JetSpec). Shapes are fixed and nothing asks the device.
+
+Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C candidates
+of all levels (the root included), V' draft vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Noise, Proposal
+from heads.api.tree import DynamicShape, Ranking, TokenTree
+from heads.nn.attention import CachePlace, DraftFrame, GrowingFrame, Memory
+from heads.nn.drafting.plan import DynamicPlan, Plan
+
+Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's
+logits [B, P, V'] and carry.
+"""
+
+Offer = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Children of a level's best nodes: (depth of the children, places of those nodes among the candidates of the
+level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B, P, k], siblings by falling
+rank.
+"""
+
+
+def grow(
+    plan: Plan,
+    root: Tensor,
+    root_position: Tensor,
+    logits: Tensor,
+    carry: Tensor,
+    step: Step,
+    noise: Noise,
+    token_ids: Tensor | None = None,
+    memory: Memory | None = None,
+) -> Proposal:
+    """Draft behind `root` [B] (at `root_position` [B]) with an autoregressive drafter.
+
+    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step` gives the
+    same two for deeper ones. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
+    memory: the drafter's cache, for drafters whose rows attend to each other.
+    """
+    if isinstance(plan, DynamicPlan):
+        return _grow_dynamic(plan.shape, root, root_position, logits, carry, step, noise, token_ids, memory)
+    frame = None if memory is None else DraftFrame.of(plan, memory)
+    tokens, drafted, drawn = [root[:, None]], root[:, None], [logits]
+    for level in plan.levels:
+        if level.depth > 1:
+            drafted = drafted if level.rows is None else drafted[:, level.rows]
+            carry = carry if level.carry is None else carry[:, level.carry]
+            place = CachePlace.nowhere(root.device) if frame is None else frame.at(level)
+            logits, carry = step(place, drafted, carry)
+            drawn.append(logits)
+        positions = (root_position + level.depth)[:, None].expand(-1, logits.shape[1])
+        columns = choose(logits, positions, level.max_rank, noise, token_ids).flatten(1)
+        columns = columns if level.pick is None else columns[:, level.pick]
+        drafted = columns if token_ids is None else token_ids[columns]
+        tokens.append(drafted)
+    kept = torch.cat(drawn, 1)[:, plan.drawn_from] if noise.keeps_logits else None
+    return Proposal(torch.cat(tokens, dim=1), plan.tree, kept, token_ids)
+
+
+def choose(
+    logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
+) -> Tensor:
+    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at
+    `positions` [B, M].
+    """
+    if max_rank == 0:
+        return noise.pick(logits, positions, token_ids)[..., None]
+    return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
+
+
+def fill(
+    plan: Plan,
+    root: Tensor,
+    root_position: Tensor,
+    logits: Tensor,
+    noise: Noise,
+    token_ids: Tensor | None = None,
+) -> Proposal:
+    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the tokens
+    before; D is the plan's depth, at least 1. A node's token depends on its depth and rank alone.
+    """
+    positions = root_position[:, None] + torch.arange(1, logits.shape[1] + 1, device=root.device)
+    if isinstance(plan, DynamicPlan):
+        return _fill_dynamic(plan.shape, root, positions, logits, noise, token_ids)
+    columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)  # [B, D * (max_rank + 1)]
+    if not plan.tree.is_chain:
+        columns = columns[:, plan.by_depth_and_rank]
+    drafted = columns if token_ids is None else token_ids[columns]
+    return Proposal(
+        torch.cat([root[:, None], drafted], dim=1), plan.tree, _by_depth(logits, plan.tree, noise), token_ids
+    )
+
+
+def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
+    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them; logits [B, D,
+    V'].
+    """
+    if not noise.keeps_logits:
+        return None
+    depth = tree.depth.clamp(max=logits.shape[1] - 1).expand(logits.shape[0], -1)
+    return logits[torch.arange(logits.shape[0], device=logits.device)[:, None], depth]
+
+
+# --- dynamic trees ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChosenTree:
+    """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among all
+    candidates, ascending; extended [B, E] int64: the candidates whose children were considered, level by
+    level, the root first; candidates: C.
+    """
+
+    tokens: Tensor
+    tree: TokenTree
+    kept: Tensor
+    extended: Tensor
+    candidates: int
+
+
+def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
+    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best nodes of
+    every level.
+
+    Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal scores
+    the lower number is kept, so that parents and better siblings come first.
+    """
+    total = torch.zeros(root.shape[0], 1, device=root.device)  # [B, P]: the scores of the nodes to extend
+    places = number = torch.zeros_like(root)[
+        :, None
+    ]  # [B, P]: their places in their level; among all candidates
+    drafted = root[:, None]
+    scores, tokens, parents, extended, count = [total + torch.inf], [drafted], [number], [number], 1
+    for depth in range(1, shape.max_depth + 1):
+        gains, offered = offer(depth, places, drafted)
+        level, offered = (total[..., None] + gains).flatten(1), offered.flatten(1)
+        scores.append(level)
+        tokens.append(offered)
+        parents.append(number[..., None].expand_as(gains).flatten(1))
+        if depth < shape.max_depth:
+            total, places = level.topk(min(beam, level.shape[1]), dim=1)
+            drafted, number = offered.gather(1, places), count + places
+            extended.append(number)
+        count += level.shape[1]
+    order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices
+    kept = order[:, : shape.nodes].sort(dim=1).values
+    is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, kept, True)
+    node = is_kept.cumsum(1) - 1  # of every kept candidate
+    tree = TokenTree.from_parents(node.gather(1, torch.cat(parents, 1).gather(1, kept)), shape.max_depth)
+    return ChosenTree(torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count)
+
+
+def candidates(
+    logits: Tensor, positions: Tensor, shape: DynamicShape, noise: Noise, token_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target ids [B, P,
+    k], by falling score of the noise.
+    """
+    scores = noise.scores(logits, positions, token_ids)
+    best, columns = scores.topk(shape.width, dim=-1)
+    if shape.ranking is Ranking.PERTURBED:
+        gains = best - scores.logsumexp(-1, keepdim=True)
+    elif shape.ranking is Ranking.GAP:
+        gains = best - best[..., :1]
+    else:
+        gains = logits.float().log_softmax(-1).gather(-1, columns)
+    return gains.clamp(max=0.0), columns if token_ids is None else token_ids[columns]
+
+
+def _grow_dynamic(
+    shape: DynamicShape,
+    root: Tensor,
+    root_position: Tensor,
+    logits: Tensor,
+    carry: Tensor,
+    step: Step,
+    noise: Noise,
+    token_ids: Tensor | None,
+    memory: Memory | None,
+) -> Proposal:
+    rows = torch.arange(root.shape[0], device=root.device)[:, None]
+    frame = None if memory is None else GrowingFrame(memory)
+    drawn = [logits]
+
+    def offer(depth: int, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal logits, carry
+        if depth > 1:
+            above = places // shape.width  # the run row, one level up, that each node was drawn from
+            place = CachePlace.nowhere(root.device) if frame is None else frame.next(above)
+            logits, carry = step(place, tokens, carry[rows, above])
+            drawn.append(logits)
+        positions = (root_position + depth)[:, None].expand(-1, logits.shape[1])
+        return candidates(logits, positions, shape, noise, token_ids)
+
+    found = best_first(root, shape, shape.width, offer)
+    if not noise.keeps_logits:
+        return Proposal(found.tokens, found.tree, None, token_ids)
+    run = torch.arange(found.extended.shape[1], device=root.device).expand_as(found.extended)
+    run_of = found.extended.new_zeros(root.shape[0], found.candidates).scatter_(1, found.extended, run)
+    return Proposal(
+        found.tokens, found.tree, torch.cat(drawn, 1)[rows, run_of.gather(1, found.kept)], token_ids
+    )
+
+
+def _fill_dynamic(
+    shape: DynamicShape,
+    root: Tensor,
+    positions: Tensor,
+    logits: Tensor,
+    noise: Noise,
+    token_ids: Tensor | None,
+) -> Proposal:
+    gains, tokens = candidates(logits, positions, shape, noise, token_ids)  # [B, D, k]
+
+    def offer(depth: int, places: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        level = slice(depth - 1, depth)
+        return gains[:, level].expand(-1, places.shape[1], -1), tokens[:, level].expand(
+            -1, places.shape[1], -1
+        )
+
+    # No node below the N - 1 best of its own level can be among the N - 1 best of all.
+    found = best_first(root, shape, shape.nodes - 1, offer)
+    return Proposal(found.tokens, found.tree, _by_depth(logits, found.tree, noise), token_ids)

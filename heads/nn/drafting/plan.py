@@ -1,0 +1,177 @@
+"""The plan of a draft's shape: what drafting steps look up, worked out once on the host.
+
+A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain number,
+so that no step asks the device. `heads.nn.drafting.growth` fills plans with tokens.
+
+Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class LevelPlan:
+    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above that have
+    children.
+
+    depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64: which of
+    the P * (max_rank + 1) candidates becomes each node; None when that is all of them in order. rows [P]
+    int64: the run rows as places in the level above, None when that is all of them in order. carry [P] int64:
+    the run row, one level up, whose output each run row continues; None when that is all in order. span: this
+    level's run rows among `TreePlan.run_nodes`.
+    """
+
+    depth: int
+    max_rank: int
+    pick: Tensor | None
+    rows: Tensor | None
+    carry: Tensor | None
+    span: slice
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """A static tree with everything drafters look up in it. Shared between the rows of a batch."""
+
+    tree: TokenTree
+    levels: tuple[LevelPlan, ...]
+    node_depth: Tensor  # [N] int64
+    max_rank: int
+    by_depth_and_rank: (
+        Tensor  # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
+    )
+    best_path: Tensor  # [N] bool: the root and its rank-0 descendants
+    run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
+    run_depth: Tensor  # [R] int64: their depths
+    run_visible: (
+        Tensor  # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+    )
+    drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
+    shared_between_rows: ClassVar[bool] = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.tree.max_depth
+
+    @property
+    def room(self) -> int:
+        """Cache slots that drafted nodes take behind what is committed."""
+        return self.tree.num_nodes
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> TreePlan:
+        """Plan for a static `tree` (leading size 1), on the tree's device. Reads the tree on the host."""
+        assert tree.parents.shape[0] == 1, "a drafter is given a static tree"
+        device, nodes = tree.parents.device, tree.num_nodes
+        levels = tree.levels()
+        ranks, best = [0] * nodes, [True] + [False] * (nodes - 1)
+        parents = tree.parents[0].tolist()
+        for level in levels:
+            for node, rank in zip(level.nodes, level.ranks, strict=True):
+                ranks[node] = rank
+                best[node] = rank == 0 and best[parents[node]]
+        plans, run_nodes = _plan_levels(levels, device)
+        run = torch.tensor(run_nodes, dtype=torch.int64, device=device)
+        never = torch.zeros(len(run_nodes), 1, dtype=torch.bool, device=device)
+        drawn_from = torch.zeros(nodes, dtype=torch.int64, device=device)
+        drawn_from[run] = torch.arange(1, len(run_nodes) + 1, device=device)
+        return cls(
+            tree=tree,
+            levels=tuple(plans),
+            node_depth=tree.depth[0],
+            max_rank=max(ranks),
+            by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1)
+            + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
+            best_path=torch.tensor(best, device=device),
+            run_nodes=run,
+            run_depth=tree.depth[0][run],
+            run_visible=torch.cat([tree.ancestors[0][run, 1:], never], 1),
+            drawn_from=drawn_from,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicPlan:
+    """The sizes of a tree that is chosen while drafting. Shared between the rows of a batch."""
+
+    shape: DynamicShape
+    shared_between_rows: ClassVar[bool] = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    @property
+    def room(self) -> int:
+        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits too."""
+        return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
+
+
+Plan = TreePlan | DynamicPlan
+
+
+def make_plan(shape: DraftShape) -> Plan:
+    """The plan of a static tree or of a dynamic shape."""
+    return DynamicPlan(shape) if isinstance(shape, DynamicShape) else TreePlan.of(shape)
+
+
+def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelPlan], list[int]]:
+    """The levels' plans and all drafted nodes that are run, level by level."""
+
+    def places(values: list[int], out_of: int) -> Tensor | None:
+        return None if values == list(range(out_of)) else torch.tensor(values, device=device)
+
+    plans: list[LevelPlan] = []
+    all_run: list[int] = []
+    above, above_run = [0], [0]  # nodes one level up; those of them that were run
+    above_parent_run = [0]  # per node one level up: place of the run row it was drafted from
+    for number, level in enumerate(levels):
+        run = sorted({above[place] for place in level.parent_places})
+        width = level.max_rank + 1
+        drafted_from = [run.index(above[place]) for place in level.parent_places]
+        pick = [place * width + rank for place, rank in zip(drafted_from, level.ranks, strict=True)]
+        all_run += run if number else []  # the root was run when it was committed
+        plans.append(
+            LevelPlan(
+                depth=number + 1,
+                max_rank=level.max_rank,
+                pick=places(pick, len(run) * width),
+                rows=places([above.index(node) for node in run], len(above)),
+                carry=places([above_parent_run[above.index(node)] for node in run], len(above_run)),
+                span=slice(len(all_run) - len(run), len(all_run)) if number else slice(0, 0),
+            )
+        )
+        above, above_run, above_parent_run = level.nodes, run, drafted_from
+    return plans, all_run
+
+
+class PlanCache:
+    """Remembers the plan of the last shape, since every refilled row starts with the same one."""
+
+    def __init__(self) -> None:
+        self._shape: DraftShape | None = None
+        self._plan: Plan | None = None
+
+    def of(self, shape: DraftShape) -> Plan:
+        if self._plan is None or self._shape is not shape:
+            self._shape, self._plan = shape, make_plan(shape)
+        return self._plan
+
+
+def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What follows from a run of states: (rows [B], last [B], root token [B], root position [B]).
+
+    `values[rows, last]` reads each row's last valid entry.
+    """
+    last = states.lengths - 1
+    rows = torch.arange(last.shape[0], device=last.device)
+    return rows, last, states.next_tokens[rows, last], states.positions[rows, last] + 1

@@ -1,0 +1,169 @@
+"""What drafters that continue the target's own states share: the frozen embedding and LM head, sizes that follow the
+target, a layer copied out of it, and the loss of many drafted steps summed state by state.
+
+Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.nn import init, losses
+from heads.nn.blocks import LayerShape
+from heads.nn.drafting.plan import PlanCache
+
+Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M], whether it counts
+(bool, broadcast over [K, M]), and whether the drafted token is the target's (bool [K, M]).
+"""
+
+
+class FeatureDrafter(TrainableDrafter):
+    """Base of the kinds that read the target's states and its embedding."""
+
+    def __init__(self, config: Any, info: TargetInfo) -> None:
+        super().__init__(config, info)
+        self.target: TargetWeights | None = None
+        self.plans = PlanCache()
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Remember the target's embedding and LM head, which are shared and frozen."""
+        self.target = weights
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target's embeddings [..., H] of tokens [...]."""
+        assert self.target is not None, "bind was not called"
+        return F.embedding(tokens, self.target.embedding).to(dtype)
+
+    def target_logits(self, states: Tensor) -> Tensor:
+        """The target's frozen LM head on states [..., H] -> [..., V]."""
+        assert self.target is not None, "bind was not called"
+        return self.target.logits(states.to(self.target.lm_head.dtype))
+
+    def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
+        """Start a final norm from the target's, where it has one under Hugging Face's usual name."""
+        final_norm = weights.state.get("model.norm.weight")
+        if final_norm is not None:
+            init.copy(weight, final_norm)
+
+    def copy_layer(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
+        """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own tensor) from layer
+        `layer` (0-based) of the target; raises `UserError` when it has no such layer, or one of another kind or size.
+        """
+        prefix = f"model.layers.{layer}."
+        for name, parameter in wanted.items():
+            value = weights.state.get(f"{prefix}{name}.weight")
+            if value is None or value.shape != parameter.shape:
+                raise UserError(
+                    f"head.from_target_layer={layer} does not fit target '{self.info.id}' ({self.info.model_type}, "
+                    f"{self.info.num_layers} layers): no {prefix}{name}.weight of shape {list(parameter.shape)}. "
+                    "Use -1, or leave the head's sizes at 0."
+                )
+            init.copy(parameter, value)
+
+
+def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
+    """Sizes of a drafter's layer from a configuration whose sizes of 0 mean the target's."""
+    return LayerShape(
+        info.hidden_size,
+        config.num_attention_heads or info.num_attention_heads,
+        config.num_key_value_heads or info.num_key_value_heads,
+        config.head_dim or info.head_dim,
+        config.intermediate_size or info.intermediate_size,
+        info.rms_norm_eps,
+        qk_norm=getattr(config, "qk_norm", False),
+    )
+
+
+def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
+    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their matrices, norms one
+    each.
+    """
+    names = {
+        "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
+        "mlp": [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
+    }
+    return {
+        name: layer.get_submodule(name).weight  # type: ignore[misc]
+        for part in parts
+        for name in names.get(part, [part])
+    }
+
+
+def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
+    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's prediction from each flat
+    state lies.
+
+    Step k at row t predicts from state t+k, so the row is k places back; states without such a row are not supervised.
+    """
+    behind = torch.arange(1, outputs + 1, device=device)[:, None]
+    return (behind - 1) * states + (torch.arange(states, device=device) - behind).clamp(min=0)
+
+
+def sum_by_state(
+    batch: TrainBatch, outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, correct and supervised predictions per step [K], each target state being looked at once for all its
+    steps. Losses are weighed as `batch` says.
+
+    outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat state at each step; wanted
+    [B*T, K] bool: which of these are supervised; columns: elements of the widest row that `judge` works
+    on.
+    """
+
+    def part(states_at: Tensor) -> losses.Sums:
+        mask = wanted[states_at].T  # [K, M]
+        chosen = outputs.index_select(0, places[:, states_at].flatten()).unflatten(0, mask.shape)
+        values, counts, hits = judge(chosen, states_at)
+        values = batch.weighed(values, states_at, depths)
+        return losses.masked_sum(values.T, (mask & counts).T), (hits & mask).sum(1), mask.sum(1)
+
+    depths = torch.arange(1, places.shape[0] + 1, device=places.device)[:, None]
+    rows = wanted.any(1).nonzero().squeeze(1)
+    per_step, correct, counts = losses.sum_over_rows(part, rows, columns)
+    return per_step, correct, counts
+
+
+def unrolled_loss(
+    batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge, taught: int = 0
+) -> LossOutput:
+    """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
+    of the logits that `judge` makes at every step; taught: width of the target's logits, which it makes once for all steps (wider
+    where the draft vocabulary is reduced).
+    """
+    steps = len(unrolled)
+    wanted = losses.supervised_states(batch, steps)
+    places = step_places(steps, wanted.shape[0], wanted.device)
+    flat = torch.cat([output.flatten(0, 1) for output in unrolled])
+    per_step, correct, counts = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
+    return LossOutput(
+        (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
+    )
+
+
+@torch.no_grad()
+def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
+    """The target's logits [M, V] at flat states [M]."""
+    assert batch.last_hidden is not None, "this loss needs the target's last hidden state"
+    assert batch.target_logits is not None, "this loss needs the target's logits"
+    return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
+
+
+def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
+    """The token [M] behind each flat state [M]; nonsense behind the last one of all, which nobody supervises."""
+    tokens = batch.tokens.flatten()
+    return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
+
+
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Softmax in float32 (float64 stays float64)."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,151 @@
+"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an own LM head over a
+reduced vocabulary.
+
+Parameter names are those of serving engines (serving-formats.md, 3.2): `fc_norm.{i}`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`.
+
+Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary, V' draft vocabulary, n taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import TrainBatch
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec, default_taps
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.nn import init, losses, vocab
+from heads.nn.blocks import Attention, FusingLayer, RMSNorm, initialise_blocks
+from heads.nn.feature.base import FeatureDrafter, next_tokens, probabilities_of, teacher_logits
+
+
+@torch.no_grad()
+def look_at_itself(attn: Attention) -> None:
+    """Start the queries as the keys of their group, so that a fresh row attends to itself first: its own token comes in
+    through attention alone, and would otherwise be one among all.
+    """
+    keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
+    groups = attn.q_proj.out_features // attn.k_proj.out_features
+    init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
+
+
+class TapDrafter(FeatureDrafter):
+    """Base of the kinds that fuse taps and draft through an LM head of their own.
+
+    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`, `draft_vocab_size`, `hard_label_weight`.
+    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Any, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
+        super().__init__(config, info)
+        self.needs = FeatureSpec(config.taps or default_taps(info.num_layers), last_hidden=True, logits=True)
+        self.needs.check(info.num_layers)
+        hidden, taps = info.hidden_size, len(self.needs.taps)
+        norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]
+        self.fc_norm = nn.ModuleList(norms)
+        self.input_norm = RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.norm = RMSNorm(hidden, info.rms_norm_eps)
+        self.reduced = 0 < config.draft_vocab_size < info.vocab_size
+        columns = config.draft_vocab_size if self.reduced else info.vocab_size
+        self.lm_head = nn.Linear(hidden, columns, bias=False)
+        if self.reduced:
+            self.register_buffer("d2t", torch.zeros(columns, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(info.vocab_size, dtype=torch.bool))
+        self.columns: Tensor | None = None  # target ids [V'] while drafting with a reduced vocabulary
+
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Fix the draft vocabulary from the training data's token counts [V]; nothing to do for the full vocabulary.
+
+        Called once, before `initialise`.
+        """
+        if self.reduced:
+            ids = vocab.most_frequent(counts.to(self.d2t.device), self.config.draft_vocab_size)
+            self.d2t, self.t2d = vocab.to_maps(ids, self.info.vocab_size)
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """Random layers; final norm and LM head start from the target's, and the fused feature as the highest tap with a little of
+        all of them, which is nearest to what that LM head reads.
+        """
+        initialise_blocks(self, generator)
+        with torch.no_grad():
+            self.fc.weight.mul_(0.3)[:, -self.info.hidden_size :].diagonal().add_(1.0)
+        rows = weights.lm_head
+        if self.reduced:
+            if not bool(self.t2d.any()):
+                raise UserError(
+                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the "
+                    "training data. Train through `headstart train`, or call choose_vocabulary(counts) first."
+                )
+            rows = rows[vocab.to_target_ids(self.d2t)]
+        init.copy(self.lm_head.weight, rows)
+        self.copy_final_norm(self.norm.weight, weights)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """taps [B, T, n, H] -> g [B, T, H]."""
+        taps = taps.to(self.fc.weight.dtype)
+        if self.fc_norm:
+            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to gather.
+            scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
+            taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
+        joined = taps.flatten(2)
+        out: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
+        return out
+
+    def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
+        """What the residual stream holds behind `layer`'s first norm: the states [B, T, H], normalised in a fusing layer if so
+        configured.
+        """
+        if self.config.norm_before_residual and isinstance(layer, FusingLayer):
+            out: Tensor = layer.hidden_norm(states)
+            return out
+        return states
+
+    def set_columns(self) -> None:
+        """Remember the target ids of the draft columns; called by `start`."""
+        self.columns = vocab.to_target_ids(self.d2t) if self.reduced else None
+
+    def judge(self, batch: TrainBatch, outputs: Tensor, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on the draft vocabulary.
+
+        States whose most likely target token lies outside the draft vocabulary carry no loss and count as wrong.
+        """
+        logits = self.lm_head(outputs)  # [K, M, V']
+        probabilities, best, known = self._teach(batch, states_at)
+        values = losses.soft_cross_entropy(logits, probabilities)
+        share = self.config.hard_label_weight
+        if share > 0:
+            values = torch.lerp(values, self._hard_loss(logits, batch, states_at), share)
+        return values, known, (losses.best_column(logits) == best) & known
+
+    @torch.no_grad()
+    def _teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft vocabulary, the best draft column
+        [M], and whether the target's own best token is in the draft vocabulary [M].
+        """
+        logits = teacher_logits(batch, states_at)
+        known = torch.ones_like(states_at, dtype=torch.bool)
+        if self.reduced:
+            known = self.t2d[logits.argmax(-1)]
+            logits = logits[:, vocab.to_target_ids(self.d2t)]
+        return probabilities_of(logits), logits.argmax(-1), known
+
+    def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
+        """Cross entropy [K, M] against the token that follows each state; 0 where the draft vocabulary lacks it."""
+        labels = next_tokens(batch, states_at)
+        known = torch.ones_like(labels, dtype=torch.bool)
+        if self.reduced:
+            known, labels = self.t2d[labels], (self.t2d.cumsum(0) - 1).clamp(min=0)[labels]
+        values = losses.cross_entropy(logits.flatten(0, 1), labels.repeat(logits.shape[0])).view(
+            logits.shape[:2]
+        )
+        return torch.where(known, values, values.new_zeros(()))

@@ -1,0 +1,1 @@
+"""Drafters that look tokens up in earlier text instead of computing them."""

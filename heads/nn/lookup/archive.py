@@ -1,0 +1,105 @@
+"""What a drafter remembers of the answers that were decoded with it: one ring of tokens per row of the batch.
+
+Every row writes its answers into its own ring, one after the other, so that answers of different rows do not mix; all rows search
+all rings. The rings belong to the drafter: they outlive the requests and the batches. Barriers, which equal no token,
+separate answers, mark what was never written, and stand where the next token goes, so that nothing is read across.
+
+Legend: B rows of the batch, R rings (at least B), A slots of a ring, T positions, C tokens of a prompt's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.nn.lookup.table import History
+
+BARRIER = -2
+"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning: the two must not match."""
+
+
+@dataclass
+class Archive:
+    """tokens [R, A + 1] int64, the last column takes what is not kept; cursor [R] int64: the slot that is written next."""
+
+    tokens: Tensor
+    cursor: Tensor
+    shared_between_rows: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, rows: int, slots: int, device: torch.device, old: Archive | None) -> Archive:
+        """Rings of `slots` tokens for `rows` rows, the first ones with what those of `old` (of equal size) remember."""
+        tokens = torch.full((rows, slots + 1), BARRIER, dtype=torch.int64, device=device)
+        archive = cls(tokens, torch.zeros(rows, dtype=torch.int64, device=device))
+        if old is not None:
+            rings = min(rows, old.rings)
+            tokens[:rings], archive.cursor[:rings] = (
+                old.tokens[:rings].to(device),
+                old.cursor[:rings].to(device),
+            )
+        return archive
+
+    @property
+    def rings(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[1] - 1
+
+    @property
+    def ring(self) -> Tensor:
+        """The tokens [R, A], barriers included."""
+        return self.tokens[:, : self.slots]
+
+    def age(self) -> Tensor:
+        """How many tokens were written into each slot's ring after it [R, A]."""
+        slot = torch.arange(self.slots, device=self.cursor.device)
+        return (self.cursor[:, None] - 1 - slot) % self.slots
+
+    def forget(self) -> None:
+        """Drop everything, in place."""
+        self.tokens.fill_(BARRIER)
+
+
+@dataclass
+class Writing:
+    """Where a row's present answer stands in its ring: expected [B] int64, the position of the token to be written next; written
+    [B] int64: slots taken so far, 0 before the first.
+    """
+
+    expected: Tensor
+    written: Tensor
+
+    @classmethod
+    def start(cls, history: History) -> Writing:
+        return cls(history.length - 1, torch.zeros_like(history.length))
+
+    def append(self, archive: Archive, history: History, run: TargetStates, context: int) -> None:
+        """Write the run's tokens behind the row's present answer, in place; an answer begins with a barrier and the `context`
+        tokens before it.
+
+        Written is what the target has read (the root and the accepted drafts, not yet the bonus). A row that has ended tells the
+        same root again and again; it is written once.
+        """
+        rows, slots = self.expected.shape[0], archive.slots
+        first = run.positions[:, :1]
+        keeps = run.valid & (first == self.expected[:, None])
+        begins = keeps[:, :1] & (self.written == 0)[:, None]
+        before = first + torch.arange(-context - 1, 0, device=first.device)
+        lead = torch.where(before >= 0, history.tokens.gather(1, before.clamp(min=0)), BARRIER)
+        lead[:, 0].fill_(BARRIER)
+        items = torch.cat([lead, run.tokens], 1)
+        kept = torch.cat([begins.expand_as(lead), keeps], 1)
+        cursor = archive.cursor[:rows, None]
+        place = (cursor + kept.cumsum(1) - 1) % slots
+        archive.tokens[:rows].scatter_(1, torch.where(kept, place, slots), items)
+        count = kept.sum(1)
+        archive.cursor[:rows].copy_((cursor[:, 0] + count) % slots)
+        archive.tokens[:rows].scatter_(1, archive.cursor[:rows, None], BARRIER)
+        self.expected.add_(keeps.sum(1))
+        self.written.add_(count)

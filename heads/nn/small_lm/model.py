@@ -1,0 +1,267 @@
+"""A small language model as a drafter: network, cache, and autoregressive drafting. It sees tokens only.
+
+Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`). Parameter names are
+Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a `Reader` too: another drafter may speed it up
+(`heads/cascade.py`).
+
+Legend: B rows, T positions, H hidden of the drafter, V vocabulary, L layers, S cache slots, W width of a run, P tokens run
+together, Q of them whose outputs are wanted, g key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.api.batch import TrainBatch
+from heads.api.checkpoint import unset_parameters
+from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo, TargetWeights
+from heads.api.tree import DraftShape
+from heads.nn import init
+from heads.nn.attention import (
+    CachePlace,
+    Memory,
+    additive,
+    cache_attention,
+    packed_mask,
+    sequence_attention,
+    write_cache,
+)
+from heads.nn.blocks import DecoderLayer, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.drafting.growth import grow
+from heads.nn.drafting.plan import Plan, PlanCache, last_valid
+from heads.nn.rope import Rope, Rotation, look_up
+from heads.nn.small_lm.config import NetworkConfig, layer_shape, scaled_frequencies
+from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
+
+
+@dataclass
+class State:
+    """keys, values: per layer [B, S, g, D], slot = position, the root included, behind it room for drafted
+    nodes. output [B, Q, H]: the normalised state at the root, which predicts its children, and those of mask tokens
+    behind it if the kind has some. root, root_position [B] int64.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    output: Tensor
+    root: Tensor
+    root_position: Tensor
+    plan: Plan
+    behind_root: ClassVar[tuple[str, ...]] = ("keys", "values")  # what a cascade need not put back
+
+
+class Backbone(nn.Module):
+    """Embedding, decoder layers and final norm, under Hugging Face's names."""
+
+    def __init__(self, layers: int, shape: LayerShape, vocab_size: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, shape.hidden_size) if vocab_size else None
+        self.layers = nn.ModuleList([DecoderLayer(shape) for _ in range(layers)])
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class SmallLM(TrainableDrafter):
+    """A Llama of its own that drafts for the target, token by token. Its configuration is a `NetworkConfig`."""
+
+    def __init__(self, config: Any, info: TargetInfo) -> None:
+        assert isinstance(config, NetworkConfig)
+        self.source, config = resolve(config, info)
+        super().__init__(config, info)
+        self.shape = layer_shape(config, info)
+        if config.share_embeddings and self.shape.hidden_size != info.hidden_size:
+            raise UserError(
+                f"head.share_embeddings needs the target's hidden_size {info.hidden_size}; "
+                f"given {self.shape.hidden_size}."
+            )
+        layers = len(config.from_target_layers) or config.num_layers
+        self.model = Backbone(layers, self.shape, 0 if config.share_embeddings else info.vocab_size)
+        own_head = not config.share_embeddings and not config.tie_embeddings
+        self.lm_head = nn.Linear(self.shape.hidden_size, info.vocab_size, bias=False) if own_head else None
+        self._rope = Rope(self.shape.head_dim, config.rope_theta or info.rope_theta)
+        if config.rope_scaling:
+            self._rope.follow(scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling))
+        self._target: TargetWeights | None = None
+        self._plans = PlanCache()
+        unset_parameters(self)
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Remember the target's embedding and LM head; copied layers rotate as the target's do."""
+        self._target = weights
+        if self.config.from_target_layers:
+            self._rope.follow(weights.rotary)
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """A random Llama, the chosen layers of the target, or the model in `from_model`; raises `UserError` when
+        there are no such weights.
+        """
+        if self.source is not None:
+            fill_from(self, self.source, self.info)
+            return
+        if self.config.from_target_layers:
+            copy_target_layers(self, self.config.from_target_layers, self.info, weights)
+            return
+        initialise_blocks(self, generator)
+        if self.model.embed_tokens is not None:
+            init.normal(self.model.embed_tokens.weight, 1.0 if self.lm_head is not None else 0.02, generator)
+
+    # --- the network ----------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H] of tokens [...]."""
+        if self.model.embed_tokens is not None:
+            out: Tensor = self.model.embed_tokens(tokens)
+            return out
+        assert self._target is not None, "bind was not called"
+        return F.embedding(tokens, self._target.embedding).to(self.model.norm.weight.dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Normalised states [..., H] -> logits [..., V]."""
+        if self.lm_head is not None:
+            out: Tensor = self.lm_head(states)
+            return out
+        if self.model.embed_tokens is not None:
+            return F.linear(states, self.model.embed_tokens.weight)
+        assert self._target is not None, "bind was not called"
+        return self._target.logits(states.to(self._target.lm_head.dtype))
+
+    def sequence(self, batch: TrainBatch) -> Tensor:
+        """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
+        mask = packed_mask(batch.segments)
+        states = self.embed(batch.tokens)
+        rotation = self._rope.at(batch.positions, states.dtype)
+        for layer in self.model.layers:
+            states = layer(states, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
+        out: Tensor = self.model.norm(states)
+        return out
+
+    def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
+        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean nothing."""
+        logits = self.logits(self.sequence(batch))
+        return [logits.roll(-k, 1) for k in range(1, depth + 1)]
+
+    # --- drafting -------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; see the protocol."""
+        batch, width = seen.tokens.shape
+        weight, shape, plan = self.model.norm.weight, self.shape, self._plans.of(tree)
+        slots = max(capacity, width) + plan.room + 2
+        cache = (batch, slots, shape.num_key_value_heads, shape.head_dim)
+        state = State(
+            keys=[weight.new_zeros(cache) for _ in self.model.layers],
+            values=[weight.new_zeros(cache) for _ in self.model.layers],
+            output=weight.new_zeros(batch, self.outputs(plan), shape.hidden_size),
+            root=seen.tokens.new_zeros(batch),
+            root_position=seen.tokens.new_zeros(batch),
+            plan=plan,
+        )
+        tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], 1)
+        return self.absorb(state, seen, tokens, seen.positions[:, :1])
+
+    def outputs(self, plan: Plan) -> int:
+        """Outputs that a state keeps per row (Q): the root's alone."""
+        return 1
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """Read the newly committed tokens; the last one is the new root and its output predicts the root's
+        children.
+        """
+        return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
+
+    def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
+        """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new root's
+        output needs it.
+
+        Padded tokens are written behind the root, where later ones overwrite them before anything sees them.
+        """
+        _, _, root, root_position = last_valid(run)
+        slots = first + torch.arange(tokens.shape[1], device=tokens.device)
+        state.output.copy_(self.run(state, tokens, slots, root_position[:, None] - first))
+        state.root.copy_(root)
+        state.root_position.copy_(root_position)
+        return state
+
+    def run(self, state: State, tokens: Tensor, slots: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself, and keep their keys and
+        values -> normalised states [B, Q, H] of the places `wanted` [B, Q] among them (all: None).
+        """
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        rotation = look_up(self._table(state), slots)
+        places = torch.arange(state.keys[0].shape[1], device=tokens.device)
+        states, count = self.embed(tokens), len(self.model.layers)
+        only = None if wanted is None else (rows, wanted)
+        if only is None or count > 1:
+            mask = additive(places <= slots[..., None], states.dtype)  # [B, P, S]
+            for index in range(count if only is None else count - 1):
+                states = self._layer(state, index, states, rotation, rows, slots, mask)
+        if only is not None:  # behind the last layer's keys and values nothing else needs the other states
+            mask = additive(places <= slots[only][..., None], states.dtype)  # [B, Q, S]
+            states = self._layer(state, -1, states, rotation, rows, slots, mask, only)
+        out: Tensor = self.model.norm(states)
+        return out
+
+    def _layer(
+        self,
+        state: State,
+        index: int,
+        states: Tensor,
+        rotation: Rotation,
+        rows: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        only: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One layer over the cache: keys and values of all P states, the rest for all of them or for those that
+        `only` names.
+        """
+        layer = cast(DecoderLayer, self.model.layers[index])
+        normed = layer.input_layernorm(states)
+        key, value = layer.self_attn.key_value(normed, rotation)
+        write_cache(state.keys[index], rows, slots, key)
+        write_cache(state.values[index], rows, slots, value)
+        if only is not None:
+            states, normed, rotation = states[only], normed[only], (rotation[0][only], rotation[1][only])
+        attended = cache_attention(
+            layer.self_attn.query(normed, rotation), state.keys[index], state.values[index], mask
+        )
+        return layer.finish(states, attended)
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """Grow the tree level by level from the root's output; see the protocol."""
+        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
+        memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
+
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+            states = self.embed(tokens)
+            for index in range(len(self.model.layers)):
+                states = self._layer(state, index, states, place.rotation, rows, place.slots, place.mask)
+            states = self.model.norm(states)
+            return self.logits(states), states
+
+        logits = self.logits(state.output)
+        return grow(
+            state.plan, state.root, state.root_position, logits, state.output, step, noise, memory=memory
+        )
+
+    def root_logits(self, state: State) -> Tensor:
+        """Logits [B, V] of the token after the root; see `Reader`."""
+        return self.logits(state.output[:, 0])
+
+    def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
+        """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor -> logits [B, W, V];
+        see `Reader`.
+        """
+        first = (state.root_position + 1 + offset)[:, None]
+        return self.logits(
+            self.run(state, tokens, first + torch.arange(tokens.shape[1], device=tokens.device))
+        )
+
+    def _table(self, state: State) -> Tensor:
+        return self._rope.table(state.keys[0].shape[1], state.keys[0].device, state.keys[0].dtype)

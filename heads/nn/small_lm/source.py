@@ -1,0 +1,257 @@
+"""What a small language model starts from: layers of the target, a smaller model of Hugging Face's, or another drafter.
+
+Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the sizes once, when the drafter
+is made: its checkpoint holds them itself and no longer needs the folder.
+
+Legend: V the target's vocabulary, V' the source's, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
+from heads.nn import init
+from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that can be a start."""
+INDEX_FILE = "model.safetensors.index.json"
+NETWORK = tuple(item.name for item in fields(NetworkConfig))
+SIZES = tuple(name for name in NETWORK if name not in ("from_model", "any_tokenizer"))
+"""What a folder decides and must not be given beside it."""
+
+C = TypeVar("C", bound=NetworkConfig)
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash: of the drafter's target,
+    if the folder is a drafter's checkpoint; None for a model, whose own tokenizer is compared.
+    """
+
+    folder: Path
+    sizes: Mapping[str, Any]
+    tokenizer_hash: str | None
+    any_tokenizer: bool
+
+
+def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
+    """The folder of `from_model`, and the configuration with what that decides in the place of its name."""
+    if not config.from_model:
+        return None, config
+    given = [name for name in SIZES if getattr(config, name) != getattr(NetworkConfig(), name)]
+    if given:
+        raise UserError(
+            f"head.from_model decides the drafter's sizes, but head.{', head.'.join(given)} "
+            f"{'was' if len(given) == 1 else 'were'} given too. Leave out the one or the other."
+        )
+    source = read_source(Path(config.from_model), config.any_tokenizer)
+    return source, replace(config, from_model="", any_tokenizer=False, **source.sizes)
+
+
+def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
+    """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot be a start."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(
+            f"head.from_model: '{folder}' has no {CONFIG_FILE}. Give a local folder: a model in Hugging Face's format (fetch it "
+            "with `hf download`), or the checkpoint of a small-model drafter."
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"head.from_model: '{path}' is broken ({error!r}). Fetch or train it again."
+        ) from error
+    if "kind" in values:
+        return _drafter_source(folder, any_tokenizer)
+    return StartingModel(folder, _model_sizes(folder, values), None, any_tokenizer)
+
+
+def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
+    content = read_config(folder)
+    stored = {name: value for name, value in content["config"].items() if name in SIZES}
+    if "from_target_layers" not in stored or "tie_embeddings" not in stored:
+        raise UserError(
+            f"head.from_model: '{folder}' is a drafter of kind '{content['kind']}', which is not a small language model. Give one "
+            "of kind distilled or pard."
+        )
+    sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    return StartingModel(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
+
+
+def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `NetworkConfig` from a config.json of Hugging Face's."""
+    family = values.get("model_type")
+    odd = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(name)]
+    odd += ["sliding_window"] if family == "mistral" and values.get("sliding_window") else []
+    odd += ["hidden_act"] if values.get("hidden_act", "silu") != "silu" else []
+    if family not in FAMILIES or odd:
+        raise UserError(
+            f"head.from_model: '{folder}' is a {family} model{' with ' + ', '.join(odd) if odd else ''}; a drafter can start from "
+            f"{', '.join(FAMILIES)} with plain attention. Use head.from_target_layers or a fresh drafter instead."
+        )
+    try:
+        heads = int(values["num_attention_heads"])
+        return {
+            "num_layers": int(values["num_hidden_layers"]),
+            "hidden_size": int(values["hidden_size"]),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(values.get("num_key_value_heads") or heads),
+            "head_dim": int(values.get("head_dim") or values["hidden_size"] // heads),
+            "intermediate_size": int(values["intermediate_size"]),
+            "rms_norm_eps": float(values["rms_norm_eps"]),
+            "qk_norm": family in QK_NORM_FAMILIES,
+            "attention_bias": family in BIAS_FAMILIES,
+            "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
+            **_model_rotary(folder, values),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"head.from_model: the {CONFIG_FILE} of '{folder}' lacks a size ({error!r})."
+        ) from error
+
+
+def _model_rotary(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    theta = float(scaling.get("rope_theta") or values.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return {"rope_theta": theta, "rope_scaling": tuple(float(scaling[name]) for name in names)}
+    if kind != "default" or float(scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(
+            f"head.from_model: '{folder}' has rotary positions of type '{kind}'; those of a drafter are plain or Llama 3.1's. Use "
+            "head.from_target_layers or a fresh drafter instead."
+        )
+    return {"rope_theta": theta}
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> None:
+    """Set every parameter of a small language model from the source's tensor of the same name.
+
+    Vocabulary rows beyond the target's are left out, missing ones are the mean of all. Raises `UserError` for another tokenizer
+    (unless any is accepted) and for missing, unknown or misshapen tensors.
+    """
+    _require_tokenizer(source, info)
+    tensors = _load(source.folder)
+    wanted = dict(module.named_parameters())
+    if "lm_head.weight" not in wanted:
+        tensors.pop("lm_head.weight", None)  # some files repeat a tied head
+    numbers = {
+        name for name, value in tensors.items() if not value.is_floating_point()
+    }  # facts of another kind
+    known = {*wanted, *numbers}
+    odd = sorted({*wanted} - {*tensors}) or sorted(
+        name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
+    )
+    if odd:
+        raise UserError(
+            f"head.from_model: the tensors of '{source.folder}' do not fit its {CONFIG_FILE}: {odd[:3]}"
+            f"{' and more' if len(odd) > 3 else ''} are missing or unknown. Fetch or train it again."
+        )
+    for name, parameter in wanted.items():
+        value = tensors[name]
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            value = _fit_vocabulary(value, info.vocab_size)
+        if value.shape != parameter.shape:
+            raise UserError(
+                f"head.from_model: tensor '{name}' of '{source.folder}' has shape {list(value.shape)}, expected "
+                f"{list(parameter.shape)}."
+            )
+        init.copy(parameter, value)
+    for name, buffer in module.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])
+
+
+def _fit_vocabulary(rows: Tensor, size: int) -> Tensor:
+    """Rows [V', H] -> [V, H]."""
+    missing = size - rows.shape[0]
+    if missing <= 0:
+        return rows[:size]
+    mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
+    return torch.cat([rows, mean.expand(missing, -1)])
+
+
+def _load(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder: one file, or the shards that an index names."""
+    index = folder / INDEX_FILE
+    try:
+        names = {WEIGHTS_FILE}
+        if not (folder / WEIGHTS_FILE).is_file() and index.is_file():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if any(Path(name).name != name for name in names):
+            raise UserError(f"head.from_model: '{index}' names files outside its folder.")
+        return {key: value for name in sorted(names) for key, value in load_file(str(folder / name)).items()}
+    except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(
+            f"head.from_model: the weights in '{folder}' cannot be read ({error}). A {WEIGHTS_FILE} is needed, or the shards that "
+            f"{INDEX_FILE} lists."
+        ) from error
+
+
+def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
+    """Refuse a source that reads other token ids than the target, unless that was asked for."""
+    if source.any_tokenizer:
+        return
+    found = source.tokenizer_hash
+    if found is None:
+        from transformers import AutoTokenizer  # only here: importing a kind must stay quick
+
+        try:
+            found = tokenizer_hash(AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"head.from_model: '{source.folder}' has no tokenizer to compare with the target's ({error}). Copy one there, "
+                "or set head.any_tokenizer=true if you know that both read the same ids."
+            ) from error
+    if found != info.tokenizer_hash:
+        raise UserError(
+            f"head.from_model: '{source.folder}' has another tokenizer than target '{info.id}' ({found} and "
+            f"{info.tokenizer_hash}), so its token ids mean other words. Use a model of the target's family, or set "
+            "head.any_tokenizer=true."
+        )
+
+
+def copy_target_layers(
+    module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
+) -> None:
+    """Set every parameter of a small language model from the target's weight of the same Hugging Face name."""
+    own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
+    state = ChainMap(own, cast(Any, weights.state))  # read by name: a divided target puts together what is asked for
+    wanted = {}
+    for name, parameter in module.named_parameters():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(layers[int(parts[2])])
+        wanted[".".join(parts)] = parameter
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    missing = sorted(name for name in wanted if name not in state)
+    extra = sorted(name for name in state if name.startswith(prefixes) and name not in wanted)
+    odd = missing or extra or [n for n, p in wanted.items() if p.shape != state[n].shape]
+    if odd:
+        raise UserError(
+            f"layers {list(layers)} of target '{info.id}' ({info.model_type}, "
+            f"{info.num_layers} layers) cannot start a Llama drafter: weights {odd[:3]}"
+            f"{' and more' if len(odd) > 3 else ''} are missing or of another kind. "
+            "Use head.from_target_layers=[] for a fresh drafter."
+        )
+    for name, parameter in wanted.items():
+        init.copy(parameter, state[name])

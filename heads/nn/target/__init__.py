@@ -1,0 +1,1 @@
+"""The target's own layers as parts of a drafter (self-speculation)."""

@@ -1,0 +1,1 @@
+"""The losslessness audit: tests whether any drafter changes the target's text."""

@@ -1,0 +1,146 @@
+"""The statistics of the audit: sampled text against the exact distribution, and flips against the numerical
+gap.
+
+Legend: M texts of equal length, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from heads.api.features import FeatureSpec
+from heads.api.tree import TokenTree
+from inference.audit.comparison import Divergence
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.processors import Prefix, process
+from inference.target.model import TargetModel
+
+Text = tuple[int, ...]
+
+FEWEST_EXPECTED = 5.0
+"""Texts expected less often than this are pooled: chi-square is an approximation for counts that are not
+small.
+"""
+BINS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 2.0, 10.0, math.inf)
+"""Edges of the histogram of |margin| / tolerance. Up to 1 a flip is a near tie."""
+
+
+@torch.no_grad()
+def exact_distribution(
+    target: TargetModel, prompt: Sequence[int], sampling: SamplingSettings, length: int
+) -> dict[Text, float]:
+    """Probability of every answer of at most `length` tokens, by enumeration of what the filters leave.
+
+    Every text is read in one causal pass from its beginning: no cache, no verification, no drafting. Only for
+    filters that leave few tokens (top-k): the number of answers grows with the power of `length`.
+    """
+    found: dict[Text, float] = {}
+    open_texts: dict[Text, float] = {(): 1.0}
+    for _ in range(length):
+        answers = list(open_texts)
+        tokens = torch.tensor([[*prompt, *answer] for answer in answers], device=target.device)
+        positions = torch.arange(tokens.shape[1], device=target.device)[None].expand_as(tokens)
+        _, hidden = target.features(tokens, positions, torch.ones_like(tokens), FeatureSpec(last_hidden=True))
+        assert hidden is not None
+        logits = target.weights.logits(hidden[:, -1:])
+        lengths = torch.full((len(answers),), tokens.shape[1] - 1, device=target.device)
+        root = TokenTree.chain(0, target.device)
+        logits = process(logits, sampling, Prefix(tokens, lengths, tokens[:, -1:], root))
+        shares = shape_logits(logits, sampling)[:, 0].double().softmax(-1)
+        grown: dict[Text, float] = {}
+        for answer, row in zip(answers, shares, strict=True):
+            for token in row.nonzero()[:, 0].tolist():
+                ended = token in target.eos_token_ids
+                (found if ended else grown)[(*answer, token)] = open_texts[answer] * float(row[token])
+        open_texts = grown
+    return found | open_texts
+
+
+def entropy(distribution: dict[Text, float]) -> float:
+    """In nats."""
+    return -sum(share * math.log(share) for share in distribution.values() if share > 0)
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """Pearson's test. cells: classes after pooling; impossible: samples of probability 0, one of which is
+    proof enough.
+    """
+
+    statistic: float
+    degrees: int
+    p_value: float
+    cells: int
+    impossible: int
+
+
+def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiSquare:
+    """Do the samples follow the distribution? p_value is 0 if one of them has no probability."""
+    counts = Counter(samples)
+    total = sum(counts.values())
+    impossible = sum(count for text, count in counts.items() if distribution.get(text, 0.0) == 0.0)
+    pairs: list[tuple[float, float]] = []  # (seen, expected)
+    rare_seen, rare_expected = 0.0, 0.0
+    for text, share in distribution.items():
+        if share * total >= FEWEST_EXPECTED:
+            pairs.append((counts[text], share * total))
+        else:
+            rare_seen, rare_expected = rare_seen + counts[text], rare_expected + share * total
+    pairs.sort(key=lambda pair: pair[1])
+    if pairs and rare_expected < FEWEST_EXPECTED:  # too few for a class of their own: join the smallest
+        rare_seen, rare_expected = rare_seen + pairs[0][0], rare_expected + pairs.pop(0)[1]
+    pairs.append((rare_seen, rare_expected))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in pairs)
+    degrees = max(len(pairs) - 1, 1)
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    p_value = 0.0 if impossible else float(torch.special.gammaincc(halves[0], halves[1]))
+    return ChiSquare(statistic, degrees, p_value, len(pairs), impossible)
+
+
+@dataclass
+class FlipSummary:
+    """How often a precision decided otherwise, and how close to the measured gap these decisions were.
+
+    tokens: audited; flips: those that plain decoding would not have picked after the same text; histogram:
+    flips per bin of `BINS`; places: different ones among the flips, since all drafters meet the same close
+    decisions; filtered: flips where a filter removed one of the two tokens, so that there is no margin;
+    largest_gap: in logits.
+    """
+
+    precision: str
+    tokens: int = 0
+    flips: int = 0
+    near_ties: int = 0
+    places: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * (len(BINS) - 1))
+    filtered: int = 0
+    largest_gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._seen: set[tuple[object, ...]] = set()
+
+    def add(self, tokens: int, found: Sequence[Divergence]) -> None:
+        """Count the flips of some audited tokens."""
+        self.tokens += tokens
+        for flip in found:
+            self.flips += 1
+            self.near_ties += flip.near_tie
+            self._seen.add((flip.prompt, flip.place, flip.expected, flip.found, flip.margin))
+            self.places = len(self._seen)
+            self.largest_gap = max(self.largest_gap, flip.gap)
+            if not math.isfinite(flip.margin) or flip.tolerance == 0:
+                self.filtered += 1
+                continue
+            ratio = abs(flip.margin) / flip.tolerance
+            upper = next(place for place, edge in enumerate(BINS[1:]) if ratio <= edge)
+            self.histogram[upper] += 1
+
+    @property
+    def per_thousand(self) -> float:
+        """Flips per 1,000 tokens."""
+        return 1000 * self.flips / self.tokens if self.tokens else 0.0

@@ -1,0 +1,1 @@
+"""The decoder: sampling, acceptance rules, one verification step, batches, the engine."""

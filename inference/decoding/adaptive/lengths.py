@@ -1,0 +1,267 @@
+"""Adaptive draft length: verify (and draft) fewer tokens where drafts are not likely to be accepted. Chains only.
+
+Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it are dead, neither kept nor
+tested. Where the host knows everything anyway (the CPU, step by step), the chain is cut to the longest limit before it is verified.
+Between steps the host chooses the next step's length from a few (`Lengths`), by what past steps accepted and what passes cost; one
+graph per length is captured.
+
+Why no decision here biases the text. With rule match nothing can: every committed token is the target's pick. Rules that weigh
+drafts rely on a draft having been drawn from its q; whoever looks at the drawn token before deciding whether it is verified changes
+that. So level j of a row is decided on by what was drafted above it (the distribution it was drawn from, not what came out), and
+levels are admitted from the top on, stopping for good at the first that is not: nothing deeper reaches back. DSpark's appendix A
+gives the counterexample of a scheduler that peeks: 0.7 becomes 0.85; `tests/inference/decoding/test_adaptive.py` holds both against the law.
+The next step's length is chosen from finished steps.
+
+Legend: B rows, D drafted tokens of a chain, N = D + 1 nodes, V vocabulary, F features of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from heads.api.errors import UserError
+from heads.api.tree import TokenTree
+from heads.nn.drafting.plan import TreePlan
+from inference.decoding.adaptive.head import AcceptanceHead, Recorded, level_features, record
+
+MODES = ("none", "entropy", "confidence", "throughput")
+DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
+
+
+@dataclass(frozen=True)
+class AdaptiveSettings:
+    """What `DecodeConfig` says about adaptive length, under the same names without `adaptive_`."""
+
+    mode: str = "none"
+    threshold: float = 0.0
+    lengths: tuple[int, ...] = ()
+    head: str = ""
+
+    @property
+    def active(self) -> bool:
+        return self.mode != "none" or bool(self.lengths)
+
+    def check(self, shape: str, depth: int, rule: str) -> None:
+        """Raise `UserError` for settings that make no sense."""
+        if not self.active:
+            return
+        if shape != "chain":
+            raise UserError(
+                f"decode.adaptive and decode.adaptive_lengths work on chains; given: decode.shape={shape}. A dynamic tree already "
+                "chooses its nodes by confidence: set decode.nodes."
+            )
+        if rule == "specinfer":
+            raise UserError(
+                "decode.adaptive and decode.adaptive_lengths do not go with decode.rule=specinfer: for chains it is rejection "
+                "sampling, so set decode.rule=rejection."
+            )
+        if self.threshold < 0 or (self.mode == "confidence" and self.threshold > 1):
+            raise UserError(
+                "decode.adaptive_threshold must be at least 0 (entropy: largest root of the entropy) and at most 1 for confidence "
+                f"(least probability that a draft is reached); given: {self.threshold}."
+            )
+        lengths = self.lengths
+        if lengths and (list(lengths) != sorted(set(lengths)) or lengths[0] < 0 or lengths[-1] != depth):
+            raise UserError(
+                "decode.adaptive_lengths must ascend without repetition, start at 0 or more and end with decode.depth; given: "
+                f"{list(lengths)} and {depth}."
+            )
+
+
+# --- within a step ------------------------------------------------------------------------------------------------
+
+
+def entropies(logits: Tensor, temperature: float) -> Tensor:
+    """Entropy in nats [B, M] of what drafts are drawn from; logits [B, M, V'], at temperature 0 as they are."""
+    scaled = logits.float() / (temperature or 1.0)
+    logs = scaled.log_softmax(-1)
+    return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
+
+
+def leading(good: Tensor) -> Tensor:
+    """How many levels [B] int64 of good [B, D] bool come before the first that is not."""
+    return good.to(torch.int64).cumprod(1).sum(1)
+
+
+def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:
+    """DSpark's scheduler (2607.05147): the limits [B] int64 that give the most expected tokens per second for the batch.
+
+    chance [B, D]: probability that level j is accepted given that the one above it was; active [B] bool; seconds [M+1]: what a
+    verification of m tokens takes, m up to B * (D + 1). Candidates (row, level) are admitted by falling probability of being
+    reached and accepted while expected tokens per second rise. early_stop: admission ends at the first that does not raise them;
+    without it, admission goes up to the best point of all, which looks back from deeper levels at higher ones and biases the text
+    of rules that weigh drafts. Only the test of that leaves it out.
+    """
+    rows, depth = chance.shape
+    survival = (chance.float().cumprod(1) * active[:, None]).flatten()
+    ordered, order = survival.sort(descending=True, stable=True)
+    base = active.sum()
+    expected = base + torch.nn.functional.pad(ordered.cumsum(0), (1, 0))
+    tokens = (base + torch.arange(rows * depth + 1, device=chance.device)).clamp(max=seconds.shape[0] - 1)
+    rate = expected / seconds[tokens]
+    if early_stop:
+        admitted = leading((rate[1:] > rate[:-1])[None])[0]
+    else:
+        admitted = rate.argmax()
+    taken = torch.zeros_like(survival, dtype=torch.bool)
+    taken.scatter_(0, order, torch.arange(rows * depth, device=chance.device) < admitted)
+    return leading(taken.view(rows, depth) & active[:, None])
+
+
+class Limits:
+    """Gives every row its limit; see the module. seconds [M+1]: see `admit`; throughput alone."""
+
+    def __init__(
+        self,
+        settings: AdaptiveSettings,
+        temperature: float,
+        depth: int,
+        seconds: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.settings, self.temperature, self.seconds = settings, temperature, seconds
+        self.head = AcceptanceHead.load(settings.head, device) if settings.head else None
+        self.recorder: list[Recorded] | None = None
+        self.chains = [TokenTree.chain(length, device) for length in range(depth + 1)]
+        self.plans = [TreePlan.of(chain) for chain in self.chains]
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether drafters are to keep the logits that drafts were drawn from."""
+        return self.settings.mode != "none"
+
+    def chance(self, proposal: Proposal) -> Tensor | None:
+        """The estimate [B, D] that a level is accepted given the one above it; None where there is nothing to estimate it from.
+
+        A trained head comes first, then the drafter's own confidence, then the largest probability of the level's distribution.
+        """
+        logits = None if proposal.logits is None else proposal.logits[:, :-1]
+        if self.head is not None and logits is not None:
+            return self.head.chance(level_features(logits, self.temperature))
+        if proposal.confidence is not None:
+            return proposal.confidence[:, 1:]
+        if logits is None:
+            return None
+        return (logits.float() / (self.temperature or 1.0)).softmax(-1).amax(-1)
+
+    def limit(self, proposal: Proposal, active: Tensor) -> Tensor | None:
+        """The deepest level [B] int64 worth verifying; None: no opinion."""
+        mode, threshold = self.settings.mode, self.settings.threshold
+        if mode == "none" or not proposal.tree.is_chain or proposal.tree.max_depth == 0:
+            return None
+        if mode == "entropy":
+            if proposal.logits is None:
+                return None
+            return leading(
+                entropies(proposal.logits[:, :-1], self.temperature).clamp(min=0).sqrt() <= threshold
+            )
+        chance = self.chance(proposal)
+        if chance is None:
+            return None
+        if mode == "confidence":
+            return leading(chance.cumprod(1) >= threshold)
+        assert self.seconds is not None
+        return admit(chance, active, self.seconds)
+
+    def apply(self, proposal: Proposal, active: Tensor, now: bool) -> Proposal:
+        """`proposal` with its limit; now: the host may read it, so the chain is cut behind the longest one of active rows."""
+        found = self.limit(proposal, active)
+        if found is None:
+            return proposal
+        limit = found if proposal.limit is None else torch.minimum(found, proposal.limit)
+        proposal = replace(proposal, limit=limit)
+        return self.cut(proposal, int(torch.where(active, limit, 0).max())) if now else proposal
+
+    def cut(self, proposal: Proposal, length: int) -> Proposal:
+        """The first `length` drafted tokens of a chain."""
+        if length >= proposal.tree.max_depth or not proposal.tree.is_chain:
+            return proposal
+        return self._first(proposal, length)
+
+    def _first(self, proposal: Proposal, length: int) -> Proposal:
+        nodes = length + 1
+        return replace(
+            proposal,
+            tokens=proposal.tokens[:, :nodes],
+            tree=self.chains[length],
+            logits=None if proposal.logits is None else proposal.logits[:, :nodes],
+            confidence=None if proposal.confidence is None else proposal.confidence[:, :nodes],
+            limit=None if proposal.limit is None else proposal.limit.clamp(max=length),
+        )
+
+    def observe(self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor) -> None:
+        """Record what was tested, for `adaptive_head.fit`. accepted [B]; refused, active [B] bool."""
+        if self.recorder is not None and proposal.logits is not None:
+            tested = accepted + refused.to(torch.int64)
+            self.recorder.append(record(proposal.logits[:, :-1], self.temperature, accepted, tested, active))
+
+    def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
+        """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a `TreePlan` draft no more than
+        that; of others the rest is cut off.
+        """
+        if length == 0:
+            return Proposal(root[:, None], self.chains[0])
+        own = getattr(state, "plan", None)
+        if not isinstance(own, TreePlan) or not own.tree.is_chain or length >= own.max_depth:
+            return self.cut(drafter.propose(state, noise), length)
+        state.plan = self.plans[length]
+        try:
+            # drafters that know all levels beforehand give all of them still
+            return self._first(drafter.propose(state, noise), length)
+        finally:
+            state.plan = own
+
+
+# --- between steps ------------------------------------------------------------------------------------------------
+
+
+class Lengths:
+    """Chooses the next step's length by goodput: expected tokens per second, from what finished steps accepted.
+
+    Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not tried for long goes back to what the
+    level above it gives, so a length that once did not pay is tried again.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], seconds: Sequence[float], rows: int, decay: float = 0.98
+    ) -> None:
+        self.lengths, self.rows, self.decay = tuple(lengths), rows, decay
+        self.seconds = dict(zip(self.lengths, seconds, strict=True))
+        self.tried = [0.0] * (max(self.lengths) + 1)
+        self.kept = [0.0] * (max(self.lengths) + 1)
+
+    def observe(self, accepted: int, live: int) -> None:
+        """Book a pass of one row that tested up to `live` drafted tokens and kept `accepted`."""
+        for level in range(1, len(self.tried)):
+            self.tried[level] *= self.decay
+            self.kept[level] *= self.decay
+            if level <= min(accepted + 1, live):
+                self.tried[level] += 1
+                self.kept[level] += level <= accepted
+
+    def chances(self) -> list[float]:
+        """Estimated acceptance per level given the one above it; the first one starts from 0.8, with the weight of two passes."""
+        found, before = [], 0.8
+        for level in range(1, len(self.tried)):
+            before = (self.kept[level] + 2 * before) / (self.tried[level] + 2)
+            found.append(before)
+        return found
+
+    def next(self) -> int:
+        """The length with the best expected tokens per second."""
+        chances, best, choice = self.chances(), 0.0, self.lengths[-1]
+        for length in self.lengths:
+            expected, reached = 1.0, 1.0
+            for chance in chances[:length]:
+                reached *= chance
+                expected += reached
+            rate = expected / self.seconds[length]
+            if rate > best:
+                best, choice = rate, length
+        return choice

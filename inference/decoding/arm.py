@@ -1,0 +1,40 @@
+"""One drafter with the draft that it decodes with: what measurements, cost curves and the tuner compare."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from heads.api.drafter import TrainableDrafter
+from inference.decoding.config import DecodeConfig
+from inference.manifest import checkpoint_hash
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where there is
+    none.
+    """
+
+    name: str
+    drafter: Any
+    decode: DecodeConfig
+    path: str = ""
+
+    @property
+    def weights_sha256(self) -> str:
+        """Hash of the checkpoint's weights file; empty for a drafter without one."""
+        return checkpoint_hash(self.path)
+
+    def digest(self) -> str:
+        """Hash of the drafter's weights as they are in memory; empty for a kind without weights."""
+        if not isinstance(self.drafter, TrainableDrafter):
+            return ""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.drafter.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

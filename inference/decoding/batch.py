@@ -1,0 +1,194 @@
+"""One run over a list of requests: who sits in which row, who waits, what has come out.
+
+The host may be some steps behind the device (`DecodeConfig.lag`). A row that ends commits nothing from then on, so the host learns
+of it late but never wrongly; the row is refilled when the host knows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from inference.decoding.buffers import Lanes
+from inference.decoding.execution.graphs import Pending
+from inference.decoding.pass_details import read_details
+from inference.decoding.requests import Completion, PassRecord, Request
+
+OnTokens = Callable[[Request, list[int], PassRecord | None], None]
+
+
+@dataclass
+class _Launched:
+    """A step whose result the host has not read: the result, and who sat in the rows when it was launched."""
+
+    pending: Pending
+    sat: list[Completion | None]
+
+
+class BatchRun:
+    """The requests of one `Engine.run` in the lanes of its batch."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        requests: list[Request],
+        on_tokens: OnTokens | None,
+        lag: int,
+        narrow: bool = False,
+    ) -> None:
+        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom full)."""
+        self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
+        self.end_ids = set(lanes.target.eos_token_ids)
+        self.running: list[Completion | None] = [None] * lanes.count
+        self.waiting = deque(requests)
+        self.launched: deque[_Launched] = deque()
+        self.cancelled: set[int] = set()
+        lanes.stop()
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting) or any(item is not None for item in self.running)
+
+    @property
+    def can_refill(self) -> bool:
+        return bool(self.waiting) and any(item is None for item in self.running)
+
+    # ---- cancellation ----------------------------------------------------------------------------------------------------
+
+    def cancel(self, index: int) -> None:
+        """Stop the request of that index at the next step; its completion comes with finish "cancelled"."""
+        self.cancelled.add(index)
+
+    def drop_cancelled(self) -> list[Completion]:
+        """Take cancelled requests out of rows and queue; returns their completions."""
+        if not self.cancelled:
+            return []
+        dropped = []
+        for row, completion in enumerate(self.running):
+            if completion is not None and completion.request.index in self.cancelled:
+                self.lanes.rows.active[row] = False
+                completion.finish = "cancelled"
+                self.running[row] = None
+                dropped.append(completion)
+        for request in [request for request in self.waiting if request.index in self.cancelled]:
+            self.waiting.remove(request)
+            dropped.append(Completion(request, finish="cancelled"))
+        self.cancelled.clear()
+        return dropped
+
+    # ---- one verification of all rows ------------------------------------------------------------------------------------
+
+    def step(self) -> list[Completion]:
+        """Launch a step where one can be needed, read the oldest result that is due; returns the completions that ended."""
+        if self._needs_another():
+            self.launched.append(_Launched(self._launch(), list(self.running)))
+            if len(self.launched) <= self.lag:
+                return []
+        return self._read(self.launched.popleft())
+
+    def _needs_another(self) -> bool:
+        """False when the steps under way exhaust every row's budget even at one token each."""
+        ahead = len(self.launched)
+        return any(
+            item is not None and item.request.max_new_tokens - len(item.tokens) > ahead
+            for item in self.running
+        )
+
+    def _launch(self) -> Pending:
+        """Launch a step; while results are on their way, the host knows an upper bound of the longest row only."""
+        known = max(
+            len(item.request.tokens) + len(item.tokens) - 1 for item in self.running if item is not None
+        )
+        ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
+        longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
+        if not self.narrow:
+            return self.lanes.step(longest, exact=not self.launched)
+        running = [row for row, item in enumerate(self.running) if item is not None]
+        return self.lanes.step_rows(running, longest, exact=not self.launched)
+
+    def close_ranks(self) -> None:
+        """Move sequences from the last rows into free rows before them, so that a step has no more rows than sequences."""
+        while True:
+            used = [row for row, item in enumerate(self.running) if item is not None]
+            free = next((row for row, item in enumerate(self.running) if item is None), len(self.running))
+            if not used or used[-1] < free:
+                return
+            self.lanes.move(used[-1], free)
+            self.running[free], self.running[used[-1]] = self.running[used[-1]], None
+
+    def _read(self, launched: _Launched) -> list[Completion]:
+        """Bring a step's outcome to the host and book it."""
+        finished = []
+        outcome = launched.pending.read()
+        for row, completion in enumerate(launched.sat):
+            if completion is None or completion.done:
+                continue
+            committed, accepted, rejected, ended, live, *tokens = outcome[row]
+            if committed == 0:
+                continue
+            details = None
+            chain = self.lanes.tree.is_chain
+            if self.lanes.details:
+                # D + 1 tokens, then 3 D + 2 numbers
+                split = (len(tokens) - 3) // 4 + 1
+                pick = tokens[accepted]
+                details = read_details(tokens[split:], chain, accepted, bool(rejected), live, pick)
+                tokens = tokens[:split]
+            nodes = len(tokens) if chain else self.lanes.tree.num_nodes
+            record = PassRecord(accepted, committed, bool(rejected), nodes, live, details)
+            if self.lanes.lengths is not None:
+                self.lanes.lengths.observe(accepted, accepted + rejected)
+            completion.passes.append(record)
+            self._add(completion, tokens[:committed], record)
+            if ended:
+                finished.append(self._finish(completion))
+        return finished
+
+    def _add(self, completion: Completion, tokens: list[int], record: PassRecord | None) -> None:
+        completion.tokens += tokens
+        if self.on_tokens is not None:
+            self.on_tokens(completion.request, tokens, record)
+
+    def _finish(self, completion: Completion) -> Completion:
+        completion.finish = "stop" if completion.tokens[-1] in self.end_ids else "length"
+        # looked for, as it may sit elsewhere than when the step was launched
+        self.running = [None if item is completion else item for item in self.running]
+        return completion
+
+    # ---- prefill of free rows --------------------------------------------------------------------------------------------
+
+    def refill(self) -> list[Completion]:
+        """Prefill waiting prompts into the free rows; returns those that already ended with their first token."""
+        free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
+        requests = [self.waiting.popleft() for _ in free]
+        tokens = torch.zeros(len(free), max(len(request.tokens) for request in requests), dtype=torch.int64)
+        for place, request in enumerate(requests):
+            tokens[place, : len(request.tokens)] = torch.tensor(request.tokens)
+        device = self.lanes.target.device
+
+        def column(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        index = column(free)
+        first = self.lanes.prefill(
+            index,
+            tokens.to(device),
+            column([len(request.tokens) for request in requests]),
+            column([request.seed for request in requests]),
+            column([request.max_new_tokens - 1 for request in requests]),
+            (free, [request.sampling or self.lanes.settings for request in requests]),
+        )
+        finished, alive = [], []
+        for row, request, token in zip(free, requests, first.tolist(), strict=True):
+            completion = Completion(request)
+            self.running[row] = completion
+            self._add(completion, [token], None)
+            ends = token in self.end_ids or request.max_new_tokens == 1
+            alive.append(not ends)
+            if ends:
+                finished.append(self._finish(completion))
+        self.lanes.rows.active[index] = torch.tensor(alive, device=device)
+        return finished

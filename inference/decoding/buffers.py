@@ -1,0 +1,232 @@
+"""The buffers of a batch and what runs its steps: built once for a number of rows and a capacity, used for every prompt after that.
+
+A lane is one row: its part of the target's cache, of the drafter's state, and its counters. Prompts come and go; the buffers stay
+where they are, so that a step captured as a graph can be replayed for all of them.
+
+Legend: B rows, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.api.features import FeatureSpec
+from heads.api.state import first_rows, read_rows, write_back, write_rows
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.adaptive.cost import adaptive_parts
+from inference.decoding.clock import StepClock
+from inference.decoding.config import DecodeConfig
+from inference.decoding.execution.graphs import Pending, StepRunner
+from inference.decoding.rules.registry import get_rule
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.processors import Prefix, Processors
+from inference.decoding.sampling.row_settings import RowNoise, RowSettings
+from inference.decoding.step import Decoder, Rows
+from inference.target.memory import tensor_bytes
+from inference.target.model import Seen, TargetModel
+
+
+class Lanes:
+    """B rows of `capacity` slots with everything that lives in them; see the module.
+
+    own_settings: rows bring sampling settings of their own (`inference.decoding.sampling.row_settings`). details: passes say what was drafted
+    (`inference.decoding.pass_details`).
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Any,
+        decode: DecodeConfig,
+        tree: DraftShape,
+        rows: int,
+        capacity: int,
+        clock: StepClock,
+        own_settings: bool = False,
+        details: bool = False,
+    ) -> None:
+        self.target, self.drafter, self.decode, self.tree = target, drafter, decode, tree
+        self.capacity, self.details = capacity, details
+        self.needs = FeatureSpec() if drafter is None else drafter.needs
+        self.cache = target.new_cache(rows, capacity)
+        self.rule = get_rule(
+            decode.rule,
+            tree,
+            share_noise=decode.share_noise,
+            epsilon=decode.typical_epsilon,
+            delta=decode.typical_delta,
+        )
+        self.settings = decode.sampling()
+        self.processors = Processors(self.settings, target.info.vocab_size, target.device)
+        history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
+        self.rows = Rows.empty(rows, target.device, history)
+        self.state: Any = None
+        eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
+        self.own: RowSettings | None = None
+        if own_settings:
+            static = target.device.type == "cuda" or decode.compile
+            self.own = RowSettings(rows, self.settings, target.info.vocab_size, target.device, static)
+        self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
+        self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
+        noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
+        decoder = Decoder(
+            target, drafter, tree, noise, self.rule, self.processors, self.needs, clock, eos, self.limits, details
+        )
+        self.runner = StepRunner(decoder, self.cache, self.rows, decode)
+        self._narrow: dict[int, _Narrow] = {}
+        self._arranged: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        return self.rows.lengths.shape[0]
+
+    def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
+        """The noise of sequences with `seeds` [B] whose roots stand at `roots` [B]; own: their settings, if they have them."""
+        vocab = self.target.info.vocab_size
+        if own is not None:
+            noise: SharedNoise = RowNoise(own, seeds, vocab, self.rule.drafts, roots)
+        else:
+            noise = SharedNoise(self.settings, seeds, vocab, self.rule.drafts, self.rule.keeps_logits, roots)
+        noise.keeps_logits = noise.keeps_logits or self.keeps_logits
+        return noise
+
+    def step_rows(self, running: Sequence[int], longest: int, exact: bool) -> Pending:
+        """`step` for a batch that is seldom full: of all rows only those up to the last of `running` are computed. On CUDA their
+        number is rounded up to a power of two, so that few graphs are captured.
+        """
+        width = max(running) + 1
+        if self.runner.compiled is not None:
+            width = self.count  # every width would be compiled
+        elif self.target.device.type == "cuda":
+            width = min(1 << (width - 1).bit_length(), self.count)
+        if width == self.count:
+            self._arrange(self.own, running)
+            return self.step(longest, exact)
+        if width not in self._narrow:
+            self._narrow[width] = self._narrowed(width)
+        part = self._narrow[width]
+        self._arrange(part.own, running)
+        length = () if self.lengths is None else (self.lengths.next(),)
+        pending, after = part.runner.step(part.state, longest, exact, *length)
+        if after is not None:
+            write_back(self.state, after, width)
+            part.state = after
+        return pending
+
+    def _arrange(self, own: RowSettings | None, running: Sequence[int]) -> None:
+        if own is not None and self._arranged != (id(own), *running):
+            own.arrange(running)
+            self._arranged = (id(own), *running)
+
+    def _narrowed(self, width: int) -> _Narrow:
+        """The first `width` rows as a batch of their own in the same buffers."""
+        rows, cache = self.rows.first(width), self.cache.first_rows(width)
+        own = None if self.own is None else self.own.first(width)
+        noise = self.noise(rows.seeds, rows.lengths, own)
+        runner = StepRunner(replace(self.runner.decoder, noise=noise), cache, rows, self.decode)
+        return _Narrow(runner, None if self.state is None else first_rows(self.state, width), own)
+
+    def move(self, source: int, target: int) -> None:
+        """Continue a row's sequence in another row, which must be free."""
+        self.rows.move(source, target)
+        self.cache.move_row(source, target)
+        if self.state is not None:
+            index = torch.tensor([source, target], device=self.target.device)
+            write_rows(self.state, index[1:], read_rows(self.state, index[:1]))
+        if self.own is not None:
+            self.own.move(source, target)
+            self._arranged = None
+
+    def step(self, longest: int, exact: bool) -> Pending:
+        """Launch one verification of all rows; the host reads what came out when it wants to.
+
+        longest: the longest row's committed tokens; or, if not `exact`, an upper bound of it.
+        """
+        if self.lengths is None:
+            pending, self.state = self.runner.step(self.state, longest, exact)
+        else:
+            pending, self.state = self.runner.step(self.state, longest, exact, self.lengths.next())
+        return pending
+
+    def stop(self) -> None:
+        """Deactivate every row: what an abandoned run left is not decoded further."""
+        self.rows.active.zero_()
+
+    def prefill(
+        self,
+        index: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        seeds: Tensor,
+        budgets: Tensor,
+        own: tuple[Sequence[int], Sequence[SamplingSettings]] | None = None,
+    ) -> Tensor:
+        """Read prompts into rows and pick their first tokens [R].
+
+        index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens after the first; all int64. The
+        rows are inactive until `activate`. own: the rows and the settings they bring, where rows have their own.
+        """
+        held = None
+        if self.own is not None and own is not None:
+            self.own.put(*own)
+            held, self._arranged = self.own.at(own[0]), None
+        logits, seen = self.target.prefill(
+            self.cache, index, tokens, lengths, self.needs, self.decode.prefill_chunk
+        )
+        logits = logits[:, None]
+        if self.processors.active:
+            place = torch.arange(tokens.shape[0], device=tokens.device)
+            last = tokens[place, lengths - 1][:, None]
+            root = TokenTree.chain(0, tokens.device)
+            logits = self.processors(logits, Prefix(tokens, lengths - 1, last, root))
+        first = self.noise(seeds, lengths, held).target_pick(logits, lengths[:, None])[:, 0]
+        self._start_drafter(index, tokens, lengths, first, seen)
+        rows = self.rows
+        rows.lengths[index], rows.root[index], rows.seeds[index], rows.budget[index] = (
+            lengths,
+            first,
+            seeds,
+            budgets,
+        )
+        if rows.history is not None:
+            rows.history[index, : tokens.shape[1]] = tokens
+            rows.history[index, lengths] = first
+        return first
+
+    def _start_drafter(
+        self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen
+    ) -> None:
+        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that were refilled."""
+        if self.drafter is None:
+            return
+        place = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
+        states = TargetStates(
+            tokens, following, place.expand_as(tokens), place < lengths[:, None], seen.taps, seen.last_hidden
+        )
+        fresh = self.drafter.start(states, self.tree, self.capacity)
+        if self.state is None:
+            self.state = fresh
+        else:
+            write_rows(self.state, index, fresh)
+
+    def bytes(self) -> int:
+        """Bytes of the target's cache and the drafter's state."""
+        return self.cache.bytes() + tensor_bytes(self.state)
+
+
+@dataclass
+class _Narrow:
+    """The first rows of a batch as a batch: what runs their steps, the drafter's state and settings as views."""
+
+    runner: StepRunner
+    state: Any
+    own: RowSettings | None

@@ -1,0 +1,124 @@
+"""How to decode: what the user sets about sampling, acceptance, the draft's shape, the batch, and how steps are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from heads.api.errors import UserError, suggest
+from heads.api.tree import DraftShape, DynamicShape, TokenTree
+from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, MODES, AdaptiveSettings
+from inference.decoding.rules.names import RULES
+from inference.decoding.rules.registry import check_shape
+from inference.decoding.sampling.distribution import SamplingSettings
+
+SHAPES = ("none", "chain", "tree", "dynamic")
+GRAPHS = ("auto", "off")
+
+
+@dataclass(frozen=True)
+class DecodeConfig(SamplingSettings):
+    """How to decode: the target's sampling (inherited), the draft's shape, the batch."""
+
+    rule: str = "match"
+    """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
+    (chains and trees), or typical, which changes the text's distribution."""
+    typical_epsilon: float = 0.09
+    """Rule typical: a draft at least this likely is always kept."""
+    typical_delta: float = 0.3
+    """Rule typical: keep a draft more likely than this times exp(-entropy)."""
+    shape: str = "chain"
+    """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
+    depth: int = 4
+    """Drafted tokens of a chain; the deepest level of a dynamic tree."""
+    choices: tuple[tuple[int, ...], ...] = ()
+    """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
+    nodes: int = 17
+    """Nodes of a dynamic tree, the root included."""
+    width: int = 8
+    """Dynamic trees: nodes expanded per level, and children considered per node."""
+    batch_size: int = 1
+    """Rows decoded together; finished rows are refilled."""
+    max_new_tokens: int = 128
+    """Most new tokens of an answer, the end-of-text token included."""
+    share_noise: bool = True
+    """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for comparison."""
+    seed: int = 0
+    """Base of the per-prompt seeds."""
+    prefill_chunk: int = 2048
+    """Prompt tokens read in one pass; longer prompts are read in several."""
+    lag: int = -1
+    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere. Never changes the text."""
+    graph: str = "auto"
+    """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
+    adaptive: str = "none"
+    """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from exceeds the threshold; SVIP),
+    confidence (the estimated probability that a draft is reached and kept falls below the threshold), throughput (most expected
+    tokens per second of the batch), or none. Never changes the text under match, nor its distribution under rejection and block."""
+    adaptive_threshold: float = -1.0
+    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and 0.3, which paid on the embedded
+    target; measure for other drafters, most of all for entropy."""
+    adaptive_head: str = ""
+    """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own confidence, else its largest
+    probability."""
+    adaptive_lengths: tuple[int, ...] = ()
+    """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a
+    step. Empty: always `depth`."""
+    adaptive_costs: tuple[float, ...] = ()
+    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured when a batch is set up."""
+    compile: bool = False
+    """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster steps after."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("shape", SHAPES), ("rule", RULES), ("graph", GRAPHS), ("adaptive", MODES)):
+            given = getattr(self, name)
+            if given not in allowed:
+                raise UserError(f"decode.{name} '{given}' is unknown.{suggest(given, allowed)}")
+        if self.shape == "tree" and not self.choices:
+            raise UserError(
+                "decode.shape is 'tree' but decode.choices is empty: give paths such as [[0],[1],[0,0]]."
+            )
+        for name in ("depth", "batch_size", "max_new_tokens", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"decode.{name} must be at least 1; given: {getattr(self, name)}.")
+        if not -1 <= self.lag <= 8:
+            raise UserError(f"decode.lag must be -1 (automatic) or 0 to 8 steps; given: {self.lag}.")
+        for name in ("typical_epsilon", "typical_delta"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"decode.{name} must be above 0 and at most 1; given: {getattr(self, name)}.")
+        super().__post_init__()
+        check_shape(self.rule, self.tree())
+        self.adaptive_settings().check(self.shape, self.depth, self.rule)
+        if self.adaptive_costs and (
+            len(self.adaptive_costs) != self.depth + 1 or min(self.adaptive_costs) <= 0
+        ):
+            raise UserError(
+                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each number of nodes up to "
+                f"decode.depth + 1; given: {list(self.adaptive_costs)}."
+            )
+
+    def adaptive_settings(self) -> AdaptiveSettings:
+        """What is said about adaptive length."""
+        threshold = self.adaptive_threshold
+        if threshold == -1.0:
+            threshold = DEFAULT_THRESHOLDS.get(self.adaptive, 0.0)
+        return AdaptiveSettings(self.adaptive, threshold, self.adaptive_lengths, self.adaptive_head)
+
+    def sampling(self) -> SamplingSettings:
+        """The target's sampling settings, which carry the same names."""
+        return SamplingSettings(**{item.name: getattr(self, item.name) for item in fields(SamplingSettings)})
+
+    def tree(self, device: torch.device | str = "cpu") -> DraftShape:
+        """The shape that drafters fill."""
+        if self.shape == "dynamic":
+            return DynamicShape(self.nodes, self.depth, self.width)
+        if self.shape == "tree":
+            return TokenTree.from_choices(self.choices, device)
+        return TokenTree.chain(0 if self.shape == "none" else self.depth, device)
+
+    def steps_behind(self, device: torch.device) -> int:
+        """Steps the host may be behind the device."""
+        if self.lag >= 0:
+            return self.lag
+        return 2 if device.type == "cuda" else 0

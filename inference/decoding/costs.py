@@ -1,0 +1,404 @@
+"""What one verification and one draft cost on this machine, as curves over nodes, rows and cached tokens.
+
+`measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`): warmed up,
+repeated, and interleaved in a shuffled order, so that a busy machine slows all points alike. `CostCurves`
+keeps the medians, interpolates between them, and is what choosing a draft's shape for a machine starts from.
+On CUDA the calls are captured as graphs, as the engine runs them, and timed with events.
+
+Legend: n nodes of a verification (the root included), b rows, L cached tokens per row.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.arm import Arm
+from inference.decoding.sampling.noise import SharedNoise
+from inference.kernels.packed_linear import packed_linears
+from inference.target.model import Seen, TargetModel
+
+Call = Callable[[], Any]
+StepKey = tuple[str, str, int]
+"""(drafter or draft; "verify", "draft" or "commit"; nodes) of a timed call."""
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Where cost curves are measured: every combination of nodes, batches and lengths."""
+
+    nodes: tuple[int, ...] = ()
+    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
+    batches: tuple[int, ...] = (1,)
+    """Rows decoded together."""
+    lengths: tuple[int, ...] = (128, 512)
+    """Cached tokens per row."""
+    repeats: int = 15
+    """Timed calls per point; the median counts."""
+    warmup: int = 3
+    """Calls per point beforehand, not timed."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "batches", "lengths"):
+            values = getattr(self, name)
+            if any(value < 1 for value in values) or (name != "nodes" and not values):
+                raise UserError(f"bench.costs.{name} must list whole numbers of at least 1; given: {values}.")
+        if self.repeats < 1 or self.warmup < 0:
+            raise UserError(
+                "bench.costs.repeats must be at least 1 and bench.costs.warmup at least 0; "
+                f"given: {self.repeats} and {self.warmup}."
+            )
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """One measured point: median seconds of a call, with the quartiles of its repeats."""
+
+    nodes: int
+    rows: int
+    length: int
+    seconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CostCurves:
+    """Measured costs of one target and its drafters on one device.
+
+    verify_points: the target's pass over n nodes, LM head included. draft_points, commit_points: arm's name
+    -> points, where n counts the drafted chain's nodes (root included) or the committed tokens.
+    launch: "eager", or "graph" where each call was captured and replayed.
+    """
+
+    target: str
+    device: str
+    dtype: str
+    launch: str
+    repeats: int
+    verify_points: tuple[CostPoint, ...]
+    draft_points: Mapping[str, tuple[CostPoint, ...]] = field(default_factory=dict)
+    commit_points: Mapping[str, tuple[CostPoint, ...]] = field(default_factory=dict)
+
+    def verify(self, n: float, b: float, length: float) -> float:
+        """Seconds of one verification of n nodes in b rows with L cached tokens each.
+
+        Linear between measured points, and continued with the outermost slope beyond them (never below 0).
+        """
+        return interpolate(self.verify_points, n, b, length)
+
+    def draft(self, name: str, n: float, b: float, length: float = 0) -> float:
+        """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as nothing is
+        drafted. length: cached tokens; 0 takes the shortest that was measured. Raises `UserError` for an
+        unknown name.
+        """
+        return 0.0 if n <= 1 else interpolate(self._of(self.draft_points, name), n, b, length)
+
+    def commit(self, name: str, n: float, b: float, length: float = 0) -> float:
+        """Seconds in which an arm takes over n committed tokens per row; otherwise as `draft`."""
+        return interpolate(self._of(self.commit_points, name), n, b, length)
+
+    def _of(self, curves: Mapping[str, tuple[CostPoint, ...]], name: str) -> tuple[CostPoint, ...]:
+        if name not in curves:
+            known = ", ".join(sorted(curves)) or "none"
+            raise UserError(f"there is no cost curve of a drafter '{name}'. Measured: {known}.")
+        return curves[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: the `costs` block of report.json."""
+        plain = asdict(self)
+        for short in ("verify", "draft", "commit"):
+            plain[short] = plain.pop(f"{short}_points")
+        plain["verify"] = list(plain["verify"])
+        for short in ("draft", "commit"):
+            plain[short] = {name: list(points) for name, points in plain[short].items()}
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
+        """Read back `to_dict`; raises `UserError` when it is something else."""
+
+        def points(items: Sequence[Mapping[str, Any]]) -> tuple[CostPoint, ...]:
+            return tuple(CostPoint(**item) for item in items)
+
+        try:
+            rest = {key: values[key] for key in ("target", "device", "dtype", "launch", "repeats")}
+            curves = [
+                {name: points(items) for name, items in values[key].items()} for key in ("draft", "commit")
+            ]
+            return cls(
+                **rest,
+                verify_points=points(values["verify"]),
+                draft_points=curves[0],
+                commit_points=curves[1],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"these are no cost curves ({error!r}). Measure them: `headstart measure bench.costs.nodes=[1,2,4,8]`."
+            ) from error
+
+
+def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
+    """Seconds at (n, b, L) from a full grid of points: linear in each, continued outside, never below 0.
+
+    length 0 stands for the shortest measured one.
+    """
+    grid: dict[tuple[int, ...], float] = {
+        (point.rows, point.length, point.nodes): point.seconds for point in points
+    }
+    assert grid, "a curve without points"
+    shortest = min(key[1] for key in grid)
+    return max(0.0, _along(grid, (b, length or shortest, n)))
+
+
+def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> float:
+    """The value at `place`, dimension by dimension."""
+    if not place:
+        return grid[()]
+    places = sorted({key[0] for key in grid})
+    values = [_along({k[1:]: v for k, v in grid.items() if k[0] == x}, place[1:]) for x in places]
+    if len(places) == 1:
+        return values[0]
+    spans = list(pairwise(range(len(places))))
+    left, right = next((span for span in spans if place[0] <= places[span[1]]), spans[-1])
+    share = (place[0] - places[left]) / (places[right] - places[left])
+    return values[left] + share * (values[right] - values[left])
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------
+
+
+def stopwatch(device: torch.device) -> Callable[[Call], float]:
+    """A function that runs a call and returns its seconds: CUDA events on a GPU, the wall clock elsewhere."""
+    if device.type == "cuda":
+
+        def events(call: Call) -> float:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000.0
+
+        return events
+
+    def wall(call: Call) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    return wall
+
+
+def interleaved(
+    calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
+) -> dict[Any, list[float]]:
+    """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a shuffled order."""
+    order, timer, rng = list(calls), stopwatch(device), random.Random(seed)
+    for _ in range(warmup):
+        for key in order:
+            calls[key]()
+    found: dict[Any, list[float]] = {key: [] for key in order}
+    for _ in range(repeats):
+        rng.shuffle(order)
+        for key in order:
+            found[key].append(timer(calls[key]))
+    return found
+
+
+def captured(call: Call) -> Call:
+    """`call` as a CUDA graph: the same work without launching every operation from the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # lazy allocations and library handles must exist before the capture
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Call = graph.replay
+    return replay
+
+
+@torch.no_grad()
+def measure_costs(
+    config: CostConfig, target: TargetModel, arms: Sequence[Arm], text: Sequence[int], seed: int = 0
+) -> CostCurves:
+    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they are
+    repeated as needed).
+
+    Raises `UserError` when a length does not leave room for its nodes within the target's positions.
+    """
+    widest = max((*config.nodes, *(arm.decode.tree().max_depth + 1 for arm in arms)))
+    most, limit = max(config.lengths) + widest + 1, target.info.max_position_embeddings
+    if most > limit:
+        raise UserError(
+            f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} positions, but target "
+            f"'{target.info.id}' has {limit}. Lower bench.costs.lengths."
+        )
+    return measure_grid(
+        target,
+        sorted(set(config.nodes)),
+        config.batches,
+        config.lengths,
+        widest,
+        text,
+        [arm.drafter for arm in arms],
+        lambda bench: {key: call for arm in arms for key, call in bench.drafting(arm).items()},
+        config.repeats,
+        config.warmup,
+        seed,
+    )
+
+
+@torch.no_grad()
+def measure_grid(
+    target: TargetModel,
+    nodes: Sequence[int],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    widest: int,
+    text: Sequence[int],
+    drafters: Sequence[Any],
+    steps: Callable[[Bench], Mapping[StepKey, Call]],
+    repeats: int,
+    warmup: int,
+    seed: int = 0,
+) -> CostCurves:
+    """Time verifications of `nodes` nodes, and the calls of `steps`, for all batches and lengths.
+
+    widest: most nodes of a verification, or tokens of a draft. steps: from the rows of one point to
+    the calls (name, "draft" or "commit", nodes) -> call; the names become those of the curves.
+    """
+    found: dict[tuple[str, str], list[CostPoint]] = {}
+    launch = "graph" if target.device.type == "cuda" else "eager"
+    for rows in batches:
+        for length in lengths:
+            bench = Bench(target, rows, length, widest, text)
+            calls: dict[StepKey, Call] = {("", "verify", n): bench.verification(n) for n in nodes}
+            with ExitStack() as stack:
+                for drafter in drafters:
+                    stack.enter_context(packed_linears(drafter))
+                calls |= steps(bench)
+                if launch == "graph":
+                    calls = {key: captured(call) for key, call in calls.items()}
+                timed = interleaved(calls, target.device, repeats, warmup, seed)
+            for (name, what, count), seconds in timed.items():
+                low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
+                point = CostPoint(count, rows, length, middle, low, high)
+                found.setdefault((name, what), []).append(point)
+    return CostCurves(
+        target=target.info.id,
+        device=target.device.type,
+        dtype=str(target.dtype).removeprefix("torch."),
+        launch=launch,
+        repeats=repeats,
+        verify_points=tuple(found["", "verify"]),
+        draft_points={name: tuple(points) for (name, what), points in found.items() if what == "draft"},
+        commit_points={name: tuple(points) for (name, what), points in found.items() if what == "commit"},
+    )
+
+
+def _text(tokens: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """`length` token ids [length] of real text, repeated as often as needed."""
+    assert tokens, "no text to fill the cache with"
+    return torch.tensor(list(tokens) * (length // len(tokens) + 1), device=device)[:length]
+
+
+class Bench:
+    """`rows` rows that hold `length` tokens of text each, and the calls to be timed on them.
+
+    widest: most nodes of a verification. text: token ids, repeated as needed.
+    """
+
+    def __init__(self, target: TargetModel, rows: int, length: int, widest: int, text: Sequence[int]) -> None:
+        self.target, self.rows, self.length, self.widest = target, rows, length, widest
+        device = target.device
+        self.text = _text(text, length + widest, device)
+        self.cache = target.new_cache(rows, length + widest + 1)
+        self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
+        # the host knows the length where calls run eagerly; a captured graph must find it on the device
+        self.longest = None if device.type == "cuda" else length
+        self._seen: dict[FeatureSpec, Seen] = {}
+
+    def fill(self, needs: FeatureSpec) -> Seen:
+        """Read the text into every row, once for the same needs; returns the features [1, L, ...] of one row."""
+        if needs not in self._seen:
+            prompt, one = self.text[None, : self.length], self.lengths[:1]
+            rows = [torch.tensor([row], device=one.device) for row in range(self.rows)]
+            filled = [self.target.prefill(self.cache, row, prompt, one, needs)[1] for row in rows]
+            self._seen[needs] = filled[0]
+        return self._seen[needs]
+
+    def verification(self, nodes: int) -> Call:
+        """One verification of a chain of `nodes` nodes in every row."""
+        self.fill(FeatureSpec())
+        tree = TokenTree.chain(nodes - 1, self.target.device)
+        tokens = self.text[self.length : self.length + nodes].expand(self.rows, -1).contiguous()
+        needs = FeatureSpec()
+        return lambda: self.target.verify(self.cache, tokens, tree, self.lengths, self.longest, needs)
+
+    def drafting(self, arm: Arm) -> dict[StepKey, Call]:
+        """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many tokens."""
+        calls: dict[StepKey, Call] = {}
+        for nodes in range(2, arm.decode.tree().max_depth + 2):
+            shape = TokenTree.chain(nodes - 1, self.target.device)
+            calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(arm, shape)
+        return calls
+
+    def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
+        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep, bonus
+        included.
+        """
+        seen = self.fill(arm.drafter.needs)
+        prompt = self._states(seen, 0, self.length)
+        state = arm.drafter.start(prompt, shape, self.length + self.widest + 1)
+        seeds, vocabulary = torch.zeros_like(self.lengths), self.target.info.vocab_size
+        noise = SharedNoise(arm.decode.sampling(), seeds, vocabulary)
+        run = self._states(seen, self.length, self.length + shape.max_depth + 1)
+        return _bound(arm.drafter.propose, state, noise), _bound(arm.drafter.commit, state, run)
+
+    def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
+        """The text's tokens [first, end) as a committed run of every row; features of later tokens are
+        earlier ones'.
+        """
+        rows, width = self.rows, end - first
+        places = torch.arange(width, device=self.text.device)
+        tokens, following = (
+            self.text[first:end],
+            self.text[(first + 1 + places).clamp(max=len(self.text) - 1)],
+        )
+        taps = None if seen.taps is None else _rows(seen.taps[:, places % seen.taps.shape[1]], rows)
+        hidden = _rows(seen.last_hidden[:, places % seen.last_hidden.shape[1]], rows)
+        return TargetStates(
+            tokens=_rows(tokens[None], rows),
+            next_tokens=_rows(following[None], rows),
+            positions=_rows((first + places)[None], rows),
+            valid=torch.ones(rows, width, dtype=torch.bool, device=self.text.device),
+            taps=taps,
+            last_hidden=hidden,
+        )
+
+
+def _rows(value: Tensor, rows: int) -> Tensor:
+    """A tensor of one row, repeated."""
+    return value.expand(rows, *value.shape[1:]).contiguous()
+
+
+def _bound(function: Callable[..., Any], *arguments: Any) -> Call:
+    """The call of a function with arguments that later iterations of a loop do not change."""
+    return lambda: function(*arguments)

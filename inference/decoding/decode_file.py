@@ -1,0 +1,190 @@
+"""`decode.yaml` in a checkpoint: how to draft with it, per batch size and temperature, as the tuner measured it.
+
+It belongs to the checkpoint's weights, to one revision of the target and to one device; `applies` says so when it is read. Who
+decodes and was told no draft takes the row nearest to what is decoded (`Tuned.row`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.errors import UserError
+from inference.decoding.draft import NONE, Draft
+from inference.manifest import checkpoint_hash, file_sha256, write_bytes
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+DECODE_FILE = "decode.yaml"
+NUMBERS = ("predicted_tokens_per_second", "tokens_per_second", "baseline_tokens_per_second", "speedup", "tau")
+"""What a row says in numbers, beside the interval of its speedup."""
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    """The draft for one batch size and temperature, and what was measured with it. numbers: by the names of `NUMBERS`."""
+
+    batch_size: int
+    temperature: float
+    draft: Draft
+    numbers: Mapping[str, float]
+    speedup_ci95: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A whole file. target: its id and revision; device: kind, name, threads; weights_sha256: of the checkpoint's weights."""
+
+    target: Mapping[str, str]
+    device: Mapping[str, Any]
+    weights_sha256: str
+    rows: tuple[TunedRow, ...]
+
+    def row(self, batch: int, temperature: float) -> TunedRow | None:
+        """The row nearest in batch size (as a ratio), among those nearest in temperature; None where none is of its sort:
+        greedy decoding and sampling do not stand for each other.
+        """
+        fitting = [row for row in self.rows if (row.temperature == 0) == (temperature == 0)]
+        if not fitting:
+            return None
+        nearest = min(abs(row.temperature - temperature) for row in fitting)
+        close = [row for row in fitting if abs(row.temperature - temperature) == nearest]
+        return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
+
+    def objection(self, folder: Path, revision: str, device_kind: str) -> str:
+        """Why it must not be used for the checkpoint in `folder`, this target and device; empty when it may."""
+        if self.target["revision"] != revision:
+            return f"it was tuned on revision {self.target['revision']} of the target"
+        if checkpoint_hash(folder) not in ("", self.weights_sha256):
+            return "the weights have changed since it was tuned"
+        if self.device["kind"] != device_kind:
+            return f"it was tuned on {self.device['kind']}"
+        return ""
+
+
+HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
+
+
+def require_tuned(folder: Path) -> None:
+    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing would replace it."""
+    path = folder / DECODE_FILE
+    if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
+        raise UserError(f"'{path}' was not written by `headstart tune` and is not replaced. Move it away.")
+
+
+def write_tuned(
+    folder: Path,
+    target: Mapping[str, str],
+    device: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    command: str,
+) -> Path:
+    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its path.
+
+    rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has that name.
+    """
+    require_tuned(folder)
+    content = {
+        "format": FORMAT,
+        "target": dict(target),
+        "device": dict(device),
+        "weights_sha256": file_sha256(folder / WEIGHTS_FILE),
+        "rows": [
+            {
+                "batch_size": row["batch_size"],
+                "temperature": row["temperature"],
+                "draft": dict(row["draft"]),
+                **{name: round(float(row[name]), 4) for name in NUMBERS},
+                "speedup_ci95": [round(float(bound), 4) for bound in row["speedup_ci95"]],
+            }
+            for row in rows
+        ],
+    }
+    text = f"{HEADLINE}{command}\n"
+    text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
+    path = folder / DECODE_FILE
+    write_bytes(path, text.encode("utf-8"))
+    return path
+
+
+def read_tuned(folder: Path) -> Tuned | None:
+    """What `folder`/decode.yaml says, None where there is none; raises `UserError` for a file that is something else."""
+    path = folder / DECODE_FILE
+    if not path.is_file():
+        return None
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UserError(f"format {content['format']!r} is not known; this version reads format {FORMAT}")
+        rows = tuple(
+            TunedRow(
+                int(row["batch_size"]),
+                float(row["temperature"]),
+                Draft.read(row["draft"]),
+                {name: float(row[name]) for name in NUMBERS},
+                (float(row["speedup_ci95"][0]), float(row["speedup_ci95"][1])),
+            )
+            for row in content["rows"]
+        )
+        target = {name: str(content["target"][name]) for name in ("id", "revision")}
+        device = {name: content["device"][name] for name in ("kind", "name", "threads")}
+        return Tuned(target, device, str(content["weights_sha256"]), rows)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, UserError) as error:
+        raise UserError(f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete it.") from error
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to decode with: the draft, None to leave things as they are; and a line that says so."""
+
+    draft: Draft | None
+    line: str
+
+
+def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, temperature: float) -> Advice | None:
+    """How to draft with the checkpoint in `folder`, by its decode.yaml; None where it has none.
+
+    revision: of the target; device: as `inference.target.hardware.device_facts` gives it.
+    """
+    tuned = read_tuned(folder)
+    if tuned is None:
+        return None
+    why = tuned.objection(folder, revision, str(device["kind"]))
+    row = None if why else tuned.row(batch, temperature)
+    if row is None:
+        sort = "greedy decoding" if temperature == 0 else "sampling"
+        why = why or f"it says nothing of {sort}"
+        return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
+    where = f"batch size {row.batch_size}, temperature {row.temperature:g}"
+    elsewhere = "" if tuned.device["name"] == device["name"] else f", tuned on {tuned.device['name']}"
+    if row.draft == NONE:
+        return Advice(NONE, f"{DECODE_FILE}: no speculation, which was fastest at {where}{elsewhere}")
+    gain = f"speedup {row.numbers['speedup']:.2f}"
+    return Advice(row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}")
+
+
+def read_current(folder: Path) -> Tuned | None:
+    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves this machine must be true."""
+    tuned = read_tuned(folder)
+    if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
+        path = folder / DECODE_FILE
+        logger.warning("%s is left out: the weights have changed since it was tuned (`headstart tune` writes it anew)", path)
+        return None
+    return tuned
+
+
+def draft_length(folder: Path) -> int:
+    """Drafted tokens per step for an engine that asks for one number: the deepest level of the greedy row with the smallest
+    batch that speculates; 0 where decode.yaml says none, is of other weights, or is not there.
+    """
+    tuned = read_current(folder)
+    rows = sorted(tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size))
+    return next((row.draft.depth for row in rows if row.draft != NONE), 0)

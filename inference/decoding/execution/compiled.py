@@ -1,0 +1,331 @@
+"""Compiling a whole decoding step for the CPU: `decode.compile=true`.
+
+Run operation by operation, a step of a small model is Python and dispatch: thousands of calls around a few milliseconds of memory
+traffic. Here a step is traced once (`make_fx`, on the real tensors, so that the traced step is a real one), cut where the clock
+marks the end of a phase, and every phase is compiled by inductor into one C++ function. Nothing of the modelling code is left at
+run time. That works for every target and kind because a step has fixed shapes, asks the device for nothing, and keeps what lives
+from step to step in buffers that it updates in place: the buffers become inputs of the compiled functions, the weights constants.
+
+How much of the cache attention reads is a constant of a graph. So there is one graph per power of two of slots, at most the
+capacity, each compiled when a row first needs it.
+
+Not part of it: prefill, whose shapes change with every prompt, and the host's reading of what a step committed.
+
+Legend: B rows, N nodes, D the tree's deepest level.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.passes.split_module import split_module
+
+from heads.api.errors import UserError
+from inference.decoding.step import Decoder, Rows
+from inference.kernels.packed_linear import unpacked_linears
+from inference.target.kv_cache import KVCache
+
+SMALLEST_BOUND = 256
+"""Slots of the cache that the smallest graph reads."""
+OPTIONS: dict[str, Any] = {
+    "freezing": True,  # weights are constants
+    "cpp_wrapper": True,  # the calls between kernels are C++ too
+    "max_autotune": True,  # with its own matrix products beside the libraries', see `_prefer_own`
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    "cpp.enable_concat_linear": True,  # layers that read the same input are one product
+}
+"""Inductor's settings."""
+PREFETCH_BYTES = 4096
+"""How far ahead the weight is fetched: of 0.5, 1, 2, 4 kB the best."""
+_LOADED = "B + k * ldb + col * VLEN"
+_PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
+"""Which compiled function the work before each of the clock's marks goes to."""
+
+_spent = [0.0]
+
+
+def seconds_spent() -> float:
+    """Seconds this process has spent on tracing and compiling steps."""
+    return _spent[0]
+
+
+class CompiledStep:
+    """`Decoder.step` for one set of buffers, compiled; to be called in its place.
+
+    The weights are those of the first step: a target or drafter that changes later needs a new `CompiledStep`."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
+        self._decoder, self._cache, self._rows = decoder, cache, rows
+        self._plans: dict[tuple[int, int], _Plan] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many steps were compiled, one for every bound."""
+        return len(self._plans)
+
+    def bound(self, longest: int) -> int:
+        """The slots that attention reads when the longest row has `longest` committed tokens."""
+        needed, bound = longest + self._decoder.tree.num_nodes, SMALLEST_BOUND
+        while bound < needed:
+            bound *= 2
+        return min(bound, self._cache.capacity)
+
+    def __call__(self, state: Any, longest: int) -> Tensor:
+        """One step; returns `StepResult.packed` [B, D+5] int64. `state`, the drafter's, is updated in place.
+
+        longest: the longest row's committed tokens or an upper bound of it. The first steps of every bound compile: one traces, the
+        next one compiles what was traced; that time is in `seconds_spent` and not on the clock. Raises `UserError` when it fails.
+        """
+        bound = self.bound(longest)
+        key = bound, self._decoder.noise.mode
+        plan = self._plans.get(key)
+        if plan is not None and plan.ready:
+            packed = plan.run(self._decoder.clock)
+            self._decoder.clock.passes += 1
+            return packed
+        begin = time.perf_counter()
+        try:
+            if plan is None:
+                packed, self._plans[key] = self._trace(state, bound)
+            else:
+                packed = plan.build()
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"compiling a decoding step failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}). It needs a C++ "
+                "compiler such as g++; without one set decode.compile=false."
+            ) from error
+        _spent[0] += time.perf_counter() - begin
+        self._decoder.clock.passes += 1
+        self._decoder.clock.start()
+        return packed
+
+    @torch.no_grad()
+    def _trace(self, state: Any, bound: int) -> tuple[Tensor, _Plan]:
+        """Run one step and record it."""
+        decoder, marks = self._decoder, _Marks()
+        clock, decoder.clock = decoder.clock, marks  # type: ignore[assignment]
+        results: list[Tensor] = []
+
+        def step() -> Tensor:
+            longest = bound - decoder.tree.num_nodes
+            result, after = decoder.step(self._cache, self._rows, state, longest, exact=False)
+            assert after is state, "a drafter must update its state in place to be compiled"
+            results.append(result.packed())
+            marks.mark("commit")
+            return results[0]
+
+        try:
+            with unpacked_linears(decoder.target.model), unpacked_linears(decoder.drafter):
+                graph = make_fx(step)()
+        finally:
+            decoder.clock = clock
+        inputs = _lift_buffers(graph)
+        return results[0], _Plan.cut(graph, inputs, marks.part if decoder.drafter is not None else {})
+
+
+class _Marks:
+    """Stands in for the clock during tracing and notes to which part every operation belongs."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        self.part: dict[str, int] = {}
+
+    def mark(self, phase: str) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        for node in mode.tracer.graph.nodes:
+            self.part.setdefault(node.name, _PARTS[phase])
+
+
+def _lift_buffers(graph: GraphModule) -> list[Tensor]:
+    """Turn every tensor that the traced step refers to, but the weights, into an input; returns those tensors in their order."""
+    nodes, inputs = graph.graph, {}
+    values: list[Tensor] = []
+    anchor = nodes.call_function(torch.ops.aten.scalar_tensor.default, (0,))
+    next(iter(nodes.nodes)).prepend(anchor)
+    for node in list(nodes.find_nodes(op="get_attr")):
+        value = getattr(graph, str(node.target))
+        if isinstance(value, nn.Parameter):
+            continue
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if key not in inputs:
+            with nodes.inserting_before(anchor):
+                inputs[key] = nodes.placeholder(f"buffer_{len(values)}")
+            values.append(value)
+        node.replace_all_uses_with(inputs[key])
+        nodes.erase_node(node)
+    nodes.erase_node(anchor)
+    for name in [name for name, _ in graph.named_buffers()]:
+        delattr(graph, name)
+    graph.recompile()
+    return values
+
+
+@dataclass
+class _Part:
+    """One phase: its traced graph and, once built, its compiled function.
+
+    takes: places of its arguments among the step's values; gives: the first place of its outputs, and how many there are.
+    """
+
+    phase: str
+    graph: GraphModule
+    takes: list[int]
+    gives: int
+    compiled: Callable[..., Any] | None = None
+
+    def build(self, arguments: list[Tensor]) -> None:
+        for node in self.graph.graph.nodes:
+            node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
+        self.compiled = _inductor(self.graph, arguments)
+
+
+def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph with our settings."""
+    import torch._inductor.config as inductor_config  # seconds to import: only for those who compile
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
+    selector = get_algorithm_selector_cache()
+    selector.add_preprocessing_fn(_prefer_own)
+    try:
+        with inductor_config.patch(OPTIONS), prefetching():
+            compiled: Any = compile_fx(graph, arguments)
+    finally:
+        selector.preprocessing_fns.remove(_prefer_own)
+    out: Callable[..., Any] = compiled
+    return out
+
+
+def _prefer_own(choices: list[Any]) -> list[Any]:
+    """Of the ways to multiply, the generated product with packed weights where there is one, else the library's.
+
+    Inductor would time them, which depends on what else the machine does; with a handful of rows the generated one wins.
+    """
+    from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
+
+    own = [choice for choice in choices if isinstance(choice, CppTemplateCaller)]
+    return own[:1] or choices[:1]
+
+
+@contextmanager
+def prefetching() -> Iterator[bool]:
+    """Let generated products fetch the weight some way ahead; yields whether this torch's generator could be told to.
+
+    Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core of a Xeon, 5 rows through the
+    18 MB of an 8-layer model's weights take 2.95 ms without and 2.16 ms with it (1 row: 2.08 ms, which is what reading them takes).
+    """
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
+
+    before: str = CppMicroGemmFP32Vec.TEMPLATE_KERNEL
+    ahead = f"__builtin_prefetch(reinterpret_cast<const char*>({_LOADED}) + {PREFETCH_BYTES});"
+    load = f"vb[col] = Vectorized::loadu({_LOADED});"
+    CppMicroGemmFP32Vec.TEMPLATE_KERNEL = before.replace(load, f"{ahead}\n            {load}")
+    try:
+        yield before != CppMicroGemmFP32Vec.TEMPLATE_KERNEL
+    finally:
+        CppMicroGemmFP32Vec.TEMPLATE_KERNEL = before
+
+
+class _Plan:
+    """The parts of one traced step in their order. Values are numbered: first the buffers, then what the parts hand on."""
+
+    def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
+        self.parts, self.values, self.result = parts, values, result
+
+    @property
+    def ready(self) -> bool:
+        return all(part.compiled is not None for part in self.parts)
+
+    @classmethod
+    def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
+        """Cut `graph` into the parts that `part_of` says for each operation; {} leaves it whole, as verification."""
+        whole = not part_of
+
+        def part(node: Node) -> int:
+            return 1 if whole else part_of[node.name]
+
+        split = split_module(graph, graph, part, keep_original_order=True)
+        places: dict[Node, int] = {}
+        values: list[Any] = list(inputs)
+        parts: list[_Part] = []
+        result = -1
+        for node in split.graph.nodes:
+            if node.op == "placeholder":
+                places[node] = len(places)
+            elif node.op == "call_module":
+                phase = ("draft", "verify", "commit")[int(str(node.target).rsplit("_", 1)[1])]
+                module = getattr(split, str(node.target))
+                buffers = _keep_weights(module, split, list(node.args))
+                parts.append(_Part(phase, module, [places[value] for value in buffers], len(values)))
+                places[node] = len(values)
+                values += [None] * _outputs(module)
+            elif node.op == "call_function":
+                assert node.target is operator.getitem
+                places[node] = places[node.args[0]] + node.args[1]
+            elif node.op == "output":
+                result = places[node.args[0]]
+        return cls(parts, values, result)
+
+    @torch.no_grad()
+    def build(self) -> Tensor:
+        """Compile the parts one after the other, each with what the parts before it gave: one step. Returns its result."""
+        for part in self.parts:
+            part.build([self.values[place] for place in part.takes])
+            self._run(part)
+        return self._result()
+
+    @torch.no_grad()
+    def run(self, clock: Any) -> Tensor:
+        """One step; the clock is marked after every part."""
+        for part in self.parts:
+            self._run(part)
+            clock.mark(part.phase)
+        return self._result()
+
+    def _run(self, part: _Part) -> None:
+        values = self.values
+        assert part.compiled is not None
+        found = part.compiled(*[values[place] for place in part.takes])
+        if isinstance(found, Tensor):
+            values[part.gives] = found
+        else:
+            values[part.gives : part.gives + len(found)] = found
+
+    def _result(self) -> Tensor:
+        out: Tensor = self.values[self.result]
+        return out
+
+
+def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -> list[Node]:
+    """Make those arguments of `part` that are weights its own parameters; returns the others."""
+    nodes = part.graph
+    holders = list(nodes.find_nodes(op="placeholder"))
+    first = next(node for node in nodes.nodes if node.op != "placeholder")
+    others = []
+    for number, (holder, argument) in enumerate(zip(holders, arguments, strict=True)):
+        if argument.op != "get_attr":
+            others.append(argument)
+            continue
+        part.register_parameter(f"weight_{number}", getattr(whole, argument.target))
+        with nodes.inserting_before(first):
+            holder.replace_all_uses_with(nodes.get_attr(f"weight_{number}"))
+        nodes.erase_node(holder)
+    part.recompile()
+    return others
+
+
+def _outputs(graph: GraphModule) -> int:
+    """How many values a part gives."""
+    given = graph.graph.output_node().args[0]
+    return len(given) if isinstance(given, (list, tuple)) else 1

@@ -1,0 +1,212 @@
+"""A drafter on another device than its target: a second GPU, or the CPU beside one.
+
+`PlacedDrafter` stands between the decoding loop and the drafter and is a `Drafter` itself. Going over: the target's states (of
+which only what the drafter reads) and the noise's keys. Coming back: the drafted tokens, and the tree where the drafter chose it.
+Noise is never sent; both sides compute it from the keys, so drafts agree with the target's picks just as on one device.
+
+    weights = weights_on(target, torch.device("cuda:1"))
+    drafter = PlacedDrafter(load_drafter(folder, target.info, weights), "cuda:1", target.device)
+
+Copies between devices wait for both when one is the CPU, so such steps are not captured as graphs (`capturable`).
+
+Legend: B rows, N nodes, T positions, n taps, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from heads.api.drafter import Drafter, Noise, Proposal, TargetStates, Verified, forget
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetWeights
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.sampling.noise import Stream
+from inference.target.loading import head_function
+from inference.target.model import TargetModel
+
+
+@dataclass
+class Transfer:
+    """What crossed between target and drafter: tensors and bytes each way, and the seconds that copying took."""
+
+    moves_in: int = 0
+    bytes_in: int = 0
+    moves_out: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+
+
+class PlacedDrafter:
+    """`drafter` living on `device`, as seen from `target_device`.
+
+    measure: time the copies, for which CUDA devices are synchronised around each; off, `transfer.seconds` stays 0.
+    `transfer` counts what crosses the boundary, also where both sides are one device and nothing is really copied.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        device: torch.device | str,
+        target_device: torch.device | str,
+        *,
+        measure: bool = True,
+    ) -> None:
+        self.drafter, self.measure = drafter, measure
+        self.device, self.target_device = torch.device(device), torch.device(target_device)
+        self.kind: str = drafter.kind
+        self.needs: FeatureSpec = drafter.needs
+        self.transfer = Transfer()
+        self._tree: tuple[DraftShape, DraftShape] | None = None
+        self._proposed: TokenTree | None = None  # the last proposal's tree, where the drafter lives
+        self._noise: tuple[Noise, Any, dict[str, tuple[Tensor, int]]] | None = None
+        if isinstance(drafter, nn.Module):
+            drafter.to(self.device).eval()
+
+    # ---- the Drafter protocol ----------------------------------------------------------------------------------------------
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
+        return self.drafter.start(self._states(seen), self._shape(tree), capacity)
+
+    def propose(self, state: Any, noise: Noise) -> Proposal:
+        """The drafter's proposal, brought back to the target's device; see the protocol."""
+        proposal = self.drafter.propose(state, self._keyed(noise))
+        self._proposed = proposal.tree
+        assert self._tree is not None
+        given, placed = self._tree
+        tree = given if proposal.tree is placed else self._tree_back(proposal.tree)
+        assert isinstance(tree, TokenTree)
+        return Proposal(
+            self._back(proposal.tokens),
+            tree,
+            None if proposal.logits is None else self._back(proposal.logits),
+            None if proposal.token_ids is None else self._back(proposal.token_ids),
+            None if proposal.confidence is None else self._back(proposal.confidence),
+            None if proposal.limit is None else self._back(proposal.limit),
+        )
+
+    def commit(self, state: Any, accepted: TargetStates) -> Any:
+        return self.drafter.commit(state, self._states(accepted))
+
+    def forget(self) -> None:
+        """Let the drafter forget other answers, if it keeps any."""
+        forget(self.drafter)
+
+    # ---- crossing over -----------------------------------------------------------------------------------------------------
+
+    def _states(self, seen: TargetStates) -> TargetStates:
+        """The states on the drafter's device: the four small tensors in one copy, features only if the drafter reads them."""
+        small = torch.stack([seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)])
+        tokens, following, positions, valid = self._over(small).unbind(0)
+        wants_hidden = self.needs.last_hidden or self.needs.logits
+        return TargetStates(
+            tokens,
+            following,
+            positions,
+            valid.bool(),
+            self._over(seen.taps) if self.needs.taps and seen.taps is not None else None,
+            self._over(seen.last_hidden) if wants_hidden and seen.last_hidden is not None else None,
+            None if seen.verified is None else self._verification(seen.verified),
+        )
+
+    def _verification(self, verified: Verified) -> Verified:
+        """A verification on the drafter's device; its tree is the drafter's own and stayed there."""
+        assert self._proposed is not None
+        tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
+        return Verified(tokens, picks, self._proposed, self._over(verified.path))
+
+    def _shape(self, tree: DraftShape) -> DraftShape:
+        """The shape to fill on the drafter's device; remembered, as it rarely changes."""
+        if self._tree is None or self._tree[0] is not tree:
+            self._tree = tree, tree.to(self.device) if isinstance(tree, TokenTree) else tree
+        return self._tree[1]
+
+    def _keyed(self, noise: Noise) -> Any:
+        """The same noise on the drafter's device. Copied are the keys that drafting reads, when they changed."""
+        if self._noise is None or self._noise[0] is not noise:
+            self._noise = noise, copy.copy(noise), {}
+        _, placed, known = self._noise
+        stream = getattr(noise, "drafts", None)
+        if stream is None:  # drafts are ranked without noise: nobody reads its keys
+            return placed
+        for name, value in vars(noise).items():
+            if isinstance(value, Tensor) and not (name == "roots" and stream is Stream.TARGET):
+                last = known.get(name)
+                if last is None or last[0] is not value or last[1] != value._version:
+                    setattr(placed, name, self._over(value))
+                    known[name] = value, value._version
+        return placed
+
+    def _tree_back(self, tree: TokenTree) -> TokenTree:
+        return TokenTree(
+            self._back(tree.parents),
+            self._back(tree.depth),
+            self._back(tree.ancestors),
+            tree.max_depth,
+            tree.is_chain,
+        )
+
+    def _over(self, value: Tensor) -> Tensor:
+        self.transfer.moves_in += 1
+        self.transfer.bytes_in += value.numel() * value.element_size()
+        return self._move(value, self.device)
+
+    def _back(self, value: Tensor) -> Tensor:
+        self.transfer.moves_out += 1
+        self.transfer.bytes_out += value.numel() * value.element_size()
+        return self._move(value, self.target_device)
+
+    def _move(self, value: Tensor, device: torch.device) -> Tensor:
+        if not self.measure:
+            return value.to(device)
+        self._synchronise()
+        began = time.perf_counter()
+        moved = value.to(device)
+        self._synchronise()
+        self.transfer.seconds += time.perf_counter() - began
+        return moved
+
+    def _synchronise(self) -> None:
+        for device in (self.device, self.target_device):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights:
+    """The target's shared weights on another device, for building or loading a drafter there: embedding and LM head are copied,
+    logits are computed there, and other tensors are copied when asked for."""
+    device = torch.device(device)
+    weights = target.weights
+    embedding = weights.embedding.to(device)
+    tied = weights.lm_head is weights.embedding
+    lm_head = embedding if tied else weights.lm_head.to(device)
+    bias = getattr(target.model.get_output_embeddings(), "bias", None)
+    bias = None if bias is None else bias.detach().to(device)
+    logits = head_function(target.model, lambda states: linear(states, lm_head, bias))
+    state = _MovedState(weights.state, device)
+    return TargetWeights(embedding, lm_head, logits, state, weights.rotary, weights.windows)
+
+
+class _MovedState(Mapping[str, Tensor]):
+    """Named tensors, each moved to `device` when asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        self._state, self._device = state, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name].to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)

@@ -1,0 +1,66 @@
+"""The contract of acceptance rules.
+
+A rule sees the drafted tree and the target's logits at every node and decides which path is kept and which token follows it. It
+has fixed shapes and asks the device for nothing, so that it can be captured with the step around it.
+
+Legend: B rows, N nodes, D the tree's deepest level, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+@dataclass
+class Verdict:
+    """What a rule kept of one verification.
+
+    path [B, D+1] int64: nodes of the kept path, root first; entries beyond it repeat the root.
+    accepted [B] int64: drafted tokens on it.
+    refused [B] bool: drafted tokens were tested at its last node and none was kept.
+    tokens [B, D+1] int64: entry i is the token committed after path node i, so entry `accepted` is the bonus (or the token drawn in
+    place of a refused one); later entries mean nothing.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    refused: Tensor
+    tokens: Tensor
+
+
+def without_dead(proposal: Proposal) -> Tensor:
+    """The drafted tokens [B, N], -1 (which no target picks) at nodes behind `Proposal.limit`."""
+    if proposal.limit is None:
+        return proposal.tokens
+    return torch.where(proposal.tree.depth <= proposal.limit[:, None], proposal.tokens, -1)
+
+
+def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
+    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was left to be tested."""
+    return refused if proposal.limit is None else refused & (accepted < proposal.limit)
+
+
+class Rule(Protocol):
+    """One acceptance rule.
+
+    lossless: whether what is committed follows the target's distribution. drafts: the noise stream that drafts are drawn with
+    (None: no noise). keeps_logits: whether it needs `Proposal.logits`.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    drafts: Stream | None
+    keeps_logits: bool
+
+    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+        """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions [B, N] of the nodes: the token
+        after node i stands at positions + 1.
+        """
+        ...

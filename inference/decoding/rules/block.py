@@ -1,0 +1,78 @@
+"""Block verification of chains (Sun et al., 2403.10444): the drafts are weighed together, which keeps more of
+them than rejection sampling does on average, never fewer, and is the best any rule for chains can do.
+
+With x_1..x_D the drafts, p and q the distributions behind i drafts, and s_0 = 1:
+
+    s_i = min(1, s_{i-1} p(x_i) / q(x_i))                how much of the drafts' mass the target grants
+    S_i = sum_x max(s_i p(x) - q(x), 0)                  what the target has left behind them
+    h_i = S_i / (S_i + 1 - s_i) for i < D,  h_D = s_D
+
+Each length i passes with probability h_i on its own; the longest one that passes is kept, and the next token
+is drawn from max(s_i p - q, 0), or from p behind the last draft.
+
+Here the rule may stop at i because of drafts behind i. Their noise must not be used again: see
+`inference.decoding.sampling.noise`.
+
+Certain drafts: `match` keeps a run of them with the probability that the target says it, and no rule can keep
+it more often; so they, and temperature 0, are left to `match`.
+
+Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from inference.decoding.rules.base import Verdict
+from inference.decoding.rules.match import Match
+from inference.decoding.rules.weights import Chain, weighs
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+class BlockVerification:
+    """See the module. Chains only."""
+
+    name: ClassVar[str] = "block"
+    lossless: ClassVar[bool] = True
+    keeps_logits = True
+
+    def __init__(self) -> None:
+        self.drafts: Stream | None = Stream.DRAFT
+        self._match = Match(share=False)
+
+    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+        """See `Rule.judge`."""
+        if not weighs(proposal, noise):
+            return self._match.judge(proposal, logits, positions, noise)
+        assert noise.roots is not None, "block verification needs noise that is keyed by the pass"
+        chain = Chain.of(proposal, logits, noise.settings)
+        shares = granted(chain.p_drafted, chain.q_drafted)
+        coins = noise.uniforms(positions[:, 1:], 1)[..., 0]
+        passed = coins < chances(chain, shares)  # strictly: a chance of 0 never passes
+        lengths = torch.arange(1, passed.shape[1] + 1, device=passed.device)
+        accepted = torch.nn.functional.pad(torch.where(passed, lengths, 0), (1, 0)).amax(1)
+        return chain.verdict(accepted, positions, noise, shares)
+
+
+def granted(p_drafted: Tensor, q_drafted: Tensor) -> Tensor:
+    """s_0..s_D [B, N] for the drafts' probabilities [B, D]."""
+    shares = [p_drafted.new_ones(p_drafted.shape[0])]
+    for p, q in zip(p_drafted.unbind(1), q_drafted.unbind(1), strict=True):
+        mass = shares[-1] * p
+        whole = (mass >= q) & (mass > 0)
+        shares.append(torch.where(whole, 1.0, mass / torch.where(whole | (q <= 0), 1.0, q)))
+    return torch.stack(shares, 1)
+
+
+def chances(chain: Chain, shares: Tensor) -> Tensor:
+    """h_1..h_D [B, D] for shares [B, N]."""
+    share = shares[:, 1:]
+    left = (share[..., None] * chain.p[:, 1:] - chain.q[:, 1:]).clamp(min=0).sum(-1)
+    whole = left + (1 - share)
+    # 0 / 0 is s = 1 with p = q: nothing speaks against the draft
+    inner = torch.where(whole > 0, left / torch.where(whole > 0, whole, 1.0), 1.0)
+    return torch.cat([inner[:, :-1], share[:, -1:]], 1)

@@ -1,0 +1,37 @@
+"""The `match` rule: a node is kept when it is what the target picks at its parent, with the target's own noise.
+
+The text is then the target's picks along one path, whatever was drafted: token-identical to decoding without a drafter with the
+same seed, at any temperature.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from inference.decoding.rules.base import Verdict, tested, without_dead
+from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.kernels.reference.commit import ACCEPT_WALK
+
+
+class Match:
+    """See the module. share: rank drafts with the target's noise as well, so that they agree with it more often."""
+
+    name: ClassVar[str] = "match"
+    lossless: ClassVar[bool] = True
+    keeps_logits = False
+
+    def __init__(self, share: bool = True) -> None:
+        self.drafts = Stream.TARGET if share else None
+
+    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+        """See `Rule.judge`."""
+        picks = noise.target_pick(logits, positions + 1)
+        found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
+        # accepted drafts ARE the picks before them
+        tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)
+        return Verdict(
+            found.path, found.accepted, tested(found.has_children, found.accepted, proposal), tokens
+        )

@@ -1,0 +1,135 @@
+"""Recursive rejection of several candidates per node, drawn without replacement (SpecInfer, 2305.09781;
+without replacement as in Sequoia, 2402.12374). Chains and trees.
+
+At a node with target distribution p and draft distribution q, its children are tried in the order in which
+they were drawn. A child x is kept with probability min(1, p(x) / q(x)), and the walk goes on below it.
+Otherwise p becomes max(p - q, 0), q loses x, both are normalised, and the next child is tried. Behind the
+last one the next token is drawn from what is left of p. Children are the best scores of log q plus Gumbel
+noise in falling order, which is drawing without replacement.
+
+Static trees are weighed so. In a dynamic tree the drafts decide, by their scores, how many siblings and
+descendants are drafted at all; given the tree, a child no longer follows q, and weighing it by q would be
+wrong. There the candidates are the drafter's best tokens without noise, hence certain, and judged as EAGLE's
+code judges them: a child is kept with p(x), else p loses x. That is the law of drawing from p and looking for
+the child (`match`, see `inference.decoding.rules.weights`), which is how it is done.
+
+Legend: B rows, N nodes, D the tree's deepest level, K children per node at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.rules.base import Verdict
+from inference.decoding.rules.match import Match
+from inference.decoding.rules.weights import (
+    at_node,
+    committed,
+    draft_logits,
+    draw,
+    target_probabilities,
+    weighs,
+)
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+class SpecInfer:
+    """See the module. shape: what drafters are asked to fill; a static tree is read here, on the host."""
+
+    name: ClassVar[str] = "specinfer"
+    lossless: ClassVar[bool] = True
+
+    def __init__(self, shape: DraftShape) -> None:
+        self._match = Match(share=False)
+        self._static = isinstance(shape, TokenTree)
+        self.keeps_logits = self._static
+        self.drafts: Stream | None = Stream.DRAFT if self._static else None
+        if isinstance(shape, TokenTree):
+            self._children, self._widths = children_of(shape)
+
+    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+        """See `Rule.judge`. Only the nodes that the walk reaches are weighed, one per depth."""
+        if not (self._static and weighs(proposal, noise)):
+            return self._match.judge(proposal, logits, positions, noise)
+        assert proposal.logits is not None and proposal.tree.num_nodes == self._children.shape[0]
+        settings = noise.settings
+        node = torch.zeros_like(proposal.tokens[:, 0])
+        walking = torch.ones_like(node, dtype=torch.bool)
+        refused = torch.zeros_like(walking)
+        path, left, behind = [node], logits.new_zeros(()), node
+        for level, width in enumerate((*self._widths, 0)):  # behind the deepest level nothing is tried
+            p = target_probabilities(at_node(logits, node), settings)
+            rest, position = p, positions.gather(1, node[:, None]) + 1
+            found, child = torch.zeros_like(walking), node
+            if width:
+                children = self._children[node, :width]
+                there = children > 0
+                if proposal.limit is not None:
+                    there = there & (level < proposal.limit)[:, None]
+                scores = draft_logits(
+                    at_node(proposal.logits, node), settings, proposal.token_ids, p.shape[-1]
+                )
+                p_child, q_child, rest = tries(p, scores, proposal.tokens.gather(1, children), there)
+                coins = noise.uniforms(position, width)[:, 0]
+                kept = walking[:, None] & (coins * q_child < p_child)  # strictly: nothing with p = 0 is kept
+                found = kept.any(1)
+                child = children.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))[:, 0]
+                refused = refused | (walking & there.any(1) & ~found)
+            stops = walking & ~found
+            left = torch.where(stops[:, None], rest, left)
+            behind = torch.where(stops, position[:, 0], behind)
+            node, walking = torch.where(found, child, node), found
+            path.append(torch.where(found, child, 0))
+        way = torch.stack(path[:-1], 1)
+        accepted = (way > 0).sum(1)
+        bonus = draw(left, left, behind, noise)
+        return Verdict(
+            way, accepted, refused, committed(proposal.tokens.gather(1, way[:, 1:]), accepted, bonus)
+        )
+
+
+def tries(p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weigh the children of one node per row, each as if those before it had been refused.
+
+    p [B, V] the target's distribution, scores [B, V] log q up to a constant, tokens [B, K] of the children,
+    there [B, K] bool: False where a node has fewer. Returns p and q at each child [B, K] when it is tried,
+    and what is left of p [B, V] behind them all. A child that is not there, and one that was not drawn from
+    what was left of q (a repeated token), has p = 0 and q = 1: it is refused and changes nothing.
+    """
+    p_tried, q_tried = [], []
+    for token, exists in zip(tokens.unbind(1), there.unbind(1), strict=True):
+        at = token[:, None]
+        q = scores.softmax(-1).nan_to_num(0.0)  # NaN: every token was tried
+        q_token = q.gather(1, at)
+        drawn = exists[:, None] & (q_token > 0)
+        p_tried.append(torch.where(drawn, p.gather(1, at), 0.0))
+        q_tried.append(torch.where(drawn, q_token, 1.0))
+        left = (p - q).clamp(min=0)
+        mass = left.sum(-1, keepdim=True)
+        # nothing is left only where p = q: then the child was kept, but for rounding
+        p = torch.where(drawn & (mass > 0), left / torch.where(mass > 0, mass, 1.0), p)
+        scores = torch.where(drawn, scores.scatter(1, at, float("-inf")), scores)
+    return torch.cat(p_tried, 1), torch.cat(q_tried, 1), p
+
+
+def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
+    """Children of each node of a static tree, in node order, [N, K] int64 (0: none), on the tree's device;
+    and the most children that a node has at each depth 0..D-1. Reads the tree on the host.
+    """
+    parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
+    children: list[list[int]] = [[] for _ in parents]
+    for node in range(1, len(parents)):
+        children[parents[node]].append(node)
+    widths = [0] * tree.max_depth
+    for node, below in enumerate(children):
+        if below:
+            widths[depth[node]] = max(widths[depth[node]], len(below))
+    most = max(widths, default=0)
+    padded = [below + [0] * (most - len(below)) for below in children]
+    table = torch.tensor(padded, dtype=torch.int64, device=tree.parents.device)
+    return table.reshape(len(parents), most), tuple(widths)

@@ -1,0 +1,78 @@
+"""Typical acceptance (Medusa, 2401.10774): LOSSY. The text does not follow the target's distribution.
+
+A draft x is kept when the target finds it likely enough for how undecided it is: p(x) > min(epsilon, delta *
+exp(-H(p))), with H the entropy of p (temperature and filters applied). The longest path of such drafts is
+kept, of equally long ones the likeliest, and the next token is drawn from p behind it. At temperature 0 it is
+`match`, and lossless.
+
+Drafts are the drafter's best tokens, without noise, as published.
+
+Legend: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from heads.api.errors import UserError
+from inference.decoding.rules.accept import walk
+from inference.decoding.rules.base import Verdict, tested
+from inference.decoding.rules.match import Match
+from inference.decoding.rules.weights import committed, target_probabilities
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+class Typical:
+    """See the module; LOSSY. epsilon, delta (0..1): the two thresholds; the defaults are Medusa's.
+
+    Raises `UserError` for thresholds outside their ranges.
+    """
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    keeps_logits = False
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        for name, value in (("epsilon", epsilon), ("delta", delta)):
+            if not 0 < value <= 1:
+                raise UserError(f"rule 'typical' needs {name} above 0 and at most 1; given: {value}.")
+        self.epsilon, self.delta = epsilon, delta
+        self.drafts: Stream | None = None
+        self._match = Match(share=False)
+
+    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+        """See `Rule.judge`."""
+        if noise.settings.greedy:
+            return self._match.judge(proposal, logits, positions, noise)
+        tokens, tree = proposal.tokens, proposal.tree
+        p = target_probabilities(logits, noise.settings)
+        enough = (self.delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=self.epsilon)
+        parents = tree.parents.expand(tokens.shape[0], -1)
+        row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        likely = p[row, parents, tokens]
+        kept = likely > enough.gather(1, parents)
+        if proposal.limit is not None:
+            kept = kept & (tree.depth <= proposal.limit[:, None])
+        found = walk(self._best_path(kept, likely, proposal).to(torch.int64), torch.ones_like(tokens), tree)
+        last = found.path.gather(1, found.accepted[:, None])
+        bonus = noise.target_pick(logits[row, last], positions.gather(1, last) + 1)[:, 0]
+        drafted = tokens.gather(1, found.path[:, 1:])
+        refused = tested(found.has_children, found.accepted, proposal)
+        return Verdict(found.path, found.accepted, refused, committed(drafted, found.accepted, bonus))
+
+    def _best_path(self, kept: Tensor, likely: Tensor, proposal: Proposal) -> Tensor:
+        """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the likeliest."""
+        tree = proposal.tree
+        if tree.is_chain:
+            return kept
+        kept = kept.index_fill(1, kept.new_zeros(1, dtype=torch.int64), True)  # the root
+        above = tree.ancestors.expand(kept.shape[0], -1, -1)
+        depth = torch.where((kept[:, None] | ~above).all(-1), tree.depth, -1)
+        chance = torch.where(above[..., 1:], likely.log()[:, None, 1:], 0.0).sum(-1)
+        chance = torch.where(depth == depth.amax(1, keepdim=True), chance, float("-inf"))
+        best = chance.argmax(1)[:, None, None].expand(-1, 1, kept.shape[1])
+        return above.gather(1, best)[:, 0]

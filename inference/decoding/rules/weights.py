@@ -1,0 +1,129 @@
+"""What rules that accept by probability share: both distributions, draws from weights, weighed chains.
+
+With p the target's distribution at a node (temperature and filters applied) and q the one its children were
+drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a certain draft x accepts it
+with probability p(x) and otherwise draws from p without x; that is the law of drawing from p and looking
+whether x came out, so every lossless rule is `match` for them, as it is at temperature 0.
+
+Which noise is used for what, within one pass: the draft at position x is drawn with (DRAFT, x), tried with
+(COIN, x), one column for each sibling; the token that follows the kept path, at position x, with (RESIDUAL,
+x). Drafts of one depth share their position and so their noise, but no rule looks at the children of more
+than one of them. No pair is shared between passes (`SharedNoise.roots`).
+
+Legend: B rows, N nodes, D = N - 1 drafted tokens of a chain, V vocabulary, V' its drafted part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal
+from inference.decoding.rules.base import Verdict
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise, Stream
+
+
+def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
+    """Whether drafts can be weighed: above temperature 0, with the logits that they were drawn from."""
+    return proposal.logits is not None and not noise.settings.greedy
+
+
+def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """p [..., V] for the target's logits [..., V]; float32, or float64 for float64 logits."""
+    return shape_logits(logits, settings).softmax(-1)
+
+
+def draft_logits(
+    logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
+) -> Tensor:
+    """log q up to a constant [..., V] for the drafter's logits [..., V']; -inf outside its vocabulary.
+
+    In float32 at least, as `SharedNoise` draws: drafts were not drawn from a q rounded to bfloat16.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    if token_ids is None:
+        return scaled
+    whole = scaled.new_full((*scaled.shape[:-1], vocab_size), float("-inf"))
+    return whole.index_copy(-1, token_ids, scaled)
+
+
+def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
+    """One token [B] per row from `weights` [B, V] (any sum) for `positions` [B], by the Gumbel-max trick.
+
+    instead [B, V]: drawn from where all weights are 0, which only rounding can bring about.
+    """
+    empty = weights.sum(-1, keepdim=True) <= 0
+    scores = torch.where(empty, instead, weights).log()
+    return (scores + noise.gumbel(positions[:, None], stream=Stream.RESIDUAL)[:, 0]).argmax(-1)
+
+
+def at_node(values: Tensor, node: Tensor) -> Tensor:
+    """The entries [B, V] of `values` [B, N, V] at one node [B] per row."""
+    return values[torch.arange(node.shape[0], device=node.device), node]
+
+
+def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
+    """`Verdict.tokens` [B, D+1]: the kept drafts `drafted` [B, D] up to `accepted` [B], then `bonus` [B]."""
+    return torch.cat([drafted, bonus[:, None]], 1).scatter(1, accepted[:, None], bonus[:, None])
+
+
+@dataclass
+class Chain:
+    """A drafted chain with its weights.
+
+    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft that counts, where nothing was drafted;
+    p_drafted, q_drafted [B, D]: the probabilities of the drafts where they were drawn; 0 and 1 at dead ones, which are never kept.
+    limit [B] int64: `Proposal.limit`, or None.
+    """
+
+    drafted: Tensor
+    p: Tensor
+    q: Tensor
+    p_drafted: Tensor
+    q_drafted: Tensor
+    limit: Tensor | None = None
+
+    @classmethod
+    def of(cls, proposal: Proposal, logits: Tensor, settings: SamplingSettings) -> Chain:
+        """Weigh `proposal`, drawn from logits that were kept; logits [B, N, V] are the target's."""
+        assert proposal.logits is not None and proposal.tree.is_chain
+        drafted = proposal.tokens[:, 1:]
+        p = target_probabilities(logits, settings)
+        scores = draft_logits(proposal.logits[:, :-1], settings, proposal.token_ids, p.shape[-1])
+        q = torch.nn.functional.pad(scores.softmax(-1), (0, 0, 0, 1))
+        at, limit = drafted[..., None], proposal.limit
+        p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
+        if limit is not None:
+            live = (
+                torch.arange(p.shape[1], device=p.device) < limit[:, None]
+            )  # [B, N]: a draft follows that counts
+            q = torch.where(live[..., None], q, 0.0)
+            p_drafted, q_drafted = (
+                torch.where(live[:, :-1], p_drafted, 0.0),
+                torch.where(live[:, :-1], q_drafted, 1.0),
+            )
+        return cls(drafted, p, q, p_drafted, q_drafted, limit)
+
+    def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
+        """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p - q, 0).
+
+        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0, so that this is p.
+        """
+        at = accepted[:, None]
+        p, q = at_node(self.p, accepted), at_node(self.q, accepted)
+        return ((p if shares is None else shares.gather(1, at) * p) - q).clamp(min=0)
+
+    def verdict(
+        self, accepted: Tensor, positions: Tensor, noise: SharedNoise, shares: Tensor | None = None
+    ) -> Verdict:
+        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the nodes."""
+        at = accepted[:, None]
+        rest = self.rest(accepted, shares)
+        bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)
+        place = torch.arange(self.p.shape[1], device=rest.device)
+        path = torch.where(place <= at, place, 0)
+        refused = accepted < (self.drafted.shape[1] if self.limit is None else self.limit)
+        return Verdict(path, accepted, refused, committed(self.drafted, accepted, bonus))

@@ -1,0 +1,104 @@
+"""How the target's distribution is shaped before a token is picked from it: processors, temperature, filters.
+
+The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change the
+logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come temperature, top-k, top-p and min-p
+(`shape_logits`).
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by their own."""
+
+    temperature: float = 0.0
+    """0 picks the most likely token; 1 samples the model's own distribution."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches this share; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) pairs, each token at most once."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that never appear whole: where the text ends with all but the last, that is forbidden.
+    An end-of-text token may be one: then answers end with their budget (transformers ignores such a word)."""
+
+    def __post_init__(self) -> None:
+        biased = [token for token, _ in self.logit_bias]
+        checks = {
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
+            "logit_bias": (
+                all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias)
+                and len(set(biased)) == len(biased),
+                "pairs of a token id (0 or more, each once) and a finite number, such as [[17, -5.0]]; "
+                "to forbid a token use decode.bad_words",
+            ),
+            "bad_words": (
+                all(word and min(word) >= 0 for word in self.bad_words),
+                "lists of at least one token id (0 or more), such as [[5], [8, 9]]",
+            ),
+        }
+        for name, (fine, allowed) in checks.items():
+            if not fine:
+                raise UserError(f"decode.{name} must be {allowed}; given: {getattr(self, name)}.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether any token is removed from the target's distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether the text before a node has a say in its logits."""
+        return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `inference.decoding.sampling.processors` has anything to do."""
+        return self.repetition_penalty != 1 or bool(self.logit_bias) or bool(self.bad_words)
+
+
+def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """Filtered, tempered logits [..., V] (at least float32; removed tokens are -inf); temperature above 0.
+
+    Order as in common engines: temperature first, then top-k, top-p and min-p on the tempered distribution.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    if settings.top_k and settings.top_k < scaled.shape[-1]:
+        kth = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+    if settings.top_p < 1:
+        ordered, index = scaled.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        before = (
+            probabilities.cumsum(-1) - probabilities
+        )  # mass of the strictly better tokens: the first token always stays
+        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, index, before >= settings.top_p)
+        scaled = scaled.masked_fill(removed, float("-inf"))
+    if settings.min_p > 0:
+        floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)
+        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+    return scaled

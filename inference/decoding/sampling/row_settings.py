@@ -1,0 +1,222 @@
+"""Sampling settings that belong to rows: requests of different temperature and filters in one batch.
+
+A server's requests bring settings of their own. What the step needs of them lies in tensors with one entry per row, so that a step
+has the same operations whoever sits in the rows. The picks are those that `SharedNoise` makes with the row's own settings, bit for
+bit: the same operations in the same order, with a row's number where a constant stood (`tests/inference/test_row_settings.py`).
+
+What the host knows saves work. `mode` says whether any row samples, and whether any filters: a step, and a captured graph, belongs
+to one mode. Where steps are launched one by one on a CPU, only the rows that need it are worked on.
+
+Legend: B rows, R some of them, M positions per row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.kernels.reference.noise import NOISE_PICK
+
+GREEDY, SAMPLED, FILTERED = 0, 1, 2
+"""What a batch needs: the best token, the best with noise, or that of a filtered distribution. Each includes those before it."""
+OWN = ("temperature", "top_k", "top_p", "min_p")
+"""The settings that a request may bring; all others are the engine's."""
+COLUMNS = 5
+
+
+@dataclass
+class Subset:
+    """Rows [R] int64 that need something, or None for all rows (those that do not are masked)."""
+
+    sampled: Tensor | None = None
+    filtered: Tensor | None = None
+
+
+class RowSettings:
+    """The settings of B rows. values [B, 5] float64: temperature (1 at greedy rows), whether sampled, k, mass, log of min-p.
+
+    engine: the settings that every other one must agree with beside `OWN`. static: steps must not depend on who sits where, only on
+    `mode` (captured or compiled steps).
+    """
+
+    def __init__(
+        self, rows: int, engine: SamplingSettings, vocab_size: int, device: torch.device, static: bool
+    ) -> None:
+        self.engine, self.vocab_size, self.static = engine, vocab_size, static
+        self.values = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
+        self.held: list[SamplingSettings] = [engine] * rows
+        self.mode = GREEDY
+        self.subset = Subset()
+        self.put(list(range(rows)), self.held)
+        self.arrange(range(rows))
+
+    def put(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
+        """Give `rows` their settings; raises `UserError` for settings that only an engine can have."""
+        for row, item in zip(rows, settings, strict=True):
+            check_own(item, self.engine)
+            self.held[row] = item
+        numbers = torch.tensor([_numbers(item, self.vocab_size) for item in settings], dtype=torch.float64)
+        self.values[torch.tensor(list(rows), device=self.values.device)] = numbers.to(self.values.device)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row's settings to another row."""
+        self.held[target] = self.held[source]
+        self.values[target] = self.values[source]
+
+    def arrange(self, rows: Sequence[int]) -> None:
+        """Say which rows are decoded by the next step: sets `mode`, and which rows need what."""
+        sampled = [row for row in rows if not self.held[row].greedy]
+        filtered = [row for row in sampled if self.held[row].filters]
+        self.mode = FILTERED if filtered else SAMPLED if sampled else GREEDY
+        if self.static:
+            return
+        everyone = len(rows) == (max(rows) + 1 if rows else 0)
+        device = self.values.device
+        self.subset = Subset(
+            None if everyone and len(sampled) == len(rows) else torch.tensor(sampled, device=device),
+            None if everyone and len(filtered) == len(rows) else torch.tensor(filtered, device=device),
+        )
+
+    def first(self, count: int) -> RowSettings:
+        """The first `count` rows, as views: what is put here is seen there. `arrange` each on its own."""
+        return self._part(self.values[:count], self.held)
+
+    def at(self, rows: Sequence[int]) -> RowSettings:
+        """Copies of the settings of `rows`, arranged for all of them."""
+        index = torch.tensor(list(rows), device=self.values.device)
+        part = self._part(self.values[index], [self.held[row] for row in rows])
+        part.arrange(range(len(rows)))
+        return part
+
+    def _part(self, values: Tensor, held: list[SamplingSettings]) -> RowSettings:
+        part = object.__new__(RowSettings)
+        part.engine, part.vocab_size, part.static = self.engine, self.vocab_size, self.static
+        part.values, part.held, part.mode, part.subset = values, held, self.mode, Subset()
+        return part
+
+    # ---- what a step computes ----------------------------------------------------------------------------------------------
+
+    def tempered(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose logits they are; None: all rows'."""
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return scaled / self._column(0, rows, scaled)
+
+    def sampled(self, rows: Tensor | None = None) -> Tensor:
+        """Whether rows sample [R, 1, 1] bool."""
+        return self._column(1, rows, self.values) > 0
+
+    def filtered(self, scaled: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Tempered logits [R, M, V] with removed tokens at -inf: `inference.decoding.sampling.distribution.shape_logits`, row by row."""
+        ordered = scaled.sort(dim=-1, descending=True).values
+        last = (self._column(2, rows, self.values).long() - 1).clamp(0, scaled.shape[-1] - 1)
+        kth = ordered.gather(-1, last.expand(-1, scaled.shape[1], 1))
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+        ordered, index = scaled.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        removed = before >= self._column(3, rows, before)
+        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, index, removed)
+        scaled = scaled.masked_fill(removed, float("-inf"))
+        floor = scaled.amax(-1, keepdim=True) + self._column(4, rows, scaled)
+        return scaled.masked_fill(scaled < floor, float("-inf"))
+
+    def _column(self, number: int, rows: Tensor | None, like: Tensor) -> Tensor:
+        """One number per row, [R, 1, 1], in the dtype of `like`."""
+        column = self.values[:, number]
+        return (column if rows is None else column[rows]).to(like.dtype)[:, None, None]
+
+
+def check_own(item: SamplingSettings, engine: SamplingSettings) -> None:
+    """Raise `UserError` when a request's settings differ from the engine's in more than `OWN`."""
+    for name in ("repetition_penalty", "logit_bias", "bad_words"):
+        if getattr(item, name) != getattr(engine, name):
+            raise UserError(
+                f"a request cannot bring a {name} of its own; given {getattr(item, name)}, the engine has "
+                f"{getattr(engine, name)}. Requests may set {', '.join(OWN)}."
+            )
+
+
+def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
+    """A row of `RowSettings.values`; what is off is a number that removes nothing."""
+    return (
+        item.temperature or 1.0,
+        0.0 if item.greedy else 1.0,
+        min(item.top_k, vocab_size) if item.top_k else vocab_size,
+        item.top_p if item.top_p < 1 else math.inf,
+        math.log(item.min_p) if item.min_p > 0 else -math.inf,
+    )
+
+
+class RowNoise(SharedNoise):
+    """`SharedNoise` for rows with settings of their own. For rule `match`, which needs nothing but picks."""
+
+    def __init__(
+        self,
+        rows: RowSettings,
+        seeds: Tensor,
+        vocab_size: int,
+        drafts: Stream | None = Stream.TARGET,
+        roots: Tensor | None = None,
+    ) -> None:
+        super().__init__(rows.engine, seeds, vocab_size, None, False, roots)
+        self.rows, self.drafts = rows, drafts
+
+    @property
+    def mode(self) -> int:
+        """See `RowSettings.mode`."""
+        return self.rows.mode
+
+    def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """See `heads.api.drafter.Noise.scores`."""
+        if self.mode == GREEDY:
+            return logits.float().log_softmax(-1)
+        ranked = self.rows.tempered(logits.float()).log_softmax(-1)
+        if self.drafts is None:
+            return ranked
+        return ranked + torch.where(self.rows.sampled(), self.gumbel(positions, token_ids, self.drafts), 0.0)
+
+    def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """See `heads.api.drafter.Noise.pick`."""
+        if self.drafts is None or self.mode == GREEDY:
+            return logits.argmax(-1)
+        return self._noisy(logits, positions, self.stream(self.drafts), token_ids)
+
+    def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """See `SharedNoise.target_pick`."""
+        if self.mode == GREEDY:
+            return logits.argmax(-1)
+        if self.mode == SAMPLED:
+            return self._noisy(logits, positions, self.seeds)
+        subset = self.rows.subset.filtered
+        if subset is None:
+            filtered = self.rows.filtered(self.rows.tempered(logits))
+            picked: Tensor = NOISE_PICK(filtered, positions, self.seeds, 1.0)
+            if not self.rows.static:
+                return picked
+            return torch.where(self.rows.sampled()[..., 0], picked, logits.argmax(-1))
+        picks = self._noisy(logits, positions, self.seeds)
+        part = self.rows.filtered(self.rows.tempered(logits[subset], subset), subset)
+        picks[subset] = NOISE_PICK(part, positions[subset], self.seeds[subset], 1.0)
+        return picks
+
+    def _noisy(
+        self, logits: Tensor, positions: Tensor, seeds: Tensor, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """Picks [B, M] with noise in the rows that sample, without filters."""
+        subset = self.rows.subset.sampled
+        if subset is None:
+            noisy: Tensor = NOISE_PICK(self.rows.tempered(logits), positions, seeds, 1.0, token_ids)
+            if not self.rows.static:
+                return noisy
+            return torch.where(self.rows.sampled()[..., 0], noisy, logits.argmax(-1))
+        picks = logits.argmax(-1)
+        part = self.rows.tempered(logits[subset], subset)
+        picks[subset] = NOISE_PICK(part, positions[subset], seeds[subset], 1.0, token_ids)
+        return picks

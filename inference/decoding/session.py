@@ -1,0 +1,136 @@
+"""Open-ended decoding: requests come and go while others run. What a server's worker drives, and anything else that never ends.
+
+    with Session(engine, capacity=2048, on_tokens=show) as session:
+        session.add(Request(0, tokens, seed=1, max_new_tokens=64, sampling=SamplingSettings(temperature=0.7)))
+        while session.unfinished:
+            for completion in session.step():
+                ...
+
+Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of `capacity` slots; requests may bring temperature,
+top_k, top_p and min_p of their own; a step computes the rows in use alone. A request's text is what `Engine.generate` gives for its
+prompt, seed and settings. Everything is to be called from one thread, the one that made the session.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from heads.api.drafter import forget
+from heads.api.errors import UserError
+from inference.decoding.batch import BatchRun, OnTokens
+from inference.decoding.buffers import Lanes
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+
+
+class Session:
+    """See the module. details: passes say what was drafted (`PassRecord.details`).
+
+    Raises `UserError` for a rule other than match (a request's text must not depend on the draft), a capacity that the target does
+    not have, and a batch that does not fit into memory.
+    """
+
+    def __init__(
+        self, engine: Engine, capacity: int, on_tokens: OnTokens | None = None, *, details: bool = False
+    ) -> None:
+        decode, limit = engine.decode, engine.target.info.max_position_embeddings
+        if decode.rule != "match":
+            raise UserError(
+                f"requests with settings of their own need decode.rule=match, which gives the same text with any draft; given: "
+                f"decode.rule={decode.rule}."
+            )
+        if not 2 <= capacity <= limit:
+            raise UserError(
+                f"a session needs 2 to {limit} positions per request (target '{engine.target.info.id}'); given: {capacity}."
+            )
+        self.engine, self.capacity = engine, capacity
+        self._stack = ExitStack()
+        slots = capacity + engine.tree.num_nodes + 1
+        engine.require_memory(decode.batch_size, slots, min(decode.prefill_chunk, capacity))
+        self.lanes = Lanes(
+            engine.target,
+            engine.drafter,
+            decode,
+            engine.tree,
+            decode.batch_size,
+            slots,
+            engine.clock,
+            own_settings=True,
+            details=details,
+        )
+        lag = decode.steps_behind(engine.target.device)
+        self._run = BatchRun(self.lanes, [], on_tokens, lag, narrow=True)
+
+    def __enter__(self) -> Session:
+        self._stack.enter_context(torch.no_grad())
+        self._stack.enter_context(self.engine.decoding())
+        self._allocate()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lanes.stop()
+        self._stack.close()
+
+    def _allocate(self) -> None:
+        """Read a token into every row, so that every buffer has its full size before the first request."""
+        rows, device = self.lanes.count, self.engine.target.device
+        ones = torch.ones(rows, dtype=torch.int64, device=device)
+        self.lanes.prefill(
+            torch.arange(rows, device=device), torch.zeros_like(ones)[:, None], ones, ones, torch.zeros_like(ones)
+        )
+        self.lanes.stop()
+        forget(self.engine.drafter)
+
+    # ---- requests ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request runs or waits."""
+        return self._run.unfinished
+
+    @property
+    def running(self) -> int:
+        """Requests in rows."""
+        return sum(item is not None for item in self._run.running)
+
+    @property
+    def free(self) -> int:
+        """Rows that no request sits in or waits for."""
+        return max(0, self.lanes.count - self.running - len(self._run.waiting))
+
+    def check(self, request: Request) -> None:
+        """Raise `UserError` for a request that cannot be decoded here."""
+        vocab, total = self.engine.target.info.vocab_size, len(request.tokens) + request.max_new_tokens
+        if not request.tokens or request.max_new_tokens < 1:
+            raise UserError("a prompt needs at least one token, and so does an answer.")
+        if min(request.tokens) < 0 or max(request.tokens) >= vocab:
+            raise UserError(f"token ids go from 0 to {vocab - 1}; the prompt has others.")
+        if total > self.capacity:
+            raise UserError(
+                f"prompt ({len(request.tokens)} tokens) and answer (up to {request.max_new_tokens}) need {total} positions; "
+                f"{self.capacity} are there."
+            )
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row; raises `UserError` (see `check`)."""
+        self.check(request)
+        self._run.waiting.append(request)
+
+    def cancel(self, index: int) -> None:
+        """Stop the request with that index at the next step; unknown ones are ignored."""
+        self._run.cancel(index)
+
+    def step(self) -> list[Completion]:
+        """Drop what was cancelled, or read waiting prompts, or verify once; returns the completions that ended."""
+        run = self._run
+        if not run.unfinished:
+            run.cancelled.clear()
+            return []
+        if not run.waiting:
+            run.close_ranks()
+        return self.engine.advance(run)

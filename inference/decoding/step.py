@@ -1,0 +1,228 @@
+"""One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no kind of drafter.
+
+Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives from step to step is updated in
+place, and nothing here asks the device for a value: so a step can be captured as a graph and replayed. What the host may know (how
+far the longest row has come) it can be told; then less of the cache is read.
+
+Legend: B rows, N nodes, D the tree's deepest level, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import Proposal, TargetStates, Verified
+from heads.api.features import FeatureSpec
+from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.adaptive.lengths import Limits
+from inference.decoding.clock import StepClock
+from inference.decoding.pass_details import pass_details
+from inference.decoding.rules.base import Rule, Verdict
+from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.processors import Prefix, Processors
+from inference.target.kv_cache import KVCache
+from inference.target.model import Seen, TargetModel
+
+
+@dataclass
+class Rows:
+    """The decoding rows on the device, updated in place.
+
+    lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache), root [B] the last committed
+    token, budget [B] new tokens that may still be committed, active [B] bool, seeds [B]; all int64 but `active`.
+    history [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at the text; else None.
+    """
+
+    lengths: Tensor
+    root: Tensor
+    budget: Tensor
+    active: Tensor
+    seeds: Tensor
+    history: Tensor | None = None
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device, history_slots: int = 0) -> Rows:
+        """Inactive rows. history_slots: S, or 0 for rows without a history."""
+
+        def zeros(*more: int) -> Tensor:
+            return torch.zeros(rows, *more, dtype=torch.int64, device=device)
+
+        active = torch.zeros(rows, dtype=torch.bool, device=device)
+        return cls(
+            zeros(), zeros(), zeros(), active, zeros(), zeros(history_slots) if history_slots else None
+        )
+
+    def first(self, count: int) -> Rows:
+        """The first `count` rows, as views."""
+        history = None if self.history is None else self.history[:count]
+        own = self.lengths, self.root, self.budget, self.active, self.seeds
+        lengths, root, budget, active, seeds = (part[:count] for part in own)
+        return Rows(lengths, root, budget, active, seeds, history)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another one and deactivate the first."""
+        for item in fields(self):
+            part = getattr(self, item.name)
+            if part is not None:
+                part[target] = part[source]
+        self.active[source] = False
+
+    def advance(self, result: StepResult) -> None:
+        """Take over what a step committed."""
+        advance = result.committed
+        if self.history is not None:
+            place = torch.arange(1, result.tokens.shape[1] + 1, device=advance.device)
+            slots = (self.lengths[:, None] + place).clamp(max=self.history.shape[1] - 1)
+            self.history.scatter_(
+                1, slots, result.tokens
+            )  # what was not committed is overwritten before it is read
+        last = (advance - 1).clamp(min=0)[:, None]
+        self.root.copy_(torch.where(self.active, result.tokens.gather(1, last)[:, 0], self.root))
+        self.lengths.add_(advance)
+        self.budget.sub_(advance)
+        self.active.logical_and_(~result.ended)
+
+
+@dataclass
+class StepResult:
+    """What one verification committed, per row.
+
+    tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted [B] drafted tokens among them;
+    rejected [B] bool: a drafted token was tested and refused; ended [B] bool: end of text or no budget left; live [B] int64:
+    drafted levels that counted (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None where unwanted.
+    """
+
+    tokens: Tensor
+    committed: Tensor
+    accepted: Tensor
+    rejected: Tensor
+    ended: Tensor
+    live: Tensor
+    details: Tensor | None = None
+
+    def packed(self) -> Tensor:
+        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details, where there are any, behind."""
+        flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
+        counts = [self.committed, self.accepted, *flags, self.live]
+        behind = [] if self.details is None else [self.details]
+        return torch.cat([torch.stack(counts, 1), self.tokens, *behind], 1)
+
+
+@dataclass
+class Decoder:
+    """The parts that a step works with; built by `inference.decoding.buffers.Lanes`."""
+
+    target: TargetModel
+    drafter: Any
+    tree: DraftShape
+    noise: SharedNoise
+    rule: Rule
+    processors: Processors
+    needs: FeatureSpec
+    clock: StepClock
+    eos: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )  # [E] end-of-text token ids
+    limits: Limits | None = None  # adaptive length
+    details: bool = False  # passes say what was drafted
+
+    def step(
+        self,
+        cache: KVCache,
+        rows: Rows,
+        state: Any,
+        longest: int | None,
+        exact: bool = True,
+        length: int | None = None,
+    ) -> tuple[StepResult, Any]:
+        """Advance every row by one verification; returns what was committed and the drafter's state.
+
+        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only the device knows. length:
+        drafted tokens of this step's chain, where it is not the whole one.
+        """
+        proposal = self._propose(rows, state, length)
+        if self.limits is not None:
+            proposal = self.limits.apply(proposal, rows.active, now=longest is not None and exact)
+        self.clock.mark("draft")
+        logits, positions, seen = self.target.verify(
+            cache, proposal.tokens, proposal.tree, rows.lengths, longest, self.needs, exact
+        )
+        self.clock.mark("verify")
+        if self.processors.active:
+            logits = self.processors(logits, self._prefix(rows, proposal))
+        verdict = self.rule.judge(proposal, logits, positions, self.noise)
+        result = self._cut(verdict, rows, proposal)
+        if self.limits is not None:
+            self.limits.observe(proposal, result.accepted, result.rejected, rows.active)
+        if self.details:
+            result.details = pass_details(proposal, logits, verdict, result.accepted)
+        if not proposal.tree.is_chain:
+            cache.compact(rows.lengths, verdict.path, verdict.accepted)
+        self.clock.mark("other")
+        if self.drafter is not None:
+            accepted = self._seen(proposal, result, verdict.path, rows, seen)
+            if self.needs.verified:
+                picks = self.noise.target_pick(logits, positions + 1)
+                accepted.verified = Verified(proposal.tokens, picks, proposal.tree, verdict.path)
+            state = self.drafter.commit(state, accepted)
+        rows.advance(result)
+        self.clock.mark("commit")
+        self.clock.passes += 1
+        return result, state
+
+    def _propose(self, rows: Rows, state: Any, length: int | None) -> Proposal:
+        if self.drafter is None:
+            assert isinstance(self.tree, TokenTree)
+            return Proposal(rows.root[:, None], self.tree)
+        if length is not None and self.limits is not None:
+            return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
+        proposal: Proposal = self.drafter.propose(state, self.noise)
+        return proposal
+
+    def _prefix(self, rows: Rows, proposal: Proposal) -> Prefix | None:
+        if rows.history is None:
+            return None
+        return Prefix(rows.history, rows.lengths, proposal.tokens, proposal.tree)
+
+    def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
+        """Cut what the rule kept at end of text and at the row's budget."""
+        tokens, full = verdict.tokens, verdict.accepted + 1
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (tokens[..., None] == self.eos).any(-1)
+        first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
+        committed = torch.minimum(torch.minimum(full, first_end), rows.budget)
+        committed = torch.where(rows.active, committed, 0)
+        cut = committed < full
+        ended = (committed == first_end) | (committed == rows.budget)
+        return StepResult(
+            tokens,
+            committed,
+            torch.where(cut, committed, committed - 1).clamp(min=0),
+            verdict.refused & ~cut & rows.active,
+            ended & rows.active,
+            torch.full_like(full, proposal.tree.max_depth) if proposal.limit is None else proposal.limit,
+        )
+
+    def _seen(
+        self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
+    ) -> TargetStates:
+        """What the drafter is told: the accepted run with the target's true states. Inactive rows repeat their root."""
+        place = torch.arange(path.shape[1], device=path.device)
+        valid = place < result.committed.clamp(min=1)[:, None]
+        positions = rows.lengths[:, None] + place
+        if proposal.tree.is_chain:
+            return TargetStates(proposal.tokens, result.tokens, positions, valid, seen.taps, seen.last_hidden)
+        row = torch.arange(path.shape[0], device=path.device)[:, None]
+        taps = None if seen.taps is None else seen.taps[row, path]
+        return TargetStates(
+            proposal.tokens.gather(1, path),
+            result.tokens,
+            positions,
+            valid,
+            taps,
+            seen.last_hidden[row, path],
+        )

@@ -1,0 +1,1 @@
+"""The meaning of every kernel in plain torch."""

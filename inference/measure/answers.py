@@ -1,0 +1,97 @@
+"""Measured answers on disk, one JSON line each: what report.json is computed from, and where a measurement
+resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inference.manifest import write_bytes
+
+PARTIAL_FILE = "records.partial.jsonl"
+FINAL_FILE = "records.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer of one arm: its tokens, (accepted, committed, rejected) per pass, seconds per phase."""
+
+    arm: str
+    prompt: str
+    repeat: int
+    tokens: list[int]
+    passes: list[tuple[int, int, bool]]
+    seconds: dict[str, float]
+
+
+@dataclass
+class AnswerLog:
+    """The records of a running measurement. A prompt counts as done when every arm has answered it."""
+
+    directory: Path
+    arms: list[str]
+    done: dict[tuple[str, int], dict[str, Record]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
+        """Continue the measurement in `directory` if it has the same fingerprint and was not finished; else
+        begin.
+        """
+        records = cls(directory, arms)
+        header, *lines = _read(directory / PARTIAL_FILE) or [{}]
+        if header.get("fingerprint") == fingerprint:
+            for line in lines:
+                record = Record(**line)
+                records.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
+        # arms of one prompt are compared with one another: those of an interrupted one are measured again,
+        # together
+        records.done = {key: found for key, found in records.done.items() if set(found) == set(arms)}
+        kept = [asdict(record) for found in records.done.values() for record in found.values()]
+        text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
+        write_bytes(directory / PARTIAL_FILE, text.encode())
+        return records
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self.done.values())
+
+    def has(self, prompt: str, repeat: int) -> bool:
+        """Whether every arm has answered the prompt in this repeat."""
+        return len(self.done.get((prompt, repeat), {})) == len(self.arms)
+
+    def add(self, record: Record) -> None:
+        """Keep a record and append it to the file."""
+        self.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
+        with (self.directory / PARTIAL_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+    def of(self, arm: str) -> list[Record]:
+        """An arm's records, ordered by repeat, then by the order in which prompts were first answered."""
+        return sorted((found[arm] for found in self.done.values()), key=lambda record: record.repeat)
+
+    def finish(self) -> None:
+        """The report stands: keep the records under their final name, so that the next measurement begins
+        afresh.
+        """
+        os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a measurement that is done."""
+    return [Record(**line) for line in _read(path)[1:]]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a records file; a last line cut off by a kill is dropped."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines

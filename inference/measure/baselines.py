@@ -1,0 +1,288 @@
+"""What others reach on the same prompts: transformers' own decoding loops, beside ours.
+
+Each is an arm of the same measurement: prompt by prompt it takes its turn with our loop, with the same
+weights, dtype, threads and greedy decoding. Seconds are split where our own are split: up to the first
+committed token is prefill, the rest is decoding. Serving engines live in environments of their own and are
+measured by `inference.measure.vllm_process`, not interleaved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
+
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError, suggest
+from inference.decoding.arm import Arm
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
+
+MODES = ("generate", "assisted", "assisted_constant", "prompt_lookup")
+SERVING_MODES = ("plain", "ngram", "draft_model")
+
+
+@dataclass(frozen=True)
+class BaselinesConfig:
+    """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
+
+    transformers: tuple[str, ...] = ()
+    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no confidence
+    threshold) and prompt_lookup.
+    """
+    assistant: str = ""
+    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own (kind
+    distilled).
+    """
+    lookup_tokens: int = 10
+    """Tokens that prompt lookup proposes."""
+    vllm_python: str = ""
+    """Python of an environment with vLLM; empty: vLLM is not measured."""
+    vllm: tuple[str, ...] = SERVING_MODES
+    """Of plain, ngram and draft_model."""
+    vllm_drafted: int = 4
+    """Tokens that vLLM drafts per step."""
+    vllm_seconds: float = 1800.0
+    """Longest time that one vLLM mode may take."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("transformers", MODES), ("vllm", SERVING_MODES)):
+            for given in getattr(self, name):
+                if given not in allowed:
+                    raise UserError(f"bench.baselines.{name}: '{given}' is unknown.{suggest(given, allowed)}")
+        for name in ("lookup_tokens", "vllm_drafted", "vllm_seconds"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"bench.baselines.{name} must be positive; given: {getattr(self, name)}.")
+
+    @property
+    def needs_assistant(self) -> bool:
+        """Whether a drafter must be handed to transformers or vLLM as a model."""
+        wanted = {"assisted", "assisted_constant"} & set(self.transformers)
+        return bool(wanted) or (bool(self.vllm_python) and "draft_model" in self.vllm)
+
+
+@dataclass(frozen=True)
+class PeerAnswer:
+    """One answer of another loop: its tokens, tokens committed by each step after the first, and seconds per
+    phase.
+    """
+
+    tokens: list[int]
+    steps: list[int]
+    seconds: dict[str, float]
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each step of a `generate` call ended and how long the text was then; never stops it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[tuple[float, int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.marks and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # prefill ends here; later steps need not be told apart
+        self.marks.append((time.perf_counter(), input_ids.shape[1]))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass
+class Peer:
+    """One way of calling `generate`: its name in the report and what is passed beside the prompt."""
+
+    name: str
+    model: Any
+    end_ids: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    assistant_settings: dict[str, Any] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def answer(self, request: Request) -> PeerAnswer:
+        """Decode one request greedily."""
+        device = self.model.device
+        prompt = torch.tensor([request.tokens], device=device)
+        if "assistant_model" in self.options:
+            vars(self.options["assistant_model"].generation_config).update(self.assistant_settings)
+        clock, ends = _Clock(device), list(self.end_ids)
+        begin = time.perf_counter()
+        with _quiet():
+            out = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=request.max_new_tokens,
+                eos_token_id=ends or None,
+                pad_token_id=ends[0] if ends else 0,
+                stopping_criteria=StoppingCriteriaList([clock]),
+                **self.options,
+            )
+        tokens = out[0, prompt.shape[1] :].tolist()
+        end = time.perf_counter()
+        first, lengths = clock.marks[0][0], [length for _, length in clock.marks]
+        steps = [later - before for before, later in pairwise(lengths)]
+        return PeerAnswer(tokens, steps, {"prefill": first - begin, "other": end - first})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice on generation flags, which would repeat for every prompt."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
+    """The peers that `config` asks for, with a second copy of the target's weights in transformers' own
+    attention.
+
+    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when no drafter
+    can assist.
+    """
+    if not config.transformers:
+        return []
+    if arms[0].decode.temperature > 0:
+        raise UserError(
+            "bench.baselines.transformers are compared token by token and need decode.temperature=0; given: "
+            f"{arms[0].decode.temperature}. Leave them out of sampled measurements."
+        )
+    model, assistant = _load_again(target), None
+    found = []
+    for mode in config.transformers:
+        peer = Peer(f"transformers_{mode}", model, target.eos_token_ids)
+        if mode == "prompt_lookup":
+            peer.options = {"prompt_lookup_num_tokens": config.lookup_tokens}
+        elif mode.startswith("assisted"):
+            arm = assistant_arm(config, arms)
+            assistant = assistant or load_assistant(arm.drafter, target)
+            peer.options = {"assistant_model": assistant}
+            depth = arm.decode.tree().max_depth
+            peer.assistant_settings = (
+                ASSISTED if mode == "assisted" else {**CONSTANT, "num_assistant_tokens": depth}
+            )
+        found.append(peer)
+    return found
+
+
+ASSISTED: dict[str, Any] = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+"""The defaults of transformers 5, written out because calls leave their traces in the assistant's settings.
+"""
+CONSTANT: dict[str, Any] = {
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+
+
+def _load_again(target: TargetModel) -> Any:
+    """The target as transformers loads it: own attention, unpacked weights."""
+    info = target.info
+    revision = None if Path(info.id).is_dir() else info.revision
+    try:
+        model = AutoModelForCausalLM.from_pretrained(info.id, revision=revision, dtype=target.dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"bench.baselines.transformers: target '{info.id}' cannot be loaded a second time ({error}). Measure without them."
+        ) from error
+    return model.requires_grad_(False).eval().to(target.device)
+
+
+# ---- a drafter as a model of its own ------------------------------------------------------------------------------
+
+
+def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
+    """The arm whose drafter assists; raises `UserError` when there is none that is a Llama of its own."""
+    able = [arm for arm in arms if is_llama(arm.drafter)]
+    names = ", ".join(arm.name for arm in able) or "none"
+    for arm in able:
+        if config.assistant in ("", arm.name):
+            return arm
+    raise UserError(
+        f"bench.baselines needs an assistant that transformers can load, a drafter of kind distilled; asked for: "
+        f"'{config.assistant or 'any'}', measured and able: {names}. Measure one, or leave assisted modes out."
+    )
+
+
+def is_llama(drafter: Any) -> bool:
+    """Whether a drafter is a Llama (or with norms or biases a Qwen) that drafts token by token."""
+    if not isinstance(drafter, TrainableDrafter) or not drafter.language_model:
+        return False
+    shape: Any = drafter.shape
+    return not (shape.qk_norm and shape.attention_bias)  # Qwen3's biases are on the output too
+
+
+def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
+    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the target is written out.
+    Returns `folder`.
+    """
+    assert is_llama(drafter)
+    shape, info, weights = drafter.shape, target.info, target.weights
+    state = dict(drafter.state_dict())
+    if "model.embed_tokens.weight" not in state:
+        state["model.embed_tokens.weight"], state["lm_head.weight"] = weights.embedding, weights.lm_head
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
+    config = family(
+        vocab_size=info.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=len(drafter.model.layers),
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters=_rope_parameters(drafter, target),
+        max_position_embeddings=info.max_position_embeddings,
+        tie_word_embeddings=False,
+        eos_token_id=list(target.eos_token_ids) or None,
+        dtype=target.dtype,
+    )
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict({name: value.detach().cpu().clone() for name, value in state.items()}, assign=True)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, Any]:
+    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the target's do."""
+    config, names = (
+        drafter.config,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    )
+    theirs = getattr(target.model.config, "rope_parameters", None)
+    if config.from_target_layers and theirs and "rope_type" in theirs:
+        return dict(theirs)
+    theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
+    if config.rope_scaling:
+        return {"rope_type": "llama3", **theta, **dict(zip(names, config.rope_scaling, strict=True))}
+    return {"rope_type": "default", **theta}
+
+
+def load_assistant(drafter: Any, target: TargetModel) -> Any:
+    """A drafter as the model that transformers loads from disk."""
+    with TemporaryDirectory() as folder:
+        path = write_llama(drafter, target, Path(folder))
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+    return model.requires_grad_(False).eval().to(target.device)
+
+
+def identical(found: Mapping[Any, list[int]], plain: Mapping[Any, list[int]]) -> int:
+    """How many answers are token for token those of our loop."""
+    return sum(tokens == plain[key] for key, tokens in found.items())

@@ -1,0 +1,182 @@
+"""What a measurement consists of: the prompts, the arms that are compared, the machine it runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.costs import CostConfig
+from inference.decoding.rules.names import TEXT, promise
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.measure.baselines import BaselinesConfig
+from inference.measure.breakdown.config import LostConfig
+from inference.measure.datasets import DatasetConfig
+from inference.measure.profile import ProfileConfig
+from inference.measure.prompts import Prompt, select_prompts
+
+BASELINE = "baseline"
+OWN_NOISE = " (own noise)"
+SHARED_SETTINGS = (
+    *(item.name for item in fields(SamplingSettings)), "max_new_tokens", "seed", "rule", "typical_epsilon", "typical_delta",
+)  # fmt: skip
+"""What all arms of one report must agree on: neither drafter nor rule may change the task."""
+PACKAGES = ("torch", "transformers", "numpy", "headstart")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
+
+    prompts: str = "assets/prompts"
+    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template also a Hub
+    dataset or any .parquet, .csv, .json or .jsonl file.
+    """
+    domains: tuple[str, ...] = ()
+    """Domains to measure; empty: all."""
+    prompts_per_domain: int = 16
+    """Measured prompts of each domain, at most."""
+    warmup_prompts: int = 2
+    """Prompts decoded beforehand by every arm, not measured."""
+    repeats: int = 1
+    """How often every prompt is measured. More repeats steady the clock; answers do not change."""
+    compare_noise: bool = True
+    """Above temperature 0, rule match: measure every trained drafter also with its own noise instead of the target's."""
+    seed: int = 0
+    """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """How the rows of a dataset become prompts; without a template, prompts are prompt files."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Speed by batch size, draft length, context and temperature; nothing unless asked for."""
+    costs: CostConfig = field(default_factory=CostConfig)
+    """Cost curves of verification and drafting; nothing unless asked for."""
+    roofline: bool = False
+    """Compare with the memory bandwidth of this device, which is probed."""
+    baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
+    """Other people's decoding loops on the same prompts; nothing unless asked for."""
+    lost: LostConfig = field(default_factory=LostConfig)
+    """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_domain", "warmup_prompts", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"bench.{name} must be at least 1; given: {getattr(self, name)}.")
+
+
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """The block `settings` of report.json. It is made of the settings that decoded, never written by hand."""
+
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+    rule: str
+    seed: int
+    prompts: int
+
+    @classmethod
+    def of(cls, decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
+        """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by its name.
+
+        Raises `UserError` where two arms differ in what one report must have in common.
+        """
+        require_same_task(decodes)
+        names = [item.name for item in fields(cls) if item.name != "prompts"]
+        values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
+        assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
+        return cls(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
+
+
+def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by name."""
+    (first, expected), *others = decodes.items()
+    for name, decode in others:
+        for key in SHARED_SETTINGS:
+            if getattr(decode, key) != getattr(expected, key):
+                raise UserError(
+                    f"'{first}' decodes with {key}={getattr(expected, key)}, '{name}' with {key}={getattr(decode, key)}. One "
+                    "report compares drafters on the same task: give all the same."
+                )
+
+
+def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
+    """The arms as they are measured: batch size 1, and each trained drafter also with its own noise if asked
+    for.
+    """
+    if not arms:
+        raise UserError("there is no drafter to measure. Name at least one.")
+    for arm in arms:
+        require_same_task({arms[0].name: arms[0].decode, arm.name: arm.decode})
+    decode = arms[0].decode
+    if config.lost.enabled and promise(decode.rule, decode.temperature) != TEXT:
+        raise UserError(
+            f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at temperature "
+            f"{decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
+        )
+    result = []
+    for arm in arms:
+        if arm.decode.shape == "none":
+            raise UserError(
+                f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or a tree."
+            )
+        result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
+        sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"  # other rules share no noise
+        both = config.compare_noise and sampled and arm.decode.share_noise
+        if both and isinstance(arm.drafter, TrainableDrafter):
+            own = replace(arm.decode, batch_size=1, share_noise=False)
+            result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))
+    names = [BASELINE, *(arm.name for arm in result)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(
+            f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is taken)."
+        )
+    return result
+
+
+def split_prompts(config: BenchConfig, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """(measured, warm-up) prompts, disjoint. Raises `UserError` for an unknown domain or fewer than two
+    prompts.
+    """
+    known = sorted({prompt.domain for prompt in prompts})
+    unknown = [name for name in config.domains if name not in known]
+    if unknown:
+        raise UserError(f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}.")
+    pool = [prompt for prompt in prompts if not config.domains or prompt.domain in config.domains]
+    if len(pool) < 2:
+        raise UserError(f"measuring needs at least two prompts, one of them to warm up; given: {len(pool)}.")
+    chosen = {prompt.id for prompt in select_prompts(pool, config.prompts_per_domain, config.seed)}
+    spare = [prompt for prompt in pool if prompt.id not in chosen][: config.warmup_prompts]
+    if not spare:  # all are wanted for measuring: the last one gives way
+        spare = [next(prompt for prompt in reversed(pool) if prompt.id in chosen)]
+        chosen.discard(spare[0].id)
+    return [prompt for prompt in pool if prompt.id in chosen], spare
+
+
+
+
+
+
+def process_facts() -> dict[str, Any]:
+    """Command and versions of this process, for callers that do not keep their own."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    program = Path(sys.argv[0]).name.replace(
+        "cli.py", "headstart"
+    )  # `python -m scripts.cli` is the same command
+    return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

@@ -1,0 +1,117 @@
+"""How far a changed target has moved from its original: what a user of the new one must be told.
+
+Speculative decoding never changes a target's text; training the target does (Medusa-2, LayerSkip). Three figures, all on greedy
+answers of the original to held-out prompts: the mean of KL(p_original || p_new) per answer token and the share of answer tokens
+at which both would pick the same next one, both with the original's answer before them; and the share of prompts that both
+answer alike from beginning to end. Intervals are over prompts, as everywhere (`inference.measure.metrics`).
+
+    drift = measure_drift(original, changed, requests)
+
+Legend: T positions, V vocabulary, M answer tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.nn.losses import kl_divergence
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure.metrics import divide, interval95, resample_weights
+from inference.target.model import TargetModel
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A new target against its original. tokens: answer tokens compared; prompts: greedy answers compared."""
+
+    kl: float
+    kl_ci95: tuple[float, float]
+    agreement: float
+    agreement_ci95: tuple[float, float]
+    identical: float
+    identical_ci95: tuple[float, float]
+    tokens: int
+    prompts: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+        }
+
+
+def measure_drift(
+    original: TargetModel, changed: TargetModel, requests: Sequence[Request], batch_size: int = 8
+) -> Drift:
+    """Compare two targets of one vocabulary on the greedy answers to `requests`; raises `UserError` without any, or when the
+    vocabularies differ.
+    """
+    if original.info.tokenizer_hash != changed.info.tokenizer_hash:
+        raise UserError(
+            f"'{changed.info.id}' has another tokenizer than '{original.info.id}', so their answers cannot be compared."
+        )
+    if not requests:
+        raise UserError("there are no prompts to measure the drift on. Give some with train.prompts.")
+    answers, others = (greedy_answers(target, requests, batch_size) for target in (original, changed))
+    sums = np.array(
+        [
+            [*_compare(original, changed, request.tokens, answers[request.index]), len(answers[request.index]),
+             answers[request.index] == others[request.index], 1]
+            for request in requests
+        ],
+        dtype=np.float64,
+    )  # fmt: skip  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
+    kl, agreeing, tokens, identical, prompts = sums.sum(0)
+    drawn = resample_weights(len(requests), seed=0) @ sums
+    return Drift(
+        kl=divide(kl, tokens),
+        kl_ci95=interval95(drawn[:, 0], drawn[:, 2]),
+        agreement=divide(agreeing, tokens),
+        agreement_ci95=interval95(drawn[:, 1], drawn[:, 2]),
+        identical=divide(identical, prompts),
+        identical_ci95=interval95(drawn[:, 3], drawn[:, 4]),
+        tokens=int(tokens),
+        prompts=int(prompts),
+    )
+
+
+def greedy_answers(target: TargetModel, requests: Sequence[Request], batch_size: int) -> dict[int, list[int]]:
+    """Each request's greedy answer by the request's index."""
+    decode = DecodeConfig(
+        shape="none",
+        batch_size=batch_size,
+        max_new_tokens=max(request.max_new_tokens for request in requests),
+    )
+    return {done.request.index: done.tokens for done in Engine(target, None, decode).run(requests)}
+
+
+def _compare(
+    original: TargetModel, changed: TargetModel, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[float, int]:
+    """Sum of the KL and number of equal picks over the answer's tokens."""
+    one, other = (_log_probabilities(target, prompt, answer) for target in (original, changed))
+    other = other.to(one.device)
+    return float(kl_divergence(one, other).sum()), int((one.argmax(-1) == other.argmax(-1)).sum())
+
+
+@torch.no_grad()
+def _log_probabilities(target: TargetModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """log p [M, V] of every answer token, in float32 or float64."""
+    tokens = torch.tensor([[*prompt, *answer]], device=target.device)
+    positions = torch.arange(tokens.shape[1], device=target.device)[None]
+    _, hidden = target.features(
+        tokens, positions, torch.ones_like(tokens, dtype=torch.int32), FeatureSpec(last_hidden=True)
+    )
+    assert hidden is not None
+    logits = target.weights.logits(hidden[0, len(prompt) - 1 : -1])
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

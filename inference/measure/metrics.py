@@ -1,0 +1,377 @@
+"""The one file that divides: from what verification passes did to tau, TAR, acceptance by depth, speedup and
+their intervals.
+
+Definitions (docs/vocabulary.md repeats them for users). Every mean is a ratio of sums over prompts, never a
+mean of ratios.
+
+- tau = committed tokens / verify passes. The bonus counts; tokens cut at end-of-text do not, nor does the
+  token prefill gives.
+- beta_i = share of passes in which depth i was accepted; alpha_i = beta_i / beta_(i-1) with beta_0 = 1 (0
+  where beta_(i-1) is 0).
+- TAR = accepted drafted tokens / (accepted + the refusals that ended a pass); 0 when nothing was drafted.
+- speedup = tokens per second / those of the same loop without a drafter, over the same prompts, prefill
+  excluded.
+- ideal speedup = tau / (1 + gamma c): what would be left if verifying N nodes cost as much as verifying one
+  and nothing but drafting took extra time. gamma c is measured as draft seconds per pass / baseline seconds
+  per pass, so a head that drafts all depths in one go (gamma = 1) and one that drafts level by level need no
+  separate treatment.
+- efficiency = speedup / ideal speedup.
+
+Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one another, prompts
+do not.
+
+Legend: P prompts, D deepest drafted level, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heads.api.errors import UserError
+
+RESAMPLES = 2000
+PHASES = ("draft", "verify", "commit", "other")
+"""The parts of decode time, as the engine's clock names them; prefill is reported apart."""
+GAP = "gap"
+"""The part between steps, where a clock can tell it (CUDA); decode time as well."""
+CLOCK = (*PHASES, GAP, "prefill")
+TIMING_NOISE = 0.03
+"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock does."""
+
+Floats = NDArray[np.float64]
+
+
+class PassLike(Protocol):
+    """What is read of one verify pass (`inference.decoding.engine.PassRecord`)."""
+
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def committed(self) -> int: ...
+    @property
+    def rejected(self) -> bool: ...
+
+
+class WeakBaselineError(UserError):
+    """A speedup above tau: possible only when plain decoding ran slower than it should, so the numbers must
+    not leave.
+    """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What decoding one prompt once did: its passes and where its time went."""
+
+    prompt: str
+    """Prompt id. Repeats of a prompt are summed; intervals resample prompts."""
+    domain: str
+    passes: Sequence[PassLike]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per phase (`PHASES`, "prefill"); empty where nothing is timed."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums per prompt, in order of first appearance; everything below is a ratio of these.
+
+    committed, passes, accepted, refused [P]; reached [P, D]: passes that accepted depth i+1; seconds: phase
+    -> [P].
+    """
+
+    prompts: list[str]
+    domains: list[str]
+    committed: Floats
+    passes: Floats
+    accepted: Floats
+    refused: Floats
+    reached: Floats
+    seconds: dict[str, Floats]
+
+    @classmethod
+    def collect(cls, outcomes: Iterable[Outcome], depth: int) -> Totals:
+        """Sum `outcomes` per prompt. depth: the deepest level that was drafted (0 without a drafter)."""
+        rows: dict[str, tuple[str, Floats, Floats, dict[str, float]]] = {}
+        for outcome in outcomes:
+            empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
+            _, counts, depths, seconds = rows.setdefault(outcome.prompt, empty)
+            for record in outcome.passes:
+                assert record.accepted <= depth, (
+                    f"a pass accepted {record.accepted} tokens of a draft {depth} deep"
+                )
+                counts += (record.committed, 1, record.accepted, record.rejected)
+                depths[: record.accepted] += 1
+            for phase, value in outcome.seconds.items():
+                seconds[phase] += value
+        if not rows:
+            raise UserError("there is nothing to measure: no prompt was decoded. Give at least one prompt.")
+        committed, passes, accepted, refused = np.stack([row[1] for row in rows.values()]).T
+        reached = np.stack([row[2] for row in rows.values()])
+        clock: dict[str, Floats] = {
+            phase: np.array([row[3][phase] for row in rows.values()]) for phase in CLOCK
+        }
+        domains = [row[0] for row in rows.values()]
+        return cls(list(rows), domains, committed, passes, accepted, refused, reached, clock)
+
+    @property
+    def decode_seconds(self) -> Floats:
+        """Decode time per prompt [P], prefill excluded."""
+        return sum((self.seconds[phase] for phase in (*PHASES, GAP)), start=np.zeros(len(self.prompts)))
+
+    def take(self, rows: Sequence[int]) -> Totals:
+        """The totals of some prompts, in the order of `rows`."""
+        index = np.asarray(rows, dtype=np.int64)
+        return Totals(
+            [self.prompts[i] for i in rows],
+            [self.domains[i] for i in rows],
+            self.committed[index],
+            self.passes[index],
+            self.accepted[index],
+            self.refused[index],
+            self.reached[index],
+            {phase: values[index] for phase, values in self.seconds.items()},
+        )
+
+    def like(self, other: Totals) -> Totals:
+        """The same prompts as `other` in its order, so that both can be resampled together."""
+        place = {prompt: row for row, prompt in enumerate(self.prompts)}
+        assert set(place) == set(other.prompts), "an arm and its baseline must have decoded the same prompts"
+        return self.take([place[prompt] for prompt in other.prompts])
+
+    def domain_rows(self) -> dict[str, list[int]]:
+        """Domain -> its rows, domains in alphabetical order."""
+        return {
+            name: [i for i, d in enumerate(self.domains) if d == name] for name in sorted(set(self.domains))
+        }
+
+
+@dataclass(frozen=True)
+class TauEstimate:
+    """How well a drafter is accepted, without any clock: what the trainer watches."""
+
+    tau: float
+    ci95: tuple[float, float]
+    tar: float
+    unconditional: tuple[float, ...]
+    """beta_i for i = 1 .. depth."""
+    conditional: tuple[float, ...]
+    """alpha_i for i = 1 .. depth."""
+    tokens: int
+    verify_passes: int
+
+
+def divide(numerator: float, denominator: float) -> float:
+    """numerator / denominator as a plain float, 0 where the denominator is 0."""
+    return float(numerator / denominator) if denominator else 0.0
+
+
+def resample_weights(prompts: int, seed: int, resamples: int = RESAMPLES) -> Floats:
+    """How often each prompt is drawn in each bootstrap resample [R, P]; the same seed gives the same
+    draws.
+    """
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=resamples).astype(np.float64)
+
+
+def interval95(numerators: Floats, denominators: Floats) -> tuple[float, float]:
+    """2.5% and 97.5% percentiles of numerators / denominators [R]; resamples without a single pass are left
+    out.
+    """
+    defined = denominators > 0
+    low, high = np.percentile(numerators[defined] / denominators[defined], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def ratios(numerators: Floats, denominators: Floats) -> Floats:
+    """numerators / denominators, entry by entry; 0 where a denominator is 0."""
+    top, bottom = np.broadcast_arrays(numerators, denominators)
+    return np.divide(top, bottom, out=np.zeros(top.shape), where=bottom != 0)
+
+
+def middle95(values: Floats) -> tuple[float, float]:
+    """2.5% and 97.5% percentiles of resampled values [R]."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def tau_estimate(totals: Totals, seed: int = 0) -> TauEstimate:
+    """tau, its interval, TAR and acceptance by depth. Raises `UserError` when no verify pass took place."""
+    passes = totals.passes.sum()
+    if passes == 0:
+        raise UserError(
+            "nothing was verified: every answer ended with its first token, so there is no accepted length "
+            "to report. Give other prompts or a larger max_new_tokens."
+        )
+    weights = resample_weights(len(totals.prompts), seed)
+    accepted = totals.accepted.sum()
+    beta = [divide(reached, passes) for reached in totals.reached.sum(0)]
+    alpha = [divide(here, before) for here, before in zip(beta, [1.0, *beta], strict=False)]
+    return TauEstimate(
+        tau=divide(totals.committed.sum(), passes),
+        ci95=interval95(weights @ totals.committed, weights @ totals.passes),
+        tar=divide(accepted, accepted + totals.refused.sum()),
+        unconditional=tuple(beta),
+        conditional=tuple(alpha),
+        tokens=int(totals.committed.sum()),
+        verify_passes=int(passes),
+    )
+
+
+def tokens_per_second(totals: Totals) -> float:
+    """Committed tokens per decode second over all prompts."""
+    return divide(totals.committed.sum(), totals.decode_seconds.sum())
+
+
+def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval of `tokens_per_second` over prompts."""
+    weights = resample_weights(len(totals.prompts), seed)
+    if not totals.decode_seconds.any():
+        return 0.0, 0.0
+    return interval95(weights @ totals.committed, weights @ totals.decode_seconds)
+
+
+def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[float, float]]:
+    """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval (one draw of prompts for
+    both).
+    """
+    arm = arm.like(baseline)
+    weights = resample_weights(len(baseline.prompts), seed)
+    fast = (weights @ arm.committed) * (weights @ baseline.decode_seconds)
+    slow = (weights @ baseline.committed) * (weights @ arm.decode_seconds)
+    if not slow.any():
+        return 0.0, (0.0, 0.0)
+    return divide(tokens_per_second(arm), tokens_per_second(baseline)), interval95(fast, slow)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one drafter gains over another one on the same prompts, with paired 95% intervals."""
+
+    tau: float
+    """Difference of tau."""
+    tau_ci95: tuple[float, float]
+    accepted: float
+    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1: 0.1 is ten percent more."""
+    accepted_ci95: tuple[float, float]
+
+
+def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
+    """What `new` gains over `old`, one draw of prompts for both. Raises `UserError` when one of them verified nothing."""
+    new = new.like(old)
+    here, before = tau_estimate(new, seed), tau_estimate(old, seed)
+    weights = resample_weights(len(old.prompts), seed)
+    passes = (weights @ new.passes, weights @ old.passes)
+    drawn = (passes[0] > 0) & (passes[1] > 0)
+    tau = [(weights @ arm.committed)[drawn] / count[drawn] for arm, count in zip((new, old), passes, strict=True)]
+    low, high = np.percentile(tau[0] - tau[1], [2.5, 97.5])
+    ratio = interval95(tau[0] - 1.0, tau[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0)
+    return Gain(
+        here.tau - before.tau,
+        (float(low), float(high)),
+        divide(here.tau - 1.0, before.tau - 1.0) - 1.0 if before.tau > 1.0 else 0.0,
+        (ratio[0] - 1.0, ratio[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0),
+    )
+
+
+def ideal_speedup(arm: Totals, baseline: Totals) -> float:
+    """tau / (1 + gamma c) with gamma c = draft seconds per pass / baseline seconds per pass."""
+    draft = divide(arm.seconds["draft"].sum(), arm.passes.sum())
+    step = divide(baseline.decode_seconds.sum(), baseline.passes.sum())
+    return divide(divide(arm.committed.sum(), arm.passes.sum()), 1.0 + divide(draft, step))
+
+
+def efficiency(entry: Mapping[str, Any]) -> float:
+    """Speedup / ideal speedup of one entry of a report's `drafters`."""
+    return divide(entry["speedup"], entry["ideal_speedup"])
+
+
+def baseline_step_ms(report: Mapping[str, Any]) -> float:
+    """Milliseconds per pass of plain decoding (one token each), from a report's `baseline`."""
+    return 1000.0 * divide(report["baseline"]["seconds"], report["baseline"]["tokens"])
+
+
+def step_ms(totals: Totals) -> dict[str, float]:
+    """Milliseconds per verify pass, by phase; the gap between steps only where it was measured."""
+    phases = (*PHASES, GAP) if totals.seconds[GAP].any() else PHASES
+    return {phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in phases}
+
+
+def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: int = 0) -> None:
+    """Raise `WeakBaselineError` when a speedup exceeds tau by more than the clock's noise.
+
+    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau cancels, so
+    this quotient's own interval is asked: its lower end must lie above 1.
+    """
+    arm = arm.like(baseline)
+    weights = resample_weights(len(baseline.prompts), seed)
+    tau = divide(arm.committed.sum(), arm.passes.sum())
+    ratio = divide(tokens_per_second(arm), tokens_per_second(baseline))
+    plain = (weights @ baseline.decode_seconds) * (weights @ arm.passes)
+    drafted = (weights @ arm.decode_seconds) * (weights @ baseline.passes)
+    if ratio > tau * (1.0 + TIMING_NOISE) and interval95(plain, drafted)[0] > 1.0:
+        raise WeakBaselineError(
+            f"the baseline is weak: '{name}' measured a speedup of {ratio:.2f} with only {tau:.2f} tokens "
+            "per verify pass. A pass over several tokens cannot be cheaper than one over a single token, so "
+            "plain decoding was slowed down by something else. Close other programs, raise bench.repeats and "
+            "bench.prompts_per_domain, and measure again."
+        )
+
+
+def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
+    """The measured numbers of one entry of `drafters` in report.json (DESIGN section 4), all but its
+    descriptions.
+    """
+    arm = arm.like(baseline)
+    estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
+    return {
+        "tau": estimate.tau,
+        "tau_ci95": list(estimate.ci95),
+        "tokens": estimate.tokens,
+        "verify_passes": estimate.verify_passes,
+        "tar": estimate.tar,
+        "acceptance": {
+            "unconditional": list(estimate.unconditional),
+            "conditional": list(estimate.conditional),
+        },
+        "domains": {
+            name: _domain(arm.take(rows), baseline.take(rows), seed)
+            for name, rows in arm.domain_rows().items()
+        },
+        "tokens_per_second": tokens_per_second(arm),
+        "speedup": ratio,
+        "speedup_ci95": list(ratio_ci95),
+        "ideal_speedup": ideal_speedup(arm, baseline),
+        "step_ms": step_ms(arm),
+    }
+
+
+def _domain(arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
+    if not arm.passes.sum():  # every answer of this domain was a single token
+        return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
+    estimate = tau_estimate(arm, seed)
+    ratio = speedup(arm, baseline, seed)[0]
+    return {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar, "speedup": ratio}
+
+
+def domain_speedup_ci95(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, list[float]]:
+    """Domain -> 95% interval of its speedup, for the plot (report.json's `domains` has no place for it)."""
+    arm = arm.like(baseline)
+    return {
+        name: list(speedup(arm.take(rows), baseline.take(rows), seed)[1])
+        for name, rows in arm.domain_rows().items()
+    }
+
+
+def baseline_numbers(baseline: Totals) -> dict[str, Any]:
+    """The `baseline` block of report.json. Tokens and seconds cover all repeats; prefill and its token are
+    not in them.
+    """
+    return {
+        "tokens": int(baseline.committed.sum()),
+        "seconds": float(baseline.decode_seconds.sum()),
+        "tokens_per_second": tokens_per_second(baseline),
+    }

@@ -1,0 +1,185 @@
+"""Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and what to answer.
+
+One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user message),
+"tokens" (ids)}. A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling
+seed comes from its id, so a prompt gets the same answer in any order, batch or process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
+from inference.target.chat import check_messages, render_prompt
+
+logger = logging.getLogger(__name__)
+
+CONTENT_KEYS = ("messages", "prompt", "tokens")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Something to answer: either `messages` for the chat template or ready token ids."""
+
+    id: str
+    domain: str
+    messages: tuple[dict[str, str], ...] | None = None
+    tokens: tuple[int, ...] | None = None
+
+    def render(self, tokenizer: Any) -> list[int]:
+        """Token ids that the target continues."""
+        if self.tokens is not None:
+            return list(self.tokens)
+        assert self.messages is not None
+        return render_prompt(tokenizer, self.messages)
+
+
+def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
+    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the order of
+    the files' names.
+
+    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id that occurs
+    twice.
+    """
+    prompts: list[Prompt] = []
+    for file in _files(path):
+        with file.open(encoding="utf-8") as lines:
+            prompts.extend(_parse(line, file, number) for number, line in enumerate(lines, 1) if line.strip())
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise UserError(
+                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's seed comes "
+                "from its id."
+            )
+        seen.add(prompt.id)
+    if not prompts:
+        raise UserError(
+            f"there are no prompts in {path}. Each line must be a JSON object with one of "
+            f"{', '.join(CONTENT_KEYS)}."
+        )
+    return prompts
+
+
+def select_prompts(prompts: Sequence[Prompt], per_domain: int, seed: int | None = None) -> list[Prompt]:
+    """At most `per_domain` prompts of every domain, in the given order.
+
+    seed None takes the first ones; otherwise the choice is random but the same for the same seed, and adding
+    prompts to a domain changes it only by the ones that enter. Raises `UserError` unless per_domain is
+    positive.
+    """
+    if per_domain < 1:
+        raise UserError(f"the number of prompts per domain must be at least 1; given: {per_domain}.")
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    chosen: set[str] = set()
+    for group in by_domain.values():
+        ranked = group if seed is None else sorted(group, key=lambda prompt: prompt_seed(seed, prompt.id))
+        chosen.update(prompt.id for prompt in ranked[:per_domain])
+    return [prompt for prompt in prompts if prompt.id in chosen]
+
+
+def prompt_seed(seed: int, prompt_id: str) -> int:
+    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id), the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}:{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def to_requests(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    decode: DecodeConfig,
+    *,
+    capacity: int | None = None,
+    overlong: str = "refuse",
+) -> list[Request]:
+    """Render prompts into requests; `Request.index` is the place in `prompts`.
+
+    capacity: most positions that prompt and answer may take together; None does not check. overlong: "refuse"
+    raises `UserError` for the first prompt that does not fit, "skip" leaves those out and logs how many
+    (their indices are absent from the result).
+    """
+    assert overlong in ("refuse", "skip"), overlong
+    requests, skipped = [], []
+    for index, prompt in enumerate(prompts):
+        tokens = tuple(prompt.render(tokenizer))
+        if capacity is not None and len(tokens) + decode.max_new_tokens > capacity:
+            if overlong == "refuse":
+                raise UserError(
+                    f"prompt '{prompt.id}' has {len(tokens)} tokens; with "
+                    f"max_new_tokens={decode.max_new_tokens} it exceeds the "
+                    f"{capacity} positions available. Shorten it or lower decode.max_new_tokens."
+                )
+            skipped.append(prompt.id)
+            continue
+        requests.append(Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens))
+    if skipped:
+        logger.warning(
+            "%d of %d prompts skipped: longer than %s positions with their answers",
+            len(skipped),
+            len(prompts),
+            capacity,
+        )
+    return requests
+
+
+def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(path, (str, Path)):
+        return [file for entry in path for file in _files(entry)]
+    found = Path(path).expanduser()
+    if found.is_dir():
+        files = sorted(found.glob("*.jsonl"))
+        if not files:
+            raise UserError(
+                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per domain."
+            )
+        return files
+    if not found.is_file():
+        raise UserError(
+            f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of <domain>.jsonl "
+            "files."
+        )
+    return [found]
+
+
+def _parse(line: str, file: Path, number: int) -> Prompt:
+    where = f"{file}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not a JSON object ({error}).") from error
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}.")
+    given = [key for key in CONTENT_KEYS if row.get(key) is not None]
+    if len(given) != 1:
+        raise UserError(
+            f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: {', '.join(given) or 'none'}."
+        )
+    name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
+    if given == ["tokens"]:
+        return Prompt(name, domain, tokens=_token_ids(row["tokens"], where))
+    messages = row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
+    try:
+        checked = check_messages(messages)
+    except UserError as error:
+        raise UserError(f"{where}: {error}.") from error
+    return Prompt(name, domain, messages=tuple(checked))
+
+
+def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+    is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    tokens = tuple(value) if is_list else ()
+    if not tokens or any(
+        not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens
+    ):
+        raise UserError(f"{where}: tokens must be a non-empty list of non-negative integers.")
+    return tokens

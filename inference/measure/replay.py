@@ -1,0 +1,179 @@
+"""Drafters that accept by script: the work of a real drafter, with the acceptance that another measurement
+recorded.
+
+How fast a decoder is depends on how much is accepted; how much is accepted depends on trained weights and, in
+half precision, on numerical ties. `ReplayDrafter` takes both out: it runs a real drafter and then overwrites
+the drafted tokens by the text that the target is known to write, right up to the recorded depth and wrong
+behind it. So decoders, sizes and machines can be compared on exactly the same work, with random weights.
+
+Legend: B rows, N nodes, S slots of text, P passes of the trajectory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError, suggest
+from heads.api.tree import DraftShape
+from inference.decoding.requests import Completion
+from inference.measure.answers import FINAL_FILE
+from inference.report_schema import arm_name, read_report
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Accepted drafted tokens of consecutive passes, and where they were recorded. Replayed round and round."""
+
+    accepted: tuple[int, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.accepted or min(self.accepted) < 0:
+            raise UserError(
+                f"a trajectory needs one accepted length of at least 0 per pass; given: {list(self.accepted)[:8]}."
+            )
+
+    @property
+    def tau(self) -> float:
+        """Committed tokens per pass: the accepted ones and the bonus."""
+        return 1.0 + sum(self.accepted) / len(self.accepted)
+
+    @classmethod
+    def of_records(cls, folder: Path, arm: str, most: int = 512) -> Trajectory:
+        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last pass left
+        out: it may have been cut. most: passes to keep. Raises `UserError` when there are no such records.
+        """
+        file = folder / FINAL_FILE if folder.is_dir() else folder
+        if not file.is_file():
+            raise UserError(f"'{folder}' holds no {FINAL_FILE}. Give the folder of a finished measurement.")
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+        names = sorted({row["arm"] for row in rows})
+        if arm not in names:
+            raise UserError(f"'{file}' has no records of an arm '{arm}'.{suggest(arm, names)}")
+        passes = [accepted for row in rows if row["arm"] == arm for accepted, _, _ in row["passes"][:-1]]
+        return cls(tuple(passes[:most]), f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}")
+
+
+def _conditions(records: Path, arm: str) -> str:
+    """What the report beside the records says of an arm: target, draft, temperature. Empty without a report."""
+    if not (records.parent / "report.json").is_file():
+        return ""
+    report = read_report(records.parent)
+    draft = next(entry["draft"] for entry in report["drafters"] if arm_name(entry) == arm)
+    temperature = report["settings"]["temperature"]
+    return f" of {report['target']['id']}, {draft['shape']} {draft['depth']}, temperature {temperature:g}"
+
+
+@dataclass
+class State:
+    """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B] committed tokens
+    (root included), done [B] passes so far, first [B] where the row began in the trajectory; all int64.
+    """
+
+    inner: Any
+    text: Tensor
+    length: Tensor
+    done: Tensor
+    first: Tensor
+
+
+class ReplayDrafter(nn.Module):
+    """Drafts chains like `drafter` at the same cost, and is accepted as `trajectory` says.
+
+    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`). Every
+    text begins at another place of the trajectory. A prompt that is not among them is continued by token 0:
+    its drafts are as good as random.
+    """
+
+    kind: ClassVar[str] = "replay"
+
+    def __init__(
+        self,
+        drafter: Any,
+        texts: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        trajectory: Trajectory,
+        vocab_size: int,
+    ) -> None:
+        super().__init__()
+        self.drafter, self.trajectory, self.vocab_size = drafter, trajectory, vocab_size
+        self.needs = drafter.needs
+        stride = max(1, len(trajectory.accepted) // max(1, len(texts)))
+        self.known: dict[tuple[int, ...], tuple[list[int], int]] = {
+            tuple(text[:length]): (list(text), number * stride)
+            for number, (text, length) in enumerate(zip(texts, prompt_lengths, strict=True))
+        }
+        self.accepted: Tensor | None = None  # the trajectory [P] on the device in use
+
+    def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
+        """State after prefill; see the protocol. Asks the device for the prompts, which only prefill may."""
+        if not tree.is_chain:
+            raise UserError(
+                "a replay drafts chains: a tree's acceptance is not one number per pass. Use decode.shape=chain."
+            )
+        device = seen.tokens.device
+        if self.accepted is None or self.accepted.device != device:
+            self.accepted = torch.tensor(self.trajectory.accepted, device=device)
+        slots, rows, first = max(capacity, seen.tokens.shape[1]) + tree.max_depth + 2, [], []
+        for tokens, length in zip(seen.tokens.tolist(), seen.lengths.tolist(), strict=True):
+            text, place = self.known.get(tuple(tokens[:length]), (tokens[:length], 0))
+            rows.append((text + [0] * slots)[:slots])
+            first.append(place)
+        return State(
+            inner=self.drafter.start(seen, tree, capacity),
+            text=torch.tensor(rows, dtype=torch.int64, device=device),
+            length=seen.lengths + 1,
+            done=torch.zeros(len(rows), dtype=torch.int64, device=device),
+            first=torch.tensor(first, dtype=torch.int64, device=device),
+        )
+
+    def propose(self, state: State, noise: Noise) -> Proposal:
+        """The real drafter's chain with its tokens overwritten; see the protocol."""
+        assert self.accepted is not None
+        proposal: Proposal = self.drafter.propose(state.inner, noise)
+        depth = proposal.tree.depth
+        places = (state.length[:, None] - 1 + depth).clamp(max=state.text.shape[1] - 1)
+        text = state.text.gather(1, places)
+        wanted = self.accepted[(state.first + state.done) % self.accepted.shape[0]][:, None]
+        scripted = torch.where(depth <= wanted, text, (text + 1) % self.vocab_size)
+        return replace(proposal, tokens=torch.where(depth == 0, proposal.tokens, scripted))
+
+    def commit(self, state: State, accepted: TargetStates) -> State:
+        """State after a verification; see the protocol."""
+        inner = self.drafter.commit(state.inner, accepted)
+        assert inner is state.inner, "a drafter updates its state in place"
+        last = (accepted.lengths - 1)[:, None]
+        state.length.copy_(accepted.positions.gather(1, last)[:, 0] + 2)
+        state.done.add_(1)
+        return state
+
+    def followed(self, completions: Iterable[Completion], depth: int) -> bool:
+        """Whether every pass accepted what the trajectory says (at most `depth`), but for each answer's last,
+        which may be cut.
+        """
+        for done in completions:
+            _, first = self.known[done.request.tokens]
+            wanted = self.trajectory.accepted
+            for number, record in enumerate(done.passes[:-1]):
+                if record.accepted != min(depth, wanted[(first + number) % len(wanted)]):
+                    return False
+        return True
+
+
+def read_trajectories(path: Path) -> dict[str, Trajectory]:
+    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds something
+    else.
+    """
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Trajectory(tuple(item["accepted"]), item["source"]) for name, item in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"'{path}' holds no trajectories ({error!r}). Record them with --record.") from error

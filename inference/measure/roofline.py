@@ -1,0 +1,220 @@
+"""How close a step comes to the memory's speed: bytes that a step must move, over what this device was seen
+to move.
+
+Decoding few tokens reads every weight once per step and computes little, so a step cannot be shorter than its
+bytes over the bandwidth. Bytes: the target's weights without the embedding table (a lookup) but with the LM
+head, the cached keys and values that attention reads, and the weights that the drafter reads in all its
+passes, which are counted while it drafts. Bandwidth is probed on the same device by a large copy and a large
+matrix-vector product; the faster one counts. A target with experts is counted with those that n tokens can
+reach at most, so its share is an upper bound. Drafters' caches are left out: they are small.
+
+Legend: n nodes of a verification, L cached tokens, T_step seconds of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference.decoding.arm import Arm
+from inference.decoding.costs import Bench, interleaved
+from inference.measure.metrics import GAP, PHASES, baseline_step_ms, divide, efficiency
+from inference.report_schema import arm_name
+from inference.target.model import TargetModel
+
+PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+"""Size of a probe's operand: far above every cache."""
+PROBE_REPEATS = 9
+PACKED: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+"""Layout of what `pack_linears` makes; only weights have it."""
+LOOKUPS = ("embedding", "index_select", "gather", "index")
+"""Operations that read only the rows asked for."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second that probes on one device moved: a copy (read and written bytes), and a matrix-vector
+    product.
+    """
+
+    device: str
+    copy_bytes_per_second: float
+    gemv_bytes_per_second: float
+
+    @property
+    def used(self) -> float:
+        """What shares are taken of."""
+        return max(self.copy_bytes_per_second, self.gemv_bytes_per_second)
+
+
+@torch.no_grad()
+def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> Bandwidth:
+    """Measure a device's bandwidth. size: bytes of each operand; 0 takes one that no cache holds."""
+    size = size or PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    copy = torch.empty_like(source)
+    width = int((size // dtype.itemsize) ** 0.5)
+    matrix = torch.ones(width, width, dtype=dtype, device=device)
+    vector = torch.ones(1, width, dtype=dtype, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: copy.copy_(source),
+        "gemv": lambda: F.linear(vector, matrix),
+    }
+    seconds = {name: min(times) for name, times in interleaved(calls, device, PROBE_REPEATS, 2).items()}
+    return Bandwidth(
+        device.type,
+        divide(2.0 * source.nbytes, seconds["copy"]),
+        divide(float(matrix.nbytes), seconds["gemv"]),
+    )
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TargetBytes:
+    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part, `kv_per_token` of
+    cached text.
+    """
+
+    weights: int
+    experts: int
+    kv_per_token: int
+    reached: float
+    """Share of the experts that one token reaches."""
+
+    @classmethod
+    def of(cls, target: TargetModel) -> TargetBytes:
+        """Count a loaded target."""
+        info, embedding, head = target.info, target.weights.embedding, target.weights.lm_head
+        named = dict(target.model.named_parameters())
+        experts = sum(value.nbytes for name, value in named.items() if ".experts." in name)
+        lookup = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes
+        config = target.model.config.get_text_config()
+        active = getattr(config, "num_experts_per_tok", None) or 0
+        total = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+        return cls(
+            weights=sum(value.nbytes for value in named.values()) - lookup - experts,
+            experts=experts,
+            kv_per_token=2
+            * info.num_layers
+            * info.num_key_value_heads
+            * info.head_dim
+            * target.dtype.itemsize,
+            reached=divide(active, total),
+        )
+
+    def step(self, nodes: int, length: float) -> int:
+        """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least (experts: at
+        most).
+        """
+        return round(
+            self.weights + self.experts * min(1.0, nodes * self.reached) + self.kv_per_token * length
+        )
+
+
+def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
+    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not
+    estimated.
+    """
+    shape = arm.decode.tree(target.device)
+    bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
+    propose, commit = bench.step(arm, shape)
+    weights = [target.weights.embedding, target.weights.lm_head, *target.weights.state.values()]
+    if isinstance(arm.drafter, nn.Module):
+        weights += [*arm.drafter.parameters(), *arm.drafter.buffers()]
+    with torch.no_grad(), WeightReads(weights) as reads:
+        propose()
+        commit()
+    return reads.bytes
+
+
+class WeightReads(TorchDispatchMode):
+    """Counts the bytes of given tensors, and of weights packed for the CPU, that operations read.
+
+    Views read nothing, lookups only what they give out.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known = {weight.untyped_storage().data_ptr() for weight in weights}
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        alias = returns[0].alias_info if returns else None
+        if alias is not None and not alias.is_write:
+            return out
+        lookup = func._schema.name.split("::")[-1] in LOOKUPS
+        for value in tree_leaves((args, kwargs)):
+            if not isinstance(value, Tensor):
+                continue
+            if value.layout == PACKED:
+                self.bytes += value.numel() * value.element_size()
+            elif value.untyped_storage().data_ptr() in self.known:
+                self.bytes += out.nbytes if lookup else value.nbytes
+        return out
+
+
+# ---- the block ---------------------------------------------------------------------------------------------------
+
+
+def roofline(
+    target: TargetModel,
+    arms: Sequence[Arm],
+    report: Mapping[str, Any],
+    text: Sequence[int],
+    lengths: Mapping[str, float],
+    bandwidth: Bandwidth | None = None,
+) -> dict[str, Any]:
+    """The `roofline` block of report.json.
+
+    report: its `baseline` and `drafters`. text: token ids of real text. lengths: "baseline" and every arm ->
+    mean cached tokens of its steps. bandwidth: probed before; None probes now.
+    """
+    bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
+    size = TargetBytes.of(target)
+    plain_ms, plain_bytes = baseline_step_ms(report), size.step(1, lengths["baseline"])
+    by_name = {arm.name: arm for arm in arms}
+    entries = {}
+    for entry in report["drafters"]:
+        name = arm_name(entry)
+        own = drafter_bytes(target, by_name[name], text)
+        moved = size.step(entry["draft"]["nodes"], lengths[name]) + own
+        step_ms = sum(entry["step_ms"].values())
+        phases = [phase for phase in (*PHASES, GAP) if phase in entry["step_ms"]]
+        entries[name] = {
+            "bytes_per_step": moved,
+            "drafter_bytes": own,
+            "step_ms": step_ms,
+            "share": share_of(moved, step_ms, bandwidth),
+            "efficiency": efficiency(entry),
+            "split": {phase: divide(entry["step_ms"][phase], step_ms) for phase in phases},
+        }
+    return {
+        "bandwidth": {**asdict(bandwidth), "used_bytes_per_second": bandwidth.used},
+        "target_bytes": size.weights,
+        "expert_bytes": size.experts,
+        "kv_bytes_per_token": size.kv_per_token,
+        "baseline": {
+            "bytes_per_step": plain_bytes,
+            "step_ms": plain_ms,
+            "share": share_of(plain_bytes, plain_ms, bandwidth),
+        },
+        "arms": entries,
+    }
+
+
+def share_of(moved: int, step_ms: float, bandwidth: Bandwidth) -> float:
+    """Share of the bandwidth that a step reached: bytes / (bandwidth x T_step)."""
+    return divide(moved, bandwidth.used * step_ms / 1000.0)

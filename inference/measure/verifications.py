@@ -1,0 +1,71 @@
+"""Records of a measurement's verifications, one folder per arm: <out>/records/<arm>/ (docs/formats.md, Records).
+
+What is drafted and how likely it was takes time to compute, and a measurement's clock must not see it. So the prompts are decoded
+once more, in the same order and without a clock; the same text comes out, pass by pass, which is checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from heads.api.drafter import forget
+from inference.decoding.arm import Arm
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.folders import require_folder_name
+from inference.measure.answers import Record
+from inference.measure.prompts import Prompt
+from inference.target.model import TargetModel
+from inference.verifications import RecordsConfig, VerificationLog, record_facts
+
+logger = logging.getLogger(__name__)
+RECORDS = "records"
+
+
+def write_records(
+    config: RecordsConfig,
+    target: TargetModel,
+    arms: Sequence[Arm],
+    requests: Sequence[Request],
+    prompts: Sequence[Prompt],
+    measured: Mapping[str, Iterable[Record]],
+    out: Path,
+) -> None:
+    """Record what every arm drafts for `requests` (one per prompt). A sequence's name is its prompt's id.
+
+    measured: what each arm did while the clock ran. Records of an earlier measurement in `out` are replaced.
+    """
+    shutil.rmtree(out / RECORDS, ignore_errors=True)
+    for arm in arms:
+        engine = Engine(target, arm.drafter, arm.decode, details=True)
+        log = VerificationLog(
+            out / RECORDS / require_folder_name("measure.drafters", arm.name.replace("/", "_")),
+            record_facts(engine, arm.name, arm.weights_sha256),
+            config.max_bytes,
+            config.redact,
+        )
+        timed = {record.prompt: record for record in measured[arm.name] if record.repeat == 0}
+        forget(arm.drafter)
+        others = 0
+        for request, prompt in zip(requests, prompts, strict=True):
+            (found,) = engine.run([request])
+            passes = [(item.accepted, item.committed, item.rejected) for item in found.passes]
+            others += passes != [tuple(item) for item in timed[prompt.id].passes] or found.tokens != timed[prompt.id].tokens
+            temperature = arm.decode.temperature
+            log.completion(prompt.id, prompt.domain, found, temperature)
+            log.sequence(
+                prompt.id, prompt.domain, request.tokens, found.tokens, request.seed, temperature, found.finish
+            )
+            if log.due:
+                log.flush()
+        log.flush()
+        if others:
+            logger.warning(
+                "records of '%s': %d of %d prompts were decoded in other steps than while they were timed",
+                arm.name, others, len(requests),
+            )  # fmt: skip
+        if log.full:
+            logger.warning("recording '%s' has ended: measure.records.max_megabytes is reached", arm.name)

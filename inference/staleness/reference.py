@@ -1,0 +1,263 @@
+"""What a drafter's acceptance is compared with: the answers of an earlier measurement, or a card's figures.
+
+`watch.json`, in a drafter's folder or anywhere: which target and drafter, how it was decoded, and of every answer the drafted
+tokens that its first passes accepted. `headstart watch watch.learn=true` writes it from fresh prompts; the records of a measurement
+(records.jsonl beside report.json) give the same. A report.json alone, as a Hub folder has it, says no more than tau and its
+interval, so its evidence is taken as normal (`evidence.Sums`).
+
+Legend: D depth of the draft.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heads.api.errors import UserError
+from inference.decoding.rules.names import TEXT, promise
+from inference.manifest import write_json
+from inference.measure.answers import FINAL_FILE, read_records
+from inference.report_schema import arm_name, read_report
+from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
+
+FORMAT = 1
+WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
+DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
+"""What of the decode settings makes a draft."""
+LEAST_ANSWERS = 8
+"""Answers of a domain below which it is not watched: nothing could be said."""
+
+
+@dataclass
+class DomainAnswers:
+    """The answers of one domain: of each, the drafted tokens that its first passes accepted."""
+
+    answers: list[list[int]] = field(default_factory=list)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(accepted drafted tokens, passes) of each answer."""
+        return [(sum(answer), len(answer)) for answer in self.answers]
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafted tokens per pass; 0 without a pass."""
+        return sum(map(sum, self.answers)) / max(1, sum(map(len, self.answers)))
+
+    def by_depth(self, depth: int) -> list[float]:
+        """beta: the share of passes that accepted each depth."""
+        kept = [count for answer in self.answers for count in answer]
+        return [sum(count >= level for count in kept) / max(1, len(kept)) for level in range(1, depth + 1)]
+
+
+def passes_within(tokens: int, depth: int) -> int:
+    """The passes that an answer of so many tokens always has, however well drafted; its first token comes without one."""
+    return max(1, (tokens - 1) // (depth + 1))
+
+
+def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
+    """The first `most` passes of an answer, as the drafted tokens that each accepted; raises `UserError` for more than `depth`."""
+    kept = list(islice(accepted, most))
+    if kept and max(kept) > depth:
+        raise UserError(
+            f"a pass accepted {max(kept)} drafted tokens, but the reference was measured with drafts {depth} deep. Watch with the "
+            "reference's draft, or make a new reference with watch.learn=true."
+        )
+    return kept
+
+
+@dataclass(frozen=True)
+class Reference:
+    """See the module. draft: `DRAFT_KEYS` as far as they are set; system: the system prompt that the answers were given under.
+
+    figures: domain -> (acceptance, its standard error), of a card that has nothing else; then `tallies` is empty.
+    """
+
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    draft: dict[str, Any]
+    temperature: float
+    tokens: int
+    tallies: dict[str, DomainAnswers]
+    depth: int
+    source: str
+    system: str = ""
+    figures: dict[str, tuple[float, float]] = field(default_factory=dict)
+    passes: int = 0
+    """Verify passes behind the figures, all domains together."""
+
+    @property
+    def most(self) -> int:
+        """Passes of an answer that count."""
+        return passes_within(self.tokens, self.depth)
+
+    @property
+    def domains(self) -> list[str]:
+        """What can be watched."""
+        return sorted({*self.figures, *(name for name, tally in self.tallies.items() if len(tally.answers) >= LEAST_ANSWERS)})
+
+    def grid(self) -> Grid:
+        """The acceptances that are considered."""
+        return Grid(self.depth)
+
+    def evidence(self, grid: Grid) -> dict[str, RatioEvidence]:
+        """Domain -> evidence; raises `UserError` when there is no domain with enough answers."""
+        if not self.domains:
+            raise UserError(
+                f"'{self.source}' has no domain with {LEAST_ANSWERS} answers or more, so nothing can be compared. Make a "
+                "reference with watch.learn=true and more prompts."
+            )
+        if self.figures:
+            share = self.passes / len(self.figures)
+            return {
+                name: Sums(grid, value * share, share, error * error * share, share)
+                for name, (value, error) in self.figures.items()
+            }
+        return {name: Bets(grid, self.most, self.tallies[name].pairs()) for name in self.domains}
+
+    def spread(self, domain: str) -> float:
+        """Variance of a sum of (a - r n) over answers per verify pass in it, r being the domain's acceptance."""
+        if self.figures:
+            return self.figures[domain][1] ** 2 * self.passes / len(self.figures)
+        accepted, passes = np.array(self.tallies[domain].pairs(), dtype=np.float64).T
+        excess = accepted - accepted.sum() / passes.sum() * passes
+        return float(excess.var(ddof=1) * len(passes) / passes.sum())
+
+    # ---- files -----------------------------------------------------------------------------------------------------------------
+
+    def write(self, path: Path) -> None:
+        """Write watch.json; only for references with answers."""
+        assert not self.figures, "a card's figures are read from the card"
+        tallies = {name: vars(tally) for name, tally in sorted(self.tallies.items())}
+        content = {
+            "format": FORMAT, "stage": "watch", "target": self.target, "drafter": self.drafter, "draft": self.draft,
+            "depth": self.depth, "temperature": self.temperature, "tokens": self.tokens, "system": self.system, "domains": tallies,
+        }  # fmt: skip
+        write_json(path, content)
+
+    @classmethod
+    def read(cls, path: Path) -> Reference:
+        """Read watch.json; raises `UserError` for anything else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["stage"] != "watch" or content["format"] != FORMAT:
+                raise KeyError("format")
+            tallies = {str(name): DomainAnswers(**lists) for name, lists in content["domains"].items()}
+            found = cls(
+                dict(content["target"]), dict(content["drafter"]), dict(content["draft"]), float(content["temperature"]),
+                int(content["tokens"]), tallies, int(content["depth"]), str(path), str(content["system"]),
+            )  # fmt: skip
+            require_counts(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"'{path}' is not a reference of format {FORMAT} ({error!r}). Make one with `headstart watch watch.learn=true`."
+            ) from error
+        return found
+
+
+def require_counts(reference: Reference) -> None:
+    """Raise `ValueError` for counts that no drafter of this depth can have had."""
+    for name, tally in reference.tallies.items():
+        for answer in tally.answers:
+            if len(answer) > reference.most or not all(0 <= count <= reference.depth for count in answer):
+                raise ValueError(f"domain {name}: an answer's passes accepted {answer}")
+        if not any(tally.answers):
+            raise ValueError(f"domain {name} has no passes")
+
+
+def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
+    """The reference of a drafter: the file or folder `given`, else what lies in its folder. Prefers single answers to figures.
+
+    weights_sha256: of the drafter's weights. Raises `UserError` where there is none, or where it measured other weights.
+    """
+    place = Path(given) if given else drafter
+    if given and not place.exists():
+        raise UserError(f"watch.reference: there is no file or folder '{place}'.")
+    folder = place if place.is_dir() else place.parent
+    if place.is_file() and place.name not in (WATCH_FILE, REPORT_FILE):
+        found = Reference.read(place)
+    elif (folder / WATCH_FILE).is_file() and place.name != REPORT_FILE:
+        found = Reference.read(folder / WATCH_FILE)
+    elif (folder / REPORT_FILE).is_file():
+        found = from_report(folder / REPORT_FILE, weights_sha256)
+    else:
+        raise UserError(
+            f"there is nothing to compare with: '{place}' has neither {WATCH_FILE} nor {REPORT_FILE}. Give a measurement's folder "
+            "as watch.reference, or make a reference with the target that the drafter was trained for: watch.learn=true."
+        )
+    if found.drafter.get("weights_sha256") != weights_sha256:
+        raise UserError(
+            f"'{found.source}' was measured with another drafter than '{drafter}': their weights differ. Give this drafter's "
+            "reference as watch.reference, or make one with watch.learn=true."
+        )
+    return found
+
+
+def require_reference(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is no reference; writing a reference would replace it."""
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise UserError(
+            f"watch.reference: '{path}' is there and is no reference, so it is not replaced. Give another file, or remove it."
+        )
+
+
+def from_report(path: Path, weights_sha256: str) -> Reference:
+    """The reference in a measurement's folder: its records, where they lie beside report.json, else the report's figures."""
+    report = read_report(path)
+    entries = [entry for entry in report["drafters"] if entry["draft"].get("weights_sha256") == weights_sha256]
+    if not entries:
+        raise UserError(
+            f"'{path}' did not measure this drafter: it measured {', '.join(map(arm_name, report['drafters']))}. Give this "
+            "drafter's report as watch.reference, or make a reference with watch.learn=true."
+        )
+    entry, settings = entries[0], report["settings"]
+    if promise(settings["rule"], settings["temperature"]) != TEXT:
+        raise UserError(
+            f"'{path}' was measured with rule '{settings['rule']}', which accepts other drafts than rule match. Measure with "
+            "decode.rule=match, or make a reference with watch.learn=true."
+        )
+    about = {"kind": entry["kind"], "weights_sha256": weights_sha256}
+    draft = {key: entry["draft"][key] for key in ("shape", "depth", "choices") if key in entry["draft"]}
+    if draft["shape"] == "dynamic":
+        draft["nodes"] = entry["draft"]["nodes"]
+    common = (report["target"], about, draft, float(settings["temperature"]), int(settings["max_new_tokens"]))
+    depth = int(entry["draft"]["depth"])
+    records = path.parent / FINAL_FILE
+    if records.is_file():
+        domains = report.get("run", {}).get("prompts", {}).get("domains", {})
+        found = Reference(*common, {}, depth, str(records))
+        found.tallies.update(tallies_of(records, arm_name(entry), depth, found.most, domains))
+        if found.tallies:
+            return found
+    cut = sum(entry["acceptance"]["unconditional"]) - (entry["tau"] - 1.0)  # passes whose bonus the end of text cut off
+    figures = {
+        name: (values["tau"] - 1.0 + cut, (values["tau_ci95"][1] - values["tau_ci95"][0]) / (2 * 1.96))
+        for name, values in entry["domains"].items()
+    }
+    figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
+    return Reference(*common, {}, depth, str(path), figures=figures, passes=int(entry["verify_passes"]))
+
+
+def tallies_of(
+    records: Path, arm: str, depth: int, most: int, domains: Mapping[str, str]
+) -> dict[str, DomainAnswers]:
+    """Domain -> answers of one arm in a measurement's records; repeats of a prompt count once. Empty without its domains."""
+    found: dict[str, DomainAnswers] = {}
+    seen: set[str] = set()
+    for record in read_records(records):
+        if record.arm == arm and record.prompt in domains and record.prompt not in seen:
+            seen.add(record.prompt)
+            passes = first_passes((accepted for accepted, _, _ in record.passes), depth, most)
+            found.setdefault(domains[record.prompt], DomainAnswers()).answers.append(passes)
+    return found

@@ -1,0 +1,196 @@
+"""Fresh traffic to watch: answers decoded now, the records that a server wrote, or the counters that it shows Prometheus.
+
+All give one thing per answer: its domain and the drafted tokens that each of its passes accepted. Counters give totals only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from heads.api.errors import UserError
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure.prompts import Prompt
+from inference.staleness.reference import Reference, first_passes
+from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
+
+ACCEPTED, PASSES, INFO = "headstart_accepted_drafts_total", "headstart_verify_passes_total", "headstart_info"
+SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """One fresh answer: the drafted tokens that each of its first passes accepted."""
+
+    domain: str
+    passes: list[int]
+
+
+# ---- decoded now ---------------------------------------------------------------------------------------------------------------
+
+
+def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
+    """The prompts with a system message put first, in place of one that they have; raises `UserError` for prompts of token ids."""
+    if not system:
+        return list(prompts)
+    found = []
+    for prompt in prompts:
+        if prompt.messages is None:
+            raise UserError(
+                f"watch.system: prompt '{prompt.id}' is given as token ids, so no system prompt can be put before it. Give "
+                "messages."
+            )
+        rest = tuple(message for message in prompt.messages if message["role"] != "system")
+        found.append(Prompt(prompt.id, prompt.domain, messages=({"role": "system", "content": system}, *rest)))
+    return found
+
+
+def decoded(
+    engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], most: int
+) -> Iterator[Fresh]:
+    """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the order of the requests.
+
+    most: passes that count. Short answers finish first; a test that stops early must not see them first.
+    """
+    depth = engine.tree.max_depth
+    waiting: dict[int, Fresh] = {}
+    order = iter([request.index for request in requests])
+    due = next(order, None)
+    for completion in engine.run(requests):
+        prompt = prompts[completion.request.index]
+        passes = first_passes((record.accepted for record in completion.passes), depth, most)
+        waiting[completion.request.index] = Fresh(prompt.domain, passes)
+        while due in waiting:
+            assert due is not None
+            yield waiting.pop(due)
+            due = next(order, None)
+
+
+# ---- records -------------------------------------------------------------------------------------------------------------------
+
+
+def recorded(folder: Path, reference: Reference) -> list[Fresh]:
+    """The finished answers in a folder of records, in the order in which they ended.
+
+    Raises `UserError` where there are none, or where they were decoded with another draft or at another temperature.
+    """
+    facts = read_facts(folder)
+    kind, known = (facts.get("drafter") or {}).get("kind"), reference.drafter.get("kind")
+    if kind != known:
+        raise UserError(f"'{folder}' holds records of a drafter of kind '{kind}'; the reference is of kind '{known}'.")
+    weights, known = (facts.get("drafter") or {}).get("weights_sha256"), reference.drafter.get("weights_sha256")
+    if weights and weights != known:
+        raise UserError(
+            f"'{folder}' holds records of another drafter of kind '{kind}': its weights are {weights[:12]}..., the reference's "
+            f"{str(known)[:12]}.... Watch the drafter that was recorded."
+        )
+    require_same_draft(folder, facts.get("draft") or {}, reference)
+    ended = read_table(folder, SEQUENCES)
+    if not ended.num_rows:
+        raise UserError(f"'{folder}' has no finished answer yet. Let the server answer some requests first.")
+    fitting = ended.filter(pc.less(pc.abs(pc.subtract(ended["temperature"], reference.temperature)), 1e-3))
+    fitting = fitting.filter(pc.not_equal(fitting["finish"], "cancelled"))
+    if not fitting.num_rows:
+        found = sorted({round(value, 3) for value in ended["temperature"].to_pylist()})
+        raise UserError(
+            f"'{folder}' has no finished answer at the reference's temperature {reference.temperature:g}; its answers were given "
+            f"at {', '.join(f'{value:g}' for value in found[:5])}. Make a reference at that temperature with watch.learn=true."
+        )
+    passes = _passes(folder)
+    return [
+        Fresh(row["domain"], first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most))
+        for row in fitting.sort_by("time").select(["sequence", "domain"]).to_pylist()
+    ]
+
+
+def require_same_draft(folder: Path, draft: Mapping[str, Any], reference: Reference) -> None:
+    """Raise `UserError` where records are of another draft than the reference: more drafted tokens, more accepted ones."""
+    choices = reference.draft.get("choices") or ()
+    nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
+    known = {
+        "shape": reference.draft.get("shape"),
+        "depth": reference.depth,
+        "nodes": nodes.get(str(reference.draft.get("shape")), len(choices) + 1 if choices else None),
+        "adaptive": "none",
+    }
+    for name, value in known.items():
+        if None not in (value, draft.get(name)) and draft[name] != value:
+            raise UserError(
+                f"'{folder}' holds records of drafts with {name} {draft[name]}; the reference's had {name} {value}, so they cannot "
+                "be compared. Make a reference of that draft with watch.learn=true, or record with the reference's."
+            )
+
+
+def _passes(folder: Path) -> dict[str, list[int]]:
+    """Sequence -> drafted tokens that each of its passes accepted, in order."""
+    table = read_table(folder, VERIFICATIONS).select(["sequence", "position", "accepted"])
+    found: dict[str, list[int]] = {}
+    for row in table.sort_by([("sequence", "ascending"), ("position", "ascending")]).to_pylist():
+        found.setdefault(row["sequence"], []).append(row["accepted"])
+    return found
+
+
+# ---- Prometheus ----------------------------------------------------------------------------------------------------------------
+
+
+def scraped(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
+    """Per look, domain -> (accepted drafted tokens, passes) since the first server started.
+
+    paths: files with what /metrics showed, or folders of such files, in the order of time (of names in a folder). Counters that
+    fall belong to a server that was started again. Raises `UserError` for a file that cannot be read or has none of the counters.
+    """
+    files = [file for path in paths for file in (sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path])]
+    if not files:
+        raise UserError(f"watch.metrics: there are no files in {', '.join(map(str, paths))}.")
+    looks: list[dict[str, tuple[float, float]]] = []
+    before: dict[str, tuple[float, float]] = {}
+    base: dict[str, tuple[float, float]] = {}
+    for file in files:
+        now = read_counters(file)
+        if any(now.get(domain, (0.0, 0.0))[1] < passes for domain, (_, passes) in before.items()):
+            base = _sum(base, before)
+        before = now
+        looks.append(_sum(base, now))
+    return looks
+
+
+def _sum(
+    one: Mapping[str, tuple[float, float]], other: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    none = (0.0, 0.0)
+    return {
+        name: (one.get(name, none)[0] + other.get(name, none)[0], one.get(name, none)[1] + other.get(name, none)[1])
+        for name in one.keys() | other.keys()
+    }
+
+
+def read_counters(path: Path) -> dict[str, tuple[float, float]]:
+    """Domain -> (accepted drafted tokens, passes) of one scrape in Prometheus' text format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"watch.metrics: '{path}' cannot be read as text ({error}). Give what the server shows at /metrics."
+        ) from error
+    found: dict[str, dict[str, float]] = {ACCEPTED: {}, PASSES: {}}
+    for line in text.splitlines():
+        match = SAMPLE.fullmatch(line.strip())
+        if match is None or match[1] not in found:
+            continue
+        labels: dict[str, Any] = dict(LABEL.findall(match[2] or ""))
+        try:
+            found[match[1]][labels.get("domain", "")] = float(match[3])
+        except ValueError as error:
+            raise UserError(f"watch.metrics: '{path}' has a counter that is no number: {line.strip()[:80]}.") from error
+    if not found[PASSES]:
+        raise UserError(
+            f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at /metrics, as text (format 0.0.4)."
+        )
+    return {domain: (found[ACCEPTED].get(domain, 0.0), passes) for domain, passes in found[PASSES].items() if passes}

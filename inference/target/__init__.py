@@ -1,0 +1,1 @@
+"""The target model: loading, attention, KV cache, taps, chat templates, memory."""

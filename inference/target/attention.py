@@ -1,0 +1,168 @@
+"""The target's attention: one function for training features, prefill and tree verification.
+
+It is registered with transformers' `AttentionInterface`, without a mask function, so that models build no dense mask of their own;
+what may be attended to comes from the `AttentionPlan` of the running forward pass. Where the tree attention kernel runs, the plan
+hands it the tree's bits; elsewhere it spells a mask out. Sliding windows are tested by position, not by
+slot, because tree nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the plain path.
+
+Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from inference.kernels.reference.attention import TREE_ATTENTION
+
+NAME = "headstart"
+
+
+@dataclass
+class TreeNodes:
+    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32, depth [1|B, N] int64."""
+
+    lengths: Tensor
+    words: Tensor
+    depth: Tensor
+
+
+@dataclass
+class AttentionPlan:
+    """What the queries of one forward pass may see.
+
+    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is visible.
+    query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
+    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of everything else.
+    """
+
+    allowed: Tensor | None
+    causal: bool
+    query_positions: Tensor
+    key_positions: Tensor
+    nodes: TreeNodes | None = None
+    _bias: dict[Any, Tensor | None] = field(default_factory=dict)
+
+    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [B|1, 1, G*N, S] for GQA-packed queries, built once per pass and window; None when not needed."""
+        key = (window, groups, dtype)
+        if key not in self._bias:
+            allowed = self.allowed_within(window)
+            if allowed is None:
+                self._bias[key] = None
+            else:
+                blocked = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+                blocked.masked_fill_(~allowed, float("-inf"))
+                self._bias[key] = blocked[:, None].repeat(1, 1, groups, 1)
+        return self._bias[key]
+
+    def allowed_within(self, window: int | None) -> Tensor | None:
+        """`allowed` with causality and the window made explicit where they matter."""
+        positions = self.query_positions, self.key_positions
+        allowed = self.allowed
+        if allowed is None and (self.causal or window is not None):
+            allowed = positions[1][:, None, :] <= positions[0][:, :, None]
+        if window is not None and allowed is not None:
+            allowed = allowed & (positions[1][:, None, :] > positions[0][:, :, None] - window)
+        return allowed
+
+
+_PLAN: ContextVar[AttentionPlan] = ContextVar("headstart_attention_plan")
+
+
+@contextmanager
+def attention_plan(plan: AttentionPlan) -> Any:
+    """Make `plan` the one that the registered attention function follows."""
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
+
+
+def planned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B, N, h*G, D], None)."""
+    if attention_mask is not None:  # a model that adds scores of its own: the plan does not know them
+        raise RuntimeError("the model gives its attention a mask of its own")
+    plan = _PLAN.get()
+    batch, heads, nodes, size = query.shape
+    if plan.nodes is not None:
+        tree, scale = plan.nodes, size**-0.5 if scaling is None else scaling
+        shaping = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return TREE_ATTENTION(
+            query, key, value, tree.lengths, tree.words, tree.depth, scaling=scale, **shaping
+        ), None
+    key_heads = key.shape[1]
+    groups = heads // key_heads
+    if softcap is not None or s_aux is not None:
+        return _plain_attention(plan, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    whole = (
+        nodes == key.shape[2]
+    )  # a later chunk of a prompt has more keys than queries: its causality is not a square
+    if (
+        whole
+        and plan.causal
+        and plan.allowed is None
+        and (sliding_window is None or key.shape[2] <= sliding_window)
+    ):
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    # queries of one group are stacked as extra rows, so that no key or value is copied
+    packed = query.reshape(batch, key_heads, groups * nodes, size)
+    bias = plan.bias(sliding_window, groups, query.dtype)
+    out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
+    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _plain_attention(
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same attention written out, for scores that scaled_dot_product_attention cannot shape. Returns [B, N, h*G, D]."""
+    batch, heads, nodes, size = query.shape
+    groups = heads // key.shape[1]
+    packed = query.reshape(batch, key.shape[1], groups * nodes, size)
+    scores = packed @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    bias = plan.bias(window, groups, scores.dtype)
+    if bias is not None:
+        scores = scores + bias
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:  # a sink is a learned extra score per query head that takes weight and gives nothing
+        sink = sinks.reshape(1, key.shape[1], groups, 1, 1).expand(batch, -1, -1, nodes, 1)
+        sink = sink.reshape(batch, key.shape[1], groups * nodes, 1).to(scores.dtype)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    out = weights.to(value.dtype) @ value
+    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, planned_attention)

@@ -1,0 +1,228 @@
+"""The target's key/value cache: preallocated, slot-addressed, compacted after every verification.
+
+Row b's committed tokens occupy slots 0 .. length[b]-1, slot = position. A verification writes node i to slot length[b] + i; commit
+moves the accepted nodes' entries down so that they become contiguous again. Buffers are full length for every layer, sliding
+windows included: windows are a matter of the mask, because a tree must be able to roll back.
+
+Layers of equal shape lie in one storage, so that compaction is one operation for all of them. Which shapes the layers have is seen
+from their first keys alone: a config does not know what tensor parallelism leaves to this rank, and some layers have heads of their
+own size (Gemma 4) or no keys at all (shared ones). So the first cache of a model gives each layer a storage of its own and learns
+the shapes (`KVCache.shapes`; the self-check at loading is such a run); caches that are told them allocate one storage per group
+of equal layers. Either way exactly the bytes that are used are allocated, and all caches behave the same.
+
+Legend: L layers of a storage, B rows, R rows being prefilled, T fresh tokens, N nodes, S slots, h key/value heads, C and E numbers
+per key and value, D the tree's deepest level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from inference.kernels.reference.commit import COMPACT
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer stores per slot: `heads` keys of `key_size` and values of `value_size` numbers."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
+        """The shape behind fresh keys [R, h, T, C] and values [R, h, T, E]."""
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+
+
+@dataclass
+class Storage:
+    """Keys [L, B, h, S, C] and values [L, B, h, S, E] of L layers of equal shape."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, shape: LayerShape, layers: int, rows: int, capacity: int) -> Storage:
+        def buffer(size: int) -> Tensor:
+            # zeros, not empty: masked entries get weight 0, and 0 * NaN would still be NaN
+            return torch.zeros(
+                layers, rows, shape.heads, capacity, size, dtype=shape.dtype, device=shape.device
+            )
+
+        return cls(buffer(shape.key_size), buffer(shape.value_size))
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+
+class Storages:
+    """All buffers of one cache; tells each layer where its keys and values lie. It knows no layers, so that dropping a cache frees
+    its memory at once.
+
+    told: the expected shape of each layer, None where unknown.
+    """
+
+    def __init__(self, rows: int, capacity: int, told: Sequence[LayerShape | None]) -> None:
+        self.rows, self.capacity, self.told = rows, capacity, list(told)
+        self.all: list[Storage] = []
+        self._shared: dict[LayerShape, Storage] = {}
+
+    def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
+        """Views [B, h, S, C] and [B, h, S, E] for layer `number`, whose first keys have shown `shape`."""
+        if self.told[number] != shape:
+            storage, position = self._new(shape, 1), 0
+        else:
+            if shape not in self._shared:
+                self._shared[shape] = self._new(shape, self.told.count(shape))
+            storage, position = self._shared[shape], self.told[:number].count(shape)
+        return storage.keys[position], storage.values[position]
+
+    def _new(self, shape: LayerShape, layers: int) -> Storage:
+        storage = Storage.empty(shape, layers, self.rows, self.capacity)
+        self.all.append(storage)
+        return storage
+
+
+class SlotWriter:
+    """Where the running forward pass writes, shared by all layers of one cache.
+
+    mode "prefill": fresh tokens at slots offset .. offset+T-1 of `rows` [R], where `offset` is known to the host; layers attend to
+    slots < offset+T of those rows (for offset 0: to the fresh keys themselves).
+    mode "verify": nodes at `start` .. start+N (one row, host-known) or, if `start` is None, at `slots` [B, N] of the rows
+    `row_index` [B, 1], known to the device alone; layers attend to slots < `bound`.
+    """
+
+    def __init__(self) -> None:
+        self.mode = "prefill"
+        self.rows: Tensor | None = None
+        self.offset = 0
+        self.slots: Tensor | None = None
+        self.row_index: Tensor | None = None
+        self.start: int | None = None
+        self.bound = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage, taken when its first keys
+    show their shape.
+    """
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, number: int, storages: Storages, writer: SlotWriter) -> None:
+        super().__init__()
+        self.number, self.storages, self.writer = number, storages, writer
+        self.capacity = storages.capacity
+        self.shape: LayerShape | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.shape = LayerShape.of(key_states, value_states)
+        self.keys, self.values = self.storages.place(self.number, self.shape)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values ([R|B, h, T|N, C], [.., E]) and return those that the layer attends to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        writer = self.writer
+        if writer.mode == "prefill":
+            return self._prefill(key_states, value_states)
+        if writer.start is not None:
+            stop = writer.start + key_states.shape[2]
+            self.keys[:, :, writer.start : stop] = key_states
+            self.values[:, :, writer.start : stop] = value_states
+        else:
+            self.keys[writer.row_index, :, writer.slots] = key_states.transpose(1, 2)
+            self.values[writer.row_index, :, writer.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : writer.bound], self.values[:, :, : writer.bound]
+
+    def _prefill(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        rows, first = self.writer.rows, self.writer.offset
+        assert rows is not None
+        stop = first + key_states.shape[2]
+        self.keys[rows, :, first:stop] = key_states
+        self.values[rows, :, first:stop] = value_states
+        if first == 0:
+            return key_states, value_states
+        return self.keys[rows, :, :stop], self.values[rows, :, :stop]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.capacity, 0
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self.capacity
+
+    def reset(self) -> None:
+        """Nothing to do: entries beyond a row's length are never read."""
+
+
+class KVCache(Cache):
+    """Slot-addressed cache for `rows` sequences of at most `capacity` slots (tree nodes included).
+
+    shapes: what `shapes()` of an earlier cache of the same model gave, or None if there was none; see the module. A layer whose
+    first keys differ from what was told gets a storage of its own.
+    """
+
+    def __init__(
+        self, num_layers: int, rows: int, capacity: int, shapes: Sequence[LayerShape | None] | None = None
+    ) -> None:
+        assert shapes is None or len(shapes) == num_layers, "one shape per layer"
+        self.writer = SlotWriter()
+        self.rows, self.capacity = rows, capacity
+        self.storages = Storages(rows, capacity, shapes or [None] * num_layers)
+        super().__init__(layers=[SlotLayer(i, self.storages, self.writer) for i in range(num_layers)])
+
+    def shapes(self) -> tuple[LayerShape | None, ...]:
+        """What each layer stores, for the model's next cache; None for layers that have shown no keys."""
+        return tuple(layer.shape for layer in self.layers)
+
+    def bytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(storage.bytes() for storage in self.storages.all)
+
+    def first_rows(self, count: int) -> KVCache:
+        """The first `count` rows as a cache of their own that lies in this one's buffers; once all layers have seen keys."""
+        part = KVCache(len(self.layers), count, self.capacity)
+        part.storages.all = [
+            Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
+        ]
+        for layer, whole in zip(part.layers, self.layers, strict=True):
+            layer.shape = whole.shape
+            if whole.is_initialized:
+                layer.keys, layer.values = whole.keys[:count], whole.values[:count]
+                layer.is_initialized = True
+        return part
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy one row's keys and values over another row's."""
+        for storage in self.storages.all:
+            storage.keys[:, target] = storage.keys[:, source]
+            storage.values[:, target] = storage.values[:, source]
+
+    def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
+        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No host synchronisation.
+
+        lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first. accepted [B] int64: entries of the
+        path beyond it stay where they are; None: all move, those beyond a row's path as garbage behind its new length. Overlapping
+        moves are safe.
+        """
+        for storage in self.storages.all:
+            COMPACT(storage.keys, storage.values, lengths, path, accepted)

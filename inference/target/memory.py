@@ -1,0 +1,164 @@
+"""Whether a batch fits, worked out before anything is allocated.
+
+What a batch takes: the target's cache (2 x layers x heads x head size for every row and slot), the drafter's state, and the room
+that one forward pass needs. The drafter's state is what `Drafter.start` allocates; it is estimated by starting it for one row of
+few slots, and scaling.
+
+Legend: B rows, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.drafter import TargetStates
+from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.api.tree import DraftShape
+from inference.kernels.reference.attention import workspace_bytes
+
+GIB = 1 << 30
+PROBED_SLOTS = (64, 192)
+HEADROOM = 0.95
+"""Share of the free memory that a plan may take."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a batch of `rows` x `slots` will take on the decoding device, beside the weights that are there already."""
+
+    rows: int
+    slots: int
+    cache: int
+    drafter: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.cache + self.drafter + self.activations
+
+    def require(self, free: int, device: torch.device) -> None:
+        """Raise `UserError` saying what to lower when the plan does not fit into `free` bytes."""
+        allowed = int(free * HEADROOM)
+        if self.total <= allowed:
+            return
+        per_row = self.total // self.rows
+        fits = allowed // per_row if per_row else 0
+        advice = (
+            f"decode.batch_size={fits} would fit"
+            if fits >= 1
+            else "not even one row fits: shorten the prompts or decode.max_new_tokens"
+        )
+        raise UserError(
+            f"a batch of {self.rows} rows of {self.slots} tokens needs {gib(self.total)} on {device} "
+            f"(cache {gib(self.cache)}, drafter {gib(self.drafter)}, activations {gib(self.activations)}), but "
+            f"{gib(free)} are free, of which {HEADROOM:.0%} may be used. Lower decode.batch_size, "
+            f"decode.max_new_tokens, decode.prefill_chunk or the prompts' length; {advice}."
+        )
+
+
+def plan_memory(
+    info: TargetInfo,
+    dtype: torch.dtype,
+    rows: int,
+    slots: int,
+    nodes: int,
+    drafter_state: int,
+    widest: int,
+    kernel: bool = False,
+) -> MemoryPlan:
+    """The plan for B rows of S slots.
+
+    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one prefill pass of one row; kernel:
+    whether the tree attention kernel runs, which takes scratch memory.
+    Activations are bounded by the widest pass: hidden states, MLP and attention of one layer, and logits of all nodes.
+    """
+    size = torch.finfo(dtype).bits // 8
+    cache = 2 * info.num_layers * info.num_key_value_heads * info.head_dim * size * rows * slots
+    tokens = rows * max(widest, nodes)
+    activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * size
+    activations += rows * nodes * info.vocab_size * (size + 4)
+    if kernel:
+        activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
+    return MemoryPlan(rows, slots, cache, drafter_state, activations)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where that cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + reserved)
+    table = Path("/proc/meminfo")
+    if device.type != "cpu" or not table.is_file():
+        return None
+    for line in table.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _group_limit())
+    return None
+
+
+def _group_limit() -> int:
+    """What the control group of this process still allows (containers); a very large number where there is no limit."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        text = limit.read_text(encoding="ascii").strip()
+        return 1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 100 else f"{count / (1 << 20):.1f} MiB"
+
+
+@torch.no_grad()
+def drafter_state_bytes(
+    drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
+) -> int:
+    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few slots.
+
+    like: any tensor of the target's dtype on its device.
+    """
+    if drafter is None:
+        return 0
+
+    def probe(count: int, capacity: int) -> int:
+        return tensor_bytes(drafter.start(_blank_states(drafter, count, target, like), tree, capacity))
+
+    few, many = PROBED_SLOTS
+    small = probe(1, few)
+    per_row = probe(2, few) - small  # what all rows share is counted once
+    per_slot = (probe(1, many) - small) / (many - few)
+    return int(small - per_row + rows * (per_row + per_slot * max(0, slots - few)))
+
+
+def _blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
+    """One token per row and empty states."""
+    token = torch.zeros(rows, 1, dtype=torch.int64, device=like.device)
+    taps = len(drafter.needs.taps)
+    return TargetStates(
+        token,
+        token,
+        token,
+        torch.ones(rows, 1, dtype=torch.bool, device=like.device),
+        like.new_zeros(rows, 1, taps, target.hidden_size) if taps else None,
+        like.new_zeros(rows, 1, target.hidden_size),
+    )
+
+
+def tensor_bytes(state: Any) -> int:
+    """Bytes of all tensors in a drafter's state, nested dataclasses and lists included."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if is_dataclass(state):
+        return sum(tensor_bytes(getattr(state, item.name)) for item in fields(state))
+    if isinstance(state, (list, tuple)):
+        return sum(tensor_bytes(item) for item in state)
+    return 0

@@ -1,0 +1,297 @@
+"""Which layers of a target draft best for all of them, found by trying (Draft & Verify, 2309.08168; SWIFT, 2410.06916).
+
+A set of kept parts (whole layers, or attention and MLP of a layer separately) is as good as the speedup that it should
+give: tau / (1 + gamma c), gamma drafted tokens of c each, c being the share of the target's cost that one drafted
+token takes. tau is measured by decoding, so it costs seconds per set, and there are 2^U sets. The search therefore
+learns from what it has tried: a Bayesian linear model (what each part, and each pair of neighbours, adds to the log
+of a drafted token's acceptance) proposes, by a draw from its posterior (Thompson sampling), the most promising set among the
+neighbours of the best ones; every `GREEDY_EVERY`-th trial follows the model's mean, without a draw.
+
+    parts, head_cost = parts_of(target)
+    found = search_layers(parts, evaluate, SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost))
+    found.kept(found.best), found.best.speedup
+
+Legend: U parts, E trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heads.api.errors import UserError, suggest
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure import metrics
+from inference.measure.metrics import Outcome, Totals
+from inference.target.model import TargetModel
+
+OBJECTIVES = ("speedup", "tau")
+GREEDY_EVERY = 3
+ELITE = 4
+"""Best sets whose neighbours are considered."""
+RANDOM_SHARE = 0.25
+"""Share of the trials that are random sets, at the start: without them the model sees too little of most parts."""
+PRIOR, NOISE = 0.5, 0.1
+"""Standard deviations of the model's weights, and of what a linear model misses, in logs of the acceptance."""
+LEAST = 1e-2
+"""Acceptance below which sets are equally bad."""
+
+
+@dataclass(frozen=True, order=True)
+class SkippablePart:
+    """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its share of what one token costs the
+    target, the unskippable rest (LM head) excluded.
+    """
+
+    layer: int
+    what: str
+    cost: float
+
+    @property
+    def attends(self) -> bool:
+        return self.what != "mlp"
+
+
+Chosen = tuple[bool, ...]
+"""Which of the parts are kept, in their order."""
+Evaluate = Callable[[Chosen], float]
+"""tau of decoding with the kept parts."""
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How long to search, and for which draft."""
+
+    evaluations: int = 48
+    """Sets that are tried (>= 4)."""
+    depth: int = 4
+    """Tokens drafted per pass: gamma (>= 1)."""
+    fixed_cost: float = 0.0
+    """Share of the target's cost per token that every drafted token pays whatever is left out: its LM head (0 to below 1)."""
+    most_cost: float = 1.0
+    """Sets whose drafted token costs a larger share of the target's than this are not tried."""
+    objective: str = "speedup"
+    """speedup: tau / (1 + gamma c); or tau: the most accepted tokens within `most_cost`."""
+    seed: int = 0
+    """Of the search's own draws."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise UserError(
+                f"the search's objective '{self.objective}' is unknown.{suggest(self.objective, OBJECTIVES)}"
+            )
+        if self.evaluations < 4 or self.depth < 1 or not 0.0 <= self.fixed_cost < 1.0:
+            raise UserError(
+                "a layer search needs 4 evaluations or more, a depth of at least 1 and a fixed cost from 0 to below 1; given "
+                f"{self.evaluations}, {self.depth} and {self.fixed_cost}."
+            )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set that was tried: which parts, their share c of the target's cost, tau, tau / (1 + gamma c), and which counts."""
+
+    kept: Chosen
+    cost: float
+    tau: float
+    speedup: float
+    value: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """All trials in their order."""
+
+    parts: tuple[SkippablePart, ...]
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        return max(self.trials, key=lambda trial: trial.value)
+
+    def kept(self, trial: Trial) -> list[SkippablePart]:
+        """The parts that a trial kept."""
+        return [part for part, keep in zip(self.parts, trial.kept, strict=True) if keep]
+
+
+def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[SkippablePart, ...], float]:
+    """The parts of a target and the fixed cost (its LM head), in shares of the weights that decoding one token reads.
+
+    sublayers: attention and MLP of a layer can be left out separately.
+    """
+    info, state = target.info, target.weights.state
+    sizes = {(layer, what): 0 for layer in range(info.num_layers) for what in ("attention", "mlp")}
+    for name in state:
+        pieces = name.split(".layers.", 1)
+        if len(pieces) == 2 and pieces[1].split(".")[0].isdigit():
+            number, rest = pieces[1].split(".", 1)
+            what = "attention" if "attn" in rest or "attention" in rest else "mlp"
+            sizes[int(number), what] += state[name].numel()
+    head = target.weights.lm_head.numel()
+    total = sum(sizes.values()) + head
+    if sublayers:
+        return tuple(SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items()), head / total
+    layers = (
+        SkippablePart(layer, "layer", (sizes[layer, "attention"] + sizes[layer, "mlp"]) / total)
+        for layer in range(info.num_layers)
+    )
+    return tuple(layers), head / total
+
+
+def search_layers(
+    parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, start: Iterable[Chosen] = ()
+) -> SearchResult:
+    """Try sets of parts for the best speedup. start: sets that are tried first, before evenly spread ones and prefixes.
+
+    Raises `UserError` when there are fewer than two parts, none with attention, or no set within the cost allowed.
+    """
+    if len(parts) < 2 or not any(part.attends for part in parts):
+        raise UserError(f"there is nothing to search among {len(parts)} parts of the target's layers.")
+    rng = np.random.default_rng(config.seed)
+    trials: dict[Chosen, Trial] = {}
+    for kept in [*start, *_seeds(parts)]:
+        if len(trials) < max(4, config.evaluations // 2):
+            _try(kept, parts, evaluate, config, trials)
+    wanted = min(config.evaluations, len(trials) + round(RANDOM_SHARE * config.evaluations))
+    for _ in range(20 * config.evaluations):
+        if len(trials) < wanted:
+            _try(_random_set(parts, config, rng), parts, evaluate, config, trials)
+    if not trials:
+        raise UserError(
+            f"no set of layers to start from costs at most {config.most_cost:g} of the target, of which every drafted token pays "
+            f"{config.fixed_cost:.2f} for the LM head alone. Allow a larger cost."
+        )
+    while len(trials) < config.evaluations:
+        pool = [kept for kept in _pool(parts, trials, rng) if _cost(kept, parts, config) <= config.most_cost]
+        if not pool:
+            break
+        greedy = len(trials) % GREEDY_EVERY == 0
+        weights = _posterior(trials, config, rng, drawn=not greedy)
+        taus = accepted_length(np.exp(np.minimum(_features(pool) @ weights, 0.0)), config.depth)
+        expected = [
+            _value(tau, _cost(kept, parts, config), config) for tau, kept in zip(taus, pool, strict=True)
+        ]
+        _try(pool[int(np.argmax(expected))], parts, evaluate, config, trials)
+    return SearchResult(tuple(parts), tuple(trials.values()))
+
+
+def measure_tau(
+    target: TargetModel, drafter: Any, requests: Sequence[Request], decode: DecodeConfig
+) -> metrics.TauEstimate:
+    """What decoding these requests with a drafter keeps, by the decoder's own count."""
+    done = Engine(target, drafter, decode).run(requests)
+    outcomes = [Outcome(str(item.request.index), "", item.passes) for item in done]
+    return metrics.tau_estimate(Totals.collect(outcomes, decode.tree(target.device).max_depth))
+
+
+def ideal_speedup(tau: float, depth: int, cost: float) -> float:
+    """tau / (1 + gamma c): what drafting gamma tokens of cost c each leaves of the accepted length."""
+    return metrics.divide(tau, 1 + depth * cost)
+
+
+def _try(
+    kept: Chosen, parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, trials: dict[Chosen, Trial]
+) -> None:
+    cost = _cost(kept, parts, config)
+    if kept in trials or not _drafts(kept, parts) or cost > config.most_cost:
+        return
+    tau = evaluate(kept)
+    trials[kept] = Trial(kept, cost, tau, ideal_speedup(tau, config.depth, cost), _value(tau, cost, config))
+
+
+def _value(tau: float, cost: float, config: SearchConfig) -> float:
+    """What the search raises."""
+    return float(tau) if config.objective == "tau" else ideal_speedup(tau, config.depth, cost)
+
+
+def _drafts(kept: Chosen, parts: Sequence[SkippablePart]) -> bool:
+    """Whether a set keeps any attention, and leaves out anything."""
+    return any(keep and part.attends for keep, part in zip(kept, parts, strict=True)) and not all(kept)
+
+
+def _cost(kept: Chosen, parts: Sequence[SkippablePart], config: SearchConfig) -> float:
+    return config.fixed_cost + sum(part.cost for keep, part in zip(kept, parts, strict=True) if keep)
+
+
+def _seeds(parts: Sequence[SkippablePart]) -> list[Chosen]:
+    """Where a search starts: layers left out evenly, at several shares; the first layers alone; single parts left out."""
+    layers = max(part.layer for part in parts) + 1
+    found: list[Chosen] = []
+    for share in (0.5, 0.75, 0.25):
+        count = max(2, round(layers * share))
+        spread = {round(place * (layers - 1) / (count - 1)) for place in range(count)}
+        found.append(tuple(part.layer in spread for part in parts))
+        found.append(tuple(part.layer < count for part in parts))
+    found += [tuple(other is not part for other in parts) for part in parts]
+    return list(dict.fromkeys(found))
+
+
+def _pool(parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.random.Generator) -> list[Chosen]:
+    """Sets that were not tried: one part more or less than the best sets, one exchanged, and random changes of two to four."""
+    elite = sorted(trials.values(), key=lambda trial: -trial.value)[:ELITE]
+    found: dict[Chosen, None] = {}
+    for trial in elite:
+        kept = [place for place, keep in enumerate(trial.kept) if keep]
+        left = [place for place, keep in enumerate(trial.kept) if not keep]
+        changes = [[place] for place in range(len(parts))] + [[one, other] for one in kept for other in left]
+        changes += [
+            list(rng.choice(len(parts), min(len(parts), int(rng.integers(2, 5))), False)) for _ in range(8)
+        ]
+        for change in changes:
+            candidate = tuple(keep != (place in change) for place, keep in enumerate(trial.kept))
+            if candidate not in trials and _drafts(candidate, parts):
+                found[candidate] = None
+    return list(found)
+
+
+def _random_set(parts: Sequence[SkippablePart], config: SearchConfig, rng: np.random.Generator) -> Chosen:
+    """A random set that fills what may be spent, or a random share of it when speed is the objective."""
+    budget = min(config.most_cost, 1.0)
+    if config.objective == "speedup":
+        budget = config.fixed_cost + (budget - config.fixed_cost) * float(rng.uniform(0.2, 1.0))
+    left, kept = budget - config.fixed_cost, [False] * len(parts)
+    for place in rng.permutation(len(parts)):
+        if parts[place].cost <= left + 1e-9:
+            kept[place] = True
+            left -= parts[place].cost
+    return tuple(kept)
+
+
+def accepted_length(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
+    """tau of chains of `depth` tokens when each is accepted with the same probability: 1 + a + ... + a^depth."""
+    return np.sum([acceptance**power for power in range(depth + 1)], axis=0)
+
+
+def acceptance_of(tau: float, depth: int) -> float:
+    """The probability that gives this tau: the inverse of `accepted_length`, at least `LEAST`."""
+    grid = np.linspace(LEAST, 1.0, 2000)
+    return float(np.interp(tau, accepted_length(grid, depth), grid))
+
+
+def _features(sets: Sequence[Chosen]) -> NDArray[np.float64]:
+    """What the model sees of E sets: which parts they keep, which neighbours they keep both of, and a constant [E, 2U]."""
+    bits = np.asarray(sets, dtype=np.float64)
+    return np.concatenate([bits, bits[:, :-1] * bits[:, 1:], np.ones((len(bits), 1))], 1)
+
+
+def _posterior(
+    trials: dict[Chosen, Trial], config: SearchConfig, rng: np.random.Generator, drawn: bool
+) -> NDArray[np.float64]:
+    """Weights [2U] of the linear model of log acceptance: a draw from their posterior given the trials, or its mean."""
+    inputs = _features(list(trials))
+    values = np.log([acceptance_of(trial.tau, config.depth) for trial in trials.values()])
+    prior_mean = np.zeros(inputs.shape[1])
+    prior_mean[-1] = values.mean()
+    precision = inputs.T @ inputs / NOISE**2 + np.eye(inputs.shape[1]) / PRIOR**2
+    covariance = np.linalg.inv(precision)
+    mean = covariance @ (inputs.T @ values / NOISE**2 + prior_mean / PRIOR**2)
+    found: NDArray[np.float64] = (
+        rng.multivariate_normal(mean, (covariance + covariance.T) / 2) if drawn else mean
+    )
+    return found

@@ -1,0 +1,99 @@
+"""A compiled step decodes as the eager one does, is compiled once, and says what to do when it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config
+
+import inference.decoding.execution.compiled
+from heads.api.errors import UserError
+from inference.decoding.buffers import Lanes
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.execution.compiled import CompiledStep, prefetching
+from inference.decoding.execution.graphs import Pending
+from inference.target.model import TargetModel
+from tests.inference.decoding.test_lossless import SHAPES, requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
+from tests.inference.steps import under_way
+from tests.models import random_target
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chain": ("eagle3", {**SHAPES["chain"], "temperature": 1.0}),
+    "tree": ("medusa", {**SHAPES["tree"], "batch_size": 2}),
+}
+
+
+def compiled_engine(
+    target: TargetModel, kind: str | None, config: DecodeConfig
+) -> tuple[Engine, CompiledStep]:
+    """An engine whose steps are compiled."""
+    drafter = None if kind is None else drafter_of(kind, target)
+    engine = Engine(target, drafter, config, capacity=96)
+    engine._lanes = lanes = under_way(target, drafter, config, count=config.batch_size)
+    return engine, compile_steps(lanes)
+
+
+def compile_steps(lanes: Lanes) -> CompiledStep:
+    """Make the lanes run compiled steps."""
+    runner = lanes.runner
+    step = CompiledStep(runner.decoder, lanes.cache, lanes.rows)
+
+    def run(state: Any, longest: int, exact: bool = True) -> tuple[Pending, Any]:
+        return Pending(step(state, longest)), state
+
+    runner.step = run  # type: ignore[method-assign]
+    return step
+
+
+@pytest.mark.slow  # half a minute of C++ each
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothing(case: str) -> None:
+    kind, settings = CASES[case]
+    target = random_target()
+    config = DecodeConfig(**settings)
+    items = requests(4)
+    sampling = DecodeConfig(temperature=config.temperature)
+    plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
+    engine, step = compiled_engine(target, kind, config)
+    first = {c.request.index: c.tokens for c in engine.run(items[: config.batch_size])}
+    spent = inference.decoding.execution.compiled.seconds_spent()
+    assert step.graphs == 1 and spent > 0
+    rest = {c.request.index: c.tokens for c in engine.run(items[config.batch_size :])}
+    assert first | rest == plain
+    assert step.graphs == 1 and inference.decoding.execution.compiled.seconds_spent() == spent
+    assert engine._lanes is not None
+    clock = engine._lanes.runner.decoder.clock
+    phases = {name for name, seconds in clock.seconds.items() if seconds}
+    assert phases >= {"draft", "verify", "commit"}
+
+
+def test_the_bound_doubles_up_to_the_capacity() -> None:
+    engine = Engine(random_target(), None, DecodeConfig(shape="none"), capacity=700)
+    next(iter(engine.run(requests(1, new=2))))
+    lanes = engine._lanes
+    assert lanes is not None
+    step = CompiledStep(lanes.runner.decoder, lanes.cache, lanes.rows)
+    assert [step.bound(longest) for longest in (1, 255, 256, 511, 512, 699)] == [256, 256, 512, 512, 700, 700]
+
+
+def test_the_generator_of_products_can_still_be_told_to_prefetch() -> None:
+    """Speed, not meaning, hangs on it: a torch that writes its products otherwise shows here."""
+    with prefetching() as told:
+        assert told
+    with prefetching() as told_again:
+        assert told_again
+
+
+def test_without_a_compiler_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    engine, _ = compiled_engine(random_target(), None, DecodeConfig(shape="none"))
+    # torch's own patch: what pytest's would put back is a setting that does not exist any more.
+    without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)})
+    with without, pytest.raises(UserError, match=r"decode\.compile=false"):
+        list(engine.run(requests(1)))

@@ -1,0 +1,234 @@
+"""The engine: running ahead of the host, cancellation, text in and out, settings per call, memory planned beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import inference.decoding.engine as engine_module
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.target.memory import plan_memory
+from inference.target.model import TargetModel
+from tests.fakes import SometimesRight
+from tests.inference.decoding.test_lossless import TREE, decode, prompts, requests
+from tests.inference.decoding.test_lossless_kinds import drafter_of
+from tests.inference.tokenizers import save_micro_target
+from tests.models import VOCAB, random_target
+
+
+def fake(target: TargetModel, plain: dict[int, Completion]) -> SometimesRight:
+    known = {c.request.tokens: [*c.request.tokens, *c.tokens] for c in plain.values()}
+    return SometimesRight(known, VOCAB)
+
+
+def texts(completions: dict[int, Completion]) -> dict[int, list[int]]:
+    return {index: completion.tokens for index, completion in completions.items()}
+
+
+# ---- steps ahead of the host -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_reading_late_changes_neither_text_nor_passes(lag: int, batch_size: int) -> None:
+    target, items = random_target(), requests(5)
+    plain = decode(target, None, DecodeConfig(), items)
+    for shape in ({}, {"shape": "tree", "choices": TREE}):
+        prompt, late = (
+            decode(
+                target,
+                fake(target, plain),
+                DecodeConfig(batch_size=batch_size, lag=steps, **shape),
+                items,  # type: ignore[arg-type]
+            )
+            for steps in (0, lag)
+        )
+        assert texts(late) == texts(prompt) == texts(plain)
+        if (
+            batch_size == 1
+        ):  # the fake's errors come from one generator: the first request meets the same ones
+            assert late[0].passes == prompt[0].passes
+
+
+def test_no_steps_are_launched_once_every_row_must_have_ended() -> None:
+    target = random_target()
+    engine = Engine(target, None, DecodeConfig(lag=3))
+    (completion,) = engine.run([Request(0, prompts(1)[0], 1, 9)])
+    assert engine.clock.passes == len(completion.passes)
+
+
+# ---- cancellation ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_cancelled_requests_end_and_the_others_do_not_notice(lag: int) -> None:
+    target, items = random_target(), requests(5, new=20)
+    plain = decode(target, None, DecodeConfig(), items)
+    engine = Engine(target, drafter_of("distilled", target), DecodeConfig(batch_size=2, lag=lag))
+
+    def stop(request: Request, tokens: list[int], record: Any) -> None:
+        counts[request.index] += len(tokens)
+        if request.index == 1 and counts[1] >= 3:
+            engine.cancel(1)
+            engine.cancel(4)  # still waiting
+
+    counts = dict.fromkeys(range(5), 0)
+    found = {c.request.index: c for c in engine.run(items, stop)}
+    assert set(found) == set(range(5))
+    for index in (0, 2, 3):
+        assert found[index].tokens == plain[index].tokens
+    assert found[1].finish == "cancelled"
+    assert found[1].tokens == plain[1].tokens[: len(found[1].tokens)]
+    assert 3 <= len(found[1].tokens) < len(plain[1].tokens)
+    assert found[4].finish == "cancelled" and not found[4].tokens
+
+
+def test_an_abandoned_run_leaves_the_engine_usable() -> None:
+    target, items = random_target(), requests(3)
+    engine = Engine(target, drafter_of("eagle3", target), DecodeConfig(batch_size=2))
+    plain = texts({c.request.index: c for c in Engine(target).run(items)})
+    run = engine.run(items)
+    next(run)
+    run.close()
+    assert texts({c.request.index: c for c in engine.run(items)}) == plain
+    engine.cancel(0)  # nothing runs: ignored
+    assert texts({c.request.index: c for c in engine.run(items)}) == plain
+
+
+# ---- limits and seeds belong to requests ----------------------------------------------------------------------------------------
+
+
+def test_every_request_has_its_own_limit_and_seed() -> None:
+    target = random_target()
+    prompt = prompts(1)[0]
+    items = [
+        Request(i, prompt, seed, limit) for i, (seed, limit) in enumerate([(1, 5), (1, 17), (2, 17), (1, 1)])
+    ]
+    config = DecodeConfig(temperature=1.0, batch_size=4)
+    found = texts(decode(target, drafter_of("medusa", target), config, items))
+    assert found[1][:5] == found[0] and found[3] == found[0][:1]
+    assert found[2] != found[1]
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_micro_target(tmp_path_factory.mktemp("micro"))
+
+
+def test_load_generate_and_stream_agree(micro: Path) -> None:
+    engine = Engine.load(micro, "ngram", DecodeConfig(max_new_tokens=12))
+    plain = Engine.load(engine.target, None, DecodeConfig(max_new_tokens=12))
+    asked = ["What is a list?", [{"role": "user", "content": "Why?"}], [5, 6, 7]]
+    answers = engine.generate(asked)  # type: ignore[arg-type]
+    assert [a.text for a in answers] == [a.text for a in plain.generate(asked)]  # type: ignore[arg-type]
+    assert "".join(engine.stream("What is a list?")) == answers[0].text
+    assert all(answer.tau >= 1 for answer in answers)
+
+
+def test_settings_of_one_call(micro: Path) -> None:
+    engine = Engine.load(micro, None, DecodeConfig(max_new_tokens=12))
+    short = engine.generate(["Hello"], max_new_tokens=3)[0]
+    assert len(short.completion.tokens) <= 3
+    one, two, again = (
+        engine.generate(["Hello"], seeds=[seed], temperature=1.0)[0].completion.tokens for seed in (1, 2, 1)
+    )
+    assert one == again != two
+    with pytest.raises(UserError, match="as many seeds"):
+        engine.generate(["Hello"], seeds=[1, 2])
+    with pytest.raises(UserError, match="temperature"):
+        engine.generate(["Hello"], temperature=-1.0)
+
+
+def test_leaving_a_stream_early_stops_decoding(micro: Path) -> None:
+    engine = Engine.load(micro, None, DecodeConfig(max_new_tokens=60))
+    stream = engine.stream("Hello")
+    next(stream)
+    stream.close()
+    assert engine.clock.passes < 59
+
+
+def test_a_wrong_head_is_named(micro: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint folder 'nowhere'"):
+        Engine.load(micro, "nowhere")
+
+
+# ---- long prompts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_prompts_read_in_chunks_give_the_same_text(family: str, chunk: int) -> None:
+    target, items = random_target(family), requests(4)
+    for kind in ("eagle3", "medusa"):
+        whole, parts = (
+            decode(target, drafter_of(kind, target), DecodeConfig(prefill_chunk=size, batch_size=2), items)
+            for size in (2048, chunk)
+        )
+        assert texts(parts) == texts(whole)
+        assert {i: c.passes for i, c in parts.items()} == {i: c.passes for i, c in whole.items()}
+
+
+def test_what_cannot_fit_is_refused_before_it_is_read() -> None:
+    target = random_target()
+    with pytest.raises(
+        UserError, match=r"needs 300 positions .290 of prompt., but target 'random/llama' has 256"
+    ):
+        next(Engine(target).run([Request(0, (5,) * 290, 1, 10)]))
+    with pytest.raises(UserError, match="capacity 32"):
+        next(Engine(target, capacity=32).run([Request(0, (5,) * 30, 1, 10)]))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_what_is_then_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, items = random_target(), requests(4)
+    plans: list[Any] = []
+
+    def remember(*arguments: Any) -> Any:
+        plans.append(plan_memory(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(engine_module, "plan_memory", remember)
+    for kind in ("eagle3", "distilled", "ngram", "medusa"):
+        engine = Engine(target, drafter_of(kind, target), DecodeConfig(batch_size=3))
+        list(engine.run(items))
+        assert plans[-1].cache + plans[-1].drafter == engine.memory_bytes()["kv"], kind
+
+
+def test_a_batch_that_will_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_target()
+    engine = Engine(target, drafter_of("eagle3", target), DecodeConfig(batch_size=4))
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 300_000)
+    with pytest.raises(
+        UserError, match=r"batch of 4 rows .* Lower decode.batch_size.*decode.batch_size=[1-3] would fit"
+    ):
+        next(engine.run(requests(4)))
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 6_000)
+    with pytest.raises(UserError, match="not even one row fits"):
+        next(engine.run(requests(4)))
+    assert engine.memory_bytes()["kv"] == 0
+
+
+def test_buffers_are_kept_between_runs() -> None:
+    target = random_target()
+    engine = Engine(target, drafter_of("distilled", target), DecodeConfig(batch_size=2))
+    first = texts({c.request.index: c for c in engine.run(requests(4))})
+    address = engine._lanes.rows.lengths.data_ptr(), engine._lanes.state.keys[0].data_ptr()  # type: ignore[union-attr]
+    assert texts({c.request.index: c for c in engine.run(requests(4))}) == first
+    assert address == (engine._lanes.rows.lengths.data_ptr(), engine._lanes.state.keys[0].data_ptr())  # type: ignore[union-attr]
+
+
+def test_a_long_answer_needs_no_gradient_memory() -> None:
+    target = random_target()
+    (completion,) = Engine(target, drafter_of("eagle3", target)).run([Request(0, (5, 6), 1, 40)])
+    assert len(completion.tokens) <= 40 and not torch.is_inference_mode_enabled()

@@ -1,0 +1,172 @@
+"""The picks: filters, the noise's distribution and its keys, and exact sampling by the Gumbel-max rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heads.api.errors import UserError
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.noise import SharedNoise
+from inference.kernels.reference.noise import gumbel_noise, noise_bits
+
+TOKENS = torch.arange(24)
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    seen = expected >= 5
+    return float((((counts - expected) ** 2) / expected.clamp(min=1e-9))[seen].sum())
+
+
+def picks(logits: torch.Tensor, shaping: SamplingSettings, trials: int, stride: int = 1) -> torch.Tensor:
+    """Sample `trials` times from one distribution, every time at another position (and every 64th at another seed)."""
+    seeds = torch.arange(trials // 64) * stride + 11
+    noise = SharedNoise(shaping, seeds, logits.shape[-1])
+    positions = torch.arange(64)[None].expand(len(seeds), -1)
+    return noise.target_pick(logits.expand(len(seeds), 64, -1), positions).flatten()
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        SamplingSettings(1.0),
+        SamplingSettings(0.6),
+        SamplingSettings(1.3, top_k=7),
+        SamplingSettings(1.0, top_p=0.8),
+    ],
+)
+def test_picks_follow_the_shaped_distribution(shaping: SamplingSettings) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(24, generator=generator) * 1.5
+    trials = 64_000
+    found = torch.bincount(picks(logits, shaping, trials), minlength=24).double()
+    expected = shape_logits(logits, shaping).softmax(-1).double() * trials
+    assert found[expected == 0].sum() == 0
+    assert (
+        chi_square(found, expected) < 70
+    )  # 24 cells: the 1e-6 point of chi-square with 23 degrees of freedom is about 73
+    wrong = (logits / (shaping.temperature * 1.1)).softmax(
+        -1
+    ).double() * trials  # negative control: 10% off in temperature
+    assert chi_square(found, wrong) > 150
+
+
+def test_neighbouring_positions_and_seeds_are_independent() -> None:
+    logits = torch.zeros(8)
+    drawn = picks(logits, SamplingSettings(1.0), 64_000).reshape(-1, 64)
+    for one, other in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
+        pairs = torch.bincount((one * 8 + other).flatten(), minlength=64).double()
+        assert chi_square(pairs, torch.full((64,), pairs.sum() / 64)) < 140  # 63 degrees of freedom
+
+
+def test_noise_is_standard_gumbel_finite_and_keyed_by_everything() -> None:
+    seeds = torch.tensor([1, 2, 1 + (1 << 32), (1 << 62) + 5])
+    positions = torch.tensor([[0, 1, 2_000_000]]).expand(4, -1)
+    noise = gumbel_noise(seeds, positions, torch.arange(50_000))
+    assert torch.isfinite(noise).all()
+    assert abs(float(noise.mean()) - 0.57722) < 0.01 and abs(float(noise.var()) - 1.64493) < 0.03
+    flat = noise.reshape(12, -1)
+    correlation = torch.corrcoef(flat) - torch.eye(12)
+    assert correlation.abs().max() < 0.03
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(0, 200_000))
+def test_a_tokens_noise_does_not_depend_on_its_company(seed: int, position: int, token: int) -> None:
+    alone = noise_bits(torch.tensor([seed]), torch.tensor([[position]]), torch.tensor([token]))
+    among = noise_bits(
+        torch.tensor([3, seed]),
+        torch.tensor([[7, position], [1, position]]),
+        torch.tensor([5, token, token + 1]),
+    )
+    assert int(alone) == int(among[1, 1, 1])
+
+
+def test_noise_bits_are_frozen() -> None:
+    """Texts made with a seed must stay the same from release to release, and kernels reproduce these very bits."""
+    bits = noise_bits(
+        torch.tensor([0, 123_456_789_012_345]),
+        torch.tensor([[0, 1], [77, 4096]]),
+        torch.tensor([0, 1, 151_000]),
+    )
+    assert bits.tolist() == FROZEN
+
+
+FROZEN = [
+    [[-1828761191, 1524350756, -554102439], [-752788108, 1626156112, 730647588]],
+    [[459642134, -633097448, 1612804379], [734067996, -1652696242, 2000273464]],
+]
+
+
+def test_filters_keep_what_they_promise() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0, 2.5])
+    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_k=2))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    probabilities = logits.softmax(-1)
+    kept = torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=float(probabilities[1]) + 0.01)))
+    assert kept.tolist() == [False, True, False, False, True]
+    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=1e-9))).sum() == 1
+    ratio = float(torch.exp(torch.tensor(-0.6)))
+    assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, min_p=ratio))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_shared_noise_lifts_agreement_of_a_drafter_towards_one_minus_tv() -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(400, 1, 200, generator=generator) * 2
+    draft = target + torch.randn(400, 1, 200, generator=generator) * 0.8
+    seeds, positions = torch.arange(400), torch.full((400, 1), 9)
+    shaping = SamplingSettings(1.0)
+    shared, alone = SharedNoise(shaping, seeds, 200), SharedNoise(shaping, seeds, 200, drafts=None)
+    wanted = shared.target_pick(target, positions)
+    with_noise = float((shared.pick(draft, positions) == wanted).float().mean())
+    without = float((alone.pick(draft, positions) == wanted).float().mean())
+    optimum = float(torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1).mean())
+    assert with_noise > without + 0.15 and with_noise > optimum - 0.12
+    assert torch.equal(shared.scores(draft, positions).argmax(-1), shared.pick(draft, positions))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": ((3, 1.0), (3, 2.0))},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((3, float("-inf")),)},
+        {"bad_words": ((),)},
+        {"bad_words": ((4, -7),)},
+    ],
+)
+def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"decode.{next(iter(bad))} must be"):
+        SamplingSettings(**bad)
+
+
+def test_settings_say_what_they_do_to_the_logits() -> None:
+    for shaping, uses_prefix, changes in (
+        (SamplingSettings(1.0, top_k=3), False, False),
+        (SamplingSettings(logit_bias=((3, 1.0),)), False, True),
+        (SamplingSettings(bad_words=((3,),)), False, True),
+        (SamplingSettings(bad_words=((3,), (4, 5))), True, True),
+        (SamplingSettings(repetition_penalty=0.9), True, True),
+    ):
+        assert (shaping.uses_prefix, shaping.changes_logits) == (uses_prefix, changes)

@@ -1,0 +1,191 @@
+"""The batch profile: both arms answer the same requests, draft lengths are told apart, and the best one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from heads.api.errors import UserError
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.measure.profile import ProfileConfig, Setting, best, context_of, make_blocks, profile
+from inference.measure.prompts import Prompt, to_requests
+from inference.target.model import TargetModel
+from tests.fakes import AlwaysRight, AlwaysWrong
+from tests.models import VOCAB, random_target
+
+DECODE = DecodeConfig(depth=3, max_new_tokens=13)
+
+
+def prompts(count: int = 5) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Prompt(f"p{n}", "x", tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()))
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    model = random_target(dtype=torch.float32)
+    model.eos_token_ids = ()
+    return model
+
+
+@pytest.fixture(scope="module")
+def requests(target: TargetModel) -> list[Request]:
+    return to_requests(prompts(), target.tokenizer, DECODE)
+
+
+@pytest.fixture(scope="module")
+def known(target: TargetModel, requests: list[Request]) -> dict[tuple[int, ...], list[int]]:
+    found = Engine(target, None, DECODE).run(requests)
+    return {c.request.tokens: [*c.request.tokens, *c.tokens] for c in found}
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
+    """A clock without noise (1 ms a step whatever the batch, 0.2 ms per drafted depth), and a log of the
+    runs.
+    """
+    log: list[tuple[str, int, tuple[int, ...]]] = []
+    run = Engine.run
+
+    def timed(engine: Engine, requests: Any, *rest: Any) -> Iterator[Any]:
+        waiting = list(requests)
+        done = list(run(engine, waiting, *rest))
+        steps = engine.clock.passes
+        drafted = 0.0002 * engine.tree.max_depth * steps
+        engine.clock.seconds = {
+            **dict.fromkeys(engine.clock.seconds, 0.0),
+            "verify": 0.001 * steps,
+            "draft": drafted,
+        }
+        name = type(engine.drafter).__name__ if engine.drafter else "plain"
+        log.append(
+            (f"{name} {engine.tree.max_depth}", engine.decode.batch_size, tuple(r.seed for r in waiting))
+        )
+        yield from done
+
+    monkeypatch.setattr(Engine, "run", timed)
+    return log
+
+
+def ids() -> list[str]:
+    return [prompt.id for prompt in prompts()]
+
+
+def test_both_arms_answer_the_same_requests_in_turn(
+    target: TargetModel, requests: list[Request], known: Any, steady: list[Any]
+) -> None:
+    arms = [Arm("right", AlwaysRight(known, VOCAB), DECODE), Arm("wrong", AlwaysWrong(known, VOCAB), DECODE)]
+    config = ProfileConfig(batches=(1, 2), blocks=3, refills=2)
+    block = profile(config, target, arms, requests, ids(), seed=0)
+    points = {(p["arm"], p["batch"], p["depth"]): p for p in block["points"]}
+    assert set(points) == {(a, b, d) for a in ("right", "wrong") for b in (1, 2) for d in (1, 2, 3)}
+    for (arm, _, depth), point in points.items():
+        step = 1 + 0.2 * depth
+        assert point["tau"] == (depth + 1 if arm == "right" else 1.0)  # 12 committed tokens: 6, 4 or 3 passes
+        assert point["speedup"] == pytest.approx((depth + 1 if arm == "right" else 1) / step)
+        assert point["speedup_ci95"] == pytest.approx([point["speedup"]] * 2)
+        assert point["baseline_tokens_per_second"] == pytest.approx(1000 * point["batch"])
+    assert points["right", 2, 3]["answers"] == 3 * 2 * 2
+    chosen = {(b["arm"], b["batch"]): (b["depth"], b["shape"]) for b in block["best"]}
+    assert chosen == {
+        ("right", 1): (3, "chain"),
+        ("right", 2): (3, "chain"),
+        ("wrong", 1): (0, "none"),
+        ("wrong", 2): (0, "none"),
+    }
+    measured = steady[4:16]  # right at batch size 1: four warm-ups, then three blocks of four runs
+    assert {batch for _, batch, _ in measured} == {1}
+    for number in range(3):
+        runs = measured[4 * number : 4 * number + 4]
+        assert len({seeds for _, _, seeds in runs}) == 1  # the same requests for every draft length
+        assert {name for name, _, _ in runs} == {"plain 0", "AlwaysRight 1", "AlwaysRight 2", "AlwaysRight 3"}
+    assert [measured[4 * n][0] for n in range(3)] == [
+        "plain 0",
+        "AlwaysRight 1",
+        "AlwaysRight 2",
+    ]  # taking turns
+
+
+def test_a_batch_of_two_gives_the_texts_of_single_runs(target: TargetModel, requests: list[Request]) -> None:
+    """The blocks hold whole prompts: what the profile decodes in batches is what the report decodes one by
+    one.
+    """
+    config = ProfileConfig(batches=(2,), blocks=2, refills=2)
+    blocks = make_blocks(config, target, Setting("batch", 2, 0, 0.0), DECODE, requests, ids())
+    assert [len(block) for block in blocks] == [4, 4]
+    assert [r.tokens for block in blocks for r in block][:5] == [r.tokens for r in requests]
+    assert len({r.seed for block in blocks for r in block}) == 8  # a prompt that comes again has another seed
+    single = {r.tokens: next(iter(Engine(target, None, DECODE).run([r]))).tokens for r in requests}
+    for done in Engine(target, None, replace(DECODE, batch_size=2)).run(blocks[0]):
+        assert done.tokens == single[done.request.tokens]
+
+
+def test_contexts_are_real_prompts_cut_in_front(
+    target: TargetModel, requests: list[Request], known: Any, steady: list[Any]
+) -> None:
+    assert context_of(requests, 3, 4) == requests[3].tokens[-4:]
+    long = context_of(requests, 1, 30)
+    assert len(long) == 30
+    assert long[-len(requests[1].tokens) :] == requests[1].tokens
+    before = long[: -len(requests[1].tokens)]
+    assert before[-len(requests[0].tokens) :] == requests[0].tokens  # the prompt before it stands before it
+    arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
+    config = ProfileConfig(contexts=(40, 20), temperatures=(0, 1), blocks=2, refills=1)
+    block = profile(config, target, [arm], requests, ids(), seed=0)
+    assert [(p["sweep"], p["context"], p["temperature"], p["depth"]) for p in block["points"]] == [
+        ("context", 40, 0.0, 3),
+        ("context", 20, 0.0, 3),
+        ("temperature", 6, 0.0, 3),
+        ("temperature", 6, 1.0, 3),
+    ]
+    with pytest.raises(UserError, match=r"contexts holds 250; with decode\.max_new_tokens=13 .* at most 243"):
+        profile(ProfileConfig(contexts=(250,)), target, [arm], requests, ids(), seed=0)
+
+
+def test_a_tree_is_compared_with_the_chains(
+    target: TargetModel, requests: list[Request], known: Any, steady: list[Any]
+) -> None:
+    tree = replace(DECODE, shape="tree", choices=((0,), (1,), (0, 0)))
+    arm = Arm("right", AlwaysRight(known, VOCAB), tree)
+    config = ProfileConfig(batches=(1,), blocks=1, refills=1, depths=(1, 2, 9))
+    block = profile(config, target, [arm], requests, ids(), seed=0)
+    assert [(p["shape"], p["depth"], p["nodes"]) for p in block["points"]] == [
+        ("chain", 1, 2),
+        ("chain", 2, 3),
+        ("tree", 2, 4),
+    ]
+
+
+def test_the_best_draft_is_none_where_none_pays() -> None:
+    base = {"arm": "a", "sweep": "batch", "batch": 8, "context": 5, "temperature": 0.0, "shape": "chain"}
+    rates = {"tokens_per_second": 90.0, "baseline_tokens_per_second": 100.0}
+    slow = {**base, **rates, "depth": 2, "speedup": 0.9}
+    fast = {**base, **rates, "depth": 4, "speedup": 1.2, "tokens_per_second": 120.0}
+    assert best([slow])[0] | base == {**best([slow])[0], **base}
+    assert (best([slow])[0]["depth"], best([slow])[0]["tokens_per_second"]) == (0, 100.0)
+    assert (best([slow, fast])[0]["depth"], best([slow, fast])[0]["speedup"]) == (4, 1.2)
+
+
+def test_settings_are_checked(target: TargetModel, requests: list[Request], known: Any) -> None:
+    assert not ProfileConfig().wanted
+    with pytest.raises(UserError, match=r"bench\.profile\.batches must list whole numbers"):
+        ProfileConfig(batches=(0,))
+    with pytest.raises(UserError, match=r"bench\.profile\.temperatures must not be negative"):
+        ProfileConfig(temperatures=(-1.0,))
+    with pytest.raises(UserError, match=r"bench\.profile\.blocks must be at least 1"):
+        ProfileConfig(blocks=0)
+    arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
+    with pytest.raises(UserError, match=r"arms names 'left', which is not measured. Measured: right"):
+        profile(ProfileConfig(batches=(1,), arms=("left",)), target, [arm], requests, ids(), seed=0)
+    with pytest.raises(UserError, match=r"bench\.profile\.depths .* deepest"):
+        profile(ProfileConfig(batches=(1,), depths=(7,)), target, [arm], requests, ids(), seed=0)

@@ -1,0 +1,425 @@
+"""A whole measurement on a tiny random target: what the report says must be what happened."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.medusa import Config as MedusaConfig
+from heads.ngram import Config as NgramConfig
+from heads.suffix import Config as SuffixConfig
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.decoding.rules.names import RULES
+from inference.decoding.rules.registry import get_rule
+from inference.measure import run as measure_module
+from inference.measure.breakdown.config import LostConfig
+from inference.measure.config import BenchConfig, ReportSettings, check_arms, split_prompts
+from inference.measure.metrics import WeakBaselineError
+from inference.measure.prompts import Prompt, to_requests
+from inference.measure.run import measure, quick_tau
+from inference.page.page import write_page
+from inference.report import print_table, render
+from inference.report_schema import read_report
+from inference.target.model import TargetModel
+from inference.verifications import SEQUENCES, RecordsConfig, read_table
+from tests.fakes import AlwaysRight, AlwaysWrong, SometimesRight
+from tests.models import VOCAB, random_target
+
+DECODE = DecodeConfig(depth=3, max_new_tokens=13)  # 12 committed tokens: three full passes of four
+QUIET = Console(quiet=True)
+
+
+def prompts(per_domain: int = 3) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for domain in ("code", "prose"):
+        for number in range(per_domain):
+            tokens = torch.randint(3, VOCAB, (4 + number,), generator=generator).tolist()
+            made.append(Prompt(f"{domain}-{number}", domain, tokens=tuple(tokens)))
+    return made
+
+
+def known_answers(target: TargetModel, decode: DecodeConfig) -> dict[tuple[int, ...], list[int]]:
+    """Prompt tokens -> prompt and plain continuation, for the fakes."""
+    requests = to_requests(prompts(), target.tokenizer, decode)
+    found = Engine(target, None, decode).run(requests)
+    return {c.request.tokens: [*c.request.tokens, *c.tokens] for c in found}
+
+
+REAL_ANSWER = measure_module._answer
+
+
+def steady_answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:
+    """Decode in earnest, but as if on a machine whose clock knows no noise: 1 ms a pass, 0.2 ms to draft."""
+    completion, seconds = REAL_ANSWER(engine, request)
+    passes = len(completion.passes)
+    drafting = 0.0 if engine.drafter is None else 0.0002 * passes
+    return completion, {
+        **dict.fromkeys(seconds, 0.0),
+        "prefill": 0.004,
+        "verify": 0.001 * passes,
+        "draft": drafting,
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def steady_clock() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_module, "_answer", steady_answer)
+        yield
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    model = random_target(dtype=torch.float32)
+    model.eos_token_ids = ()  # every answer has its full length
+    return model
+
+
+@pytest.fixture(scope="module")
+def arms(target: TargetModel) -> list[Arm]:
+    known = known_answers(target, DECODE)
+    ngram = new_drafter("ngram", NgramConfig(), target.info, target.weights, seed=0)
+    return [
+        Arm("right", AlwaysRight(known, VOCAB), DECODE),
+        Arm("wrong", AlwaysWrong(known, VOCAB), DECODE),
+        Arm("ngram", ngram, DECODE),
+    ]
+
+
+CONFIG = BenchConfig(prompts_per_domain=2, warmup_prompts=1, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def report(target: TargetModel, arms: list[Arm], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("measured")
+    measure(CONFIG, target, arms, prompts(), out, console=QUIET)
+    return read_report(out)
+
+
+def entry(report: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(item for item in report["drafters"] if item["draft"]["name"] == name)
+
+
+def test_tau_of_drafters_that_are_always_right_and_always_wrong(report: dict[str, Any]) -> None:
+    right, wrong = entry(report, "right"), entry(report, "wrong")
+    assert (right["tau"], right["tau_ci95"], right["tar"]) == (4.0, [4.0, 4.0], 1.0)
+    assert right["acceptance"] == {"unconditional": [1.0] * 3, "conditional": [1.0] * 3}
+    assert (wrong["tau"], wrong["tar"]) == (1.0, 0.0)
+    assert wrong["acceptance"]["unconditional"] == [0.0] * 3
+    answers = 2 * 4  # repeats x measured prompts
+    assert (right["tokens"], right["verify_passes"]) == (12 * answers, 3 * answers)
+    assert wrong["verify_passes"] == report["baseline"]["tokens"] == 12 * answers
+
+
+def test_records_of_a_measurement_are_what_was_timed(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
+    """Passes, kept drafts and answers of every arm, from the records against records.jsonl; asked for or not there."""
+    measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET, recording=RecordsConfig(enabled=True))
+    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()][1:]
+    assert {path.name for path in (tmp_path / "records").iterdir()} == {"right", "wrong", "ngram"}
+    for arm in ("right", "wrong", "ngram"):
+        folder = tmp_path / "records" / arm
+        passes, texts = read_table(folder).to_pylist(), read_table(folder, SEQUENCES).to_pylist()
+        timed = {line["prompt"]: line for line in lines if line["arm"] == arm and line["repeat"] == 0}
+        assert len(timed) == len(texts) == 4
+        for text in texts:
+            answer = text["tokens"][text["prompt_length"] :]
+            assert answer == timed[text["sequence"]]["tokens"]
+            own = sorted((row for row in passes if row["sequence"] == text["sequence"]), key=lambda row: row["position"])
+            assert [[row["accepted"], row["error_depth"] > 0] for row in own] == [
+                [accepted, rejected] for accepted, _, rejected in timed[text["sequence"]]["passes"]
+            ]
+            for row in own:
+                kept = row["drafted"][: row["accepted"]]
+                assert text["tokens"][row["position"] + 1 :][: len(kept)] == kept
+    measure(CONFIG, target, arms, prompts(), tmp_path / "plain", console=QUIET)
+    assert not (tmp_path / "plain" / "records").exists()
+
+
+def test_every_arm_was_lossless(report: dict[str, Any]) -> None:
+    for item in report["drafters"]:
+        assert item["lossless"] == {"sequences": 8, "identical": 8, "near_ties": 0, "mismatches": 0}
+
+
+def test_speedups_are_ratios_of_measured_times(report: dict[str, Any]) -> None:
+    right, base = entry(report, "right"), report["baseline"]
+    assert base["seconds"] == pytest.approx(base["tokens"] * 0.001)
+    assert base["tokens_per_second"] == pytest.approx(1000)
+    assert right["tokens_per_second"] == pytest.approx(4 / 0.0012)
+    assert right["speedup"] == right["ideal_speedup"] == pytest.approx(4 / 1.2)
+    assert right["step_ms"] == pytest.approx({"draft": 0.2, "verify": 1.0, "commit": 0.0, "other": 0.0})
+    assert entry(report, "wrong")["speedup"] == pytest.approx(1 / 1.2)
+
+
+def test_the_clock_covers_the_whole_run(target: TargetModel, arms: list[Arm]) -> None:
+    request = to_requests(prompts(), target.tokenizer, DECODE)[0]
+    engine = Engine(target, arms[0].drafter, DECODE)
+    REAL_ANSWER(engine, request)
+    start = time.perf_counter()
+    _, seconds = REAL_ANSWER(engine, request)
+    wall = time.perf_counter() - start
+    assert all(value > 0 for value in seconds.values())
+    assert 0.5 * wall < sum(seconds.values()) <= wall
+
+
+def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], target: TargetModel) -> None:
+    assert report["target"]["dtype"] == "float32"
+    assert report["target"]["parameters"] == target.info.parameters
+    assert report["device"]["threads"] == torch.get_num_threads()
+    assert report["settings"] == {
+        "temperature": 0.0,
+        "max_new_tokens": 13,
+        "batch_size": 1,
+        "rule": "match",
+        "seed": 0,
+        "prompts": 4,
+    }
+    ngram = entry(report, "ngram")
+    assert (ngram["kind"], ngram["parameters"], ngram["draft"]["depth"], ngram["draft"]["nodes"]) == (
+        "ngram",
+        0,
+        3,
+        4,
+    )
+    assert list(ngram["domains"]) == ["code", "prose"]
+    assert ngram["memory_bytes"]["target"] > 0 < ngram["memory_bytes"]["kv"]
+    assert report["run"]["arms"]["ngram"]["prefill_seconds"] == pytest.approx(8 * 0.004)
+    assert report["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_report_names_the_rule_that_ran_and_what_it_promises(
+    target: TargetModel, tmp_path: Path, rule: str, temperature: float
+) -> None:
+    """Every rule of the registry: report.json, report.md, the terminal's table and the page say which, and what it keeps."""
+    drafter = new_drafter("medusa", MedusaConfig(num_heads=3), target.info, target.weights, seed=1)
+    decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=temperature, seed=4, rule=rule)
+    config = BenchConfig(prompts_per_domain=1)
+    measure(config, target, [Arm("medusa", drafter, decode)], prompts(), tmp_path, console=QUIET)
+    report = read_report(tmp_path)
+    ran = get_rule(rule, decode.tree())
+    assert report["settings"] == {
+        "temperature": temperature, "max_new_tokens": 12, "batch_size": 1, "rule": ran.name, "seed": 4, "prompts": 2,
+    }  # fmt: skip
+    assert report["run"].get("typical") == ({"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None)
+    noise = [item["draft"]["noise"] for item in report["drafters"]]
+    own = {"match": "shared", "typical": "none"}.get(rule, "own")
+    assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
+    lossy = temperature > 0 and not ran.lossless
+    shown = Console(record=True, width=200, file=io.StringIO())
+    print_table(report, shown)
+    text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
+    for printed in (text, shown.export_text(), page.read_text()):
+        assert ("LOSSY" in printed) == lossy
+        assert rule in printed or rule == "match"
+    assert "MISMATCH" not in text or rule == "match"
+    if rule == "typical" and not lossy:
+        assert "typical` (lossy above temperature 0)" in text
+    if temperature == 0 or rule == "match":
+        assert all(item["lossless"]["mismatches"] == 0 for item in report["drafters"])
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "match"])
+def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp_path: Path, rule: str) -> None:
+    other = replace(arms[1], decode=replace(DECODE, rule=rule))
+    with pytest.raises(UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"):
+        check_arms(BenchConfig(), [arms[0], other])
+    with pytest.raises(UserError, match=f"'a' decodes with rule=match, 'b' with rule={rule}"):
+        ReportSettings.of({"a": DECODE, "b": other.decode}, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("repetition_penalty", 1.3), ("logit_bias", ((3, 1.0),)), ("bad_words", ((5,),)), ("typical_epsilon", 0.2)],
+)
+def test_arms_with_other_processors_do_not_stand_in_one_report(arms: list[Arm], key: str, value: Any) -> None:
+    other = replace(arms[1], decode=replace(DECODE, **{key: value}))
+    with pytest.raises(UserError, match=f"decodes with {key}=.*give all the same"):
+        check_arms(BenchConfig(), [arms[0], other])
+
+
+def test_what_is_lost_is_not_split_for_another_rule(arms: list[Arm]) -> None:
+    sampled = replace(arms[0], decode=replace(DECODE, rule="rejection", temperature=1.0))
+    with pytest.raises(UserError, match=r"bench\.lost splits what rule match reaches, but decode\.rule is 'rejection'"):
+        check_arms(BenchConfig(lost=LostConfig(enabled=True)), [sampled])
+
+
+def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    from inference.manifest import file_sha256
+
+    drafter = new_drafter("medusa", MedusaConfig(num_heads=3), target.info, target.weights, seed=1)
+    save_drafter(drafter, tmp_path / "best", target.info)
+    decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=1.0, seed=4)
+    config = BenchConfig(prompts_per_domain=1)
+    arm = Arm("medusa", drafter, decode, str(tmp_path / "best"))
+    report = measure(config, target, [arm], prompts(), tmp_path / "out", console=QUIET)
+    shared, own = report["drafters"]
+    assert [shared["draft"]["noise"], own["draft"]["noise"]] == ["shared", "none"]
+    assert own["draft"]["name"] == "medusa (own noise)"
+    assert shared["lossless"]["identical"] == own["lossless"]["identical"] == 2
+    assert shared["draft"]["weights_sha256"] == file_sha256(tmp_path / "best" / "model.safetensors")
+    assert shared["parameters"] == sum(p.numel() for p in drafter.parameters()) > 0
+
+
+def test_repeats_do_not_profit_from_answers_that_a_drafter_remembers(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    suffix = new_drafter("suffix", SuffixConfig(), target.info, target.weights, seed=0)
+    measure(CONFIG, target, [Arm("suffix", suffix, DECODE)], prompts(), tmp_path, console=QUIET)
+    lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    steps: dict[int, dict[str, Any]] = {0: {}, 1: {}}
+    for record in map(json.loads, lines):
+        if record["arm"] == "suffix":
+            steps[record["repeat"]][record["prompt"]] = record["passes"]
+    assert len(steps[0]) == 4 and steps[0] == steps[1]
+
+
+class InterruptedRunError(Exception):
+    """Stands for the kill."""
+
+
+def test_an_interrupted_measurement_continues(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = measure_module._answer, []
+
+    def until_the_seventh(engine: Engine, request: Any) -> Any:
+        calls.append(request.index)
+        if len(calls) == limit:
+            raise InterruptedRunError
+        return real(engine, request)
+
+    monkeypatch.setattr(measure_module, "_answer", until_the_seventh)
+    config, limit = (
+        BenchConfig(prompts_per_domain=2, warmup_prompts=1),
+        4 + 7,
+    )  # warm-up, then 1 prompt and a half
+    with pytest.raises(InterruptedRunError):
+        measure(config, target, arms, prompts(), tmp_path, console=QUIET)
+    assert not (tmp_path / "report.json").exists()
+    lines = (tmp_path / "records.partial.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 + 6
+    with (tmp_path / "records.partial.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"arm": "right", "promp')  # killed in the middle of a line
+    calls.clear()
+    limit = 0
+    report = measure(config, target, arms, prompts(), tmp_path, console=QUIET)
+    assert len(calls) == 4 + 12  # warm-up again; of the four prompts one was done by all four arms
+    assert entry(report, "right")["tau"] == 4.0
+    kept = [
+        json.loads(line) for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    ]
+    keys = [(record["arm"], record["prompt"]) for record in kept]
+    assert len(keys) == len(set(keys)) == 16
+    assert not (tmp_path / "records.partial.jsonl").exists()
+
+
+def test_records_of_other_settings_are_not_continued(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
+    (tmp_path / "records.partial.jsonl").write_text(
+        '{"fingerprint": "of something else"}\n', encoding="utf-8"
+    )
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET)
+    assert entry(report, "right")["lossless"]["sequences"] == 2
+
+
+def test_a_weak_baseline_writes_no_report(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure_module._answer
+
+    def slow_when_plain(engine: Engine, request: Any) -> Any:
+        completion, seconds = real(engine, request)
+        return completion, {k: v * (20 if engine.drafter is None else 1) for k, v in seconds.items()}
+
+    monkeypatch.setattr(measure_module, "_answer", slow_when_plain)
+    with pytest.raises(WeakBaselineError, match="the baseline is weak: 'right'"):
+        measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET)
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
+    target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure_module._answer
+
+    def meddle(engine: Engine, request: Any) -> Any:
+        completion, seconds = real(engine, request)
+        if engine.drafter is arms[0].drafter:
+            completion.tokens[5] = (completion.tokens[5] + 1) % VOCAB
+        return completion, seconds
+
+    monkeypatch.setattr(measure_module, "_answer", meddle)
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET)
+    assert entry(report, "right")["lossless"]["mismatches"] == 2
+    assert entry(report, "wrong")["lossless"]["mismatches"] == 0
+    divergence = report["run"]["arms"]["right"]["divergences"][0]
+    assert (divergence["place"], divergence["near_tie"]) == (5, False)
+
+
+def test_quick_tau_counts_like_the_report(target: TargetModel) -> None:
+    known = known_answers(target, DECODE)
+    requests = to_requests(prompts(), target.tokenizer, DECODE)
+    right = quick_tau(target, AlwaysRight(known, VOCAB), requests, DECODE)
+    assert (right.tau, right.tar, right.unconditional) == (4.0, 1.0, (1.0,) * 3)
+    batched = DecodeConfig(depth=3, max_new_tokens=13, batch_size=4)
+    some = quick_tau(target, SometimesRight(known, VOCAB), requests, batched)
+    assert 1.0 < some.ci95[0] <= some.tau <= some.ci95[1] < 4.0
+
+
+def test_arms_that_do_not_compare_are_refused(arms: list[Arm]) -> None:
+    config = BenchConfig()
+    with pytest.raises(UserError, match="no drafter to measure"):
+        check_arms(config, [])
+    warm = Arm("warm", arms[0].drafter, DecodeConfig(depth=3, max_new_tokens=13, temperature=1.0))
+    with pytest.raises(
+        UserError, match=r"'right' decodes with temperature=0\.0, 'warm' with temperature=1\.0"
+    ):
+        check_arms(config, [arms[0], warm])
+    with pytest.raises(UserError, match=r"two arms are called \['right'\]"):
+        check_arms(config, [arms[0], arms[0]])
+    with pytest.raises(UserError, match="drafts nothing"):
+        check_arms(config, [Arm("plain", arms[0].drafter, DecodeConfig(shape="none"))])
+
+
+def test_prompts_are_split_without_overlap() -> None:
+    pool = prompts(3)
+    measured, spare = split_prompts(BenchConfig(prompts_per_domain=2, warmup_prompts=5), pool)
+    assert len(measured) == 4
+    assert {p.id for p in measured} | {p.id for p in spare} == {p.id for p in pool}
+    measured, spare = split_prompts(BenchConfig(prompts_per_domain=9), pool)
+    assert (len(measured), len(spare)) == (5, 1)  # all were wanted: one gives way
+    assert [p.domain for p in split_prompts(BenchConfig(domains=("prose",)), pool)[0]] == ["prose"] * 2
+    with pytest.raises(UserError, match=r"names \['poems'\], but the prompts are of: code, prose"):
+        split_prompts(BenchConfig(domains=("poems",)), pool)
+    with pytest.raises(UserError, match="at least two prompts"):
+        split_prompts(BenchConfig(), pool[:1])
+
+
+def test_prompts_that_do_not_fit_the_target(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
+    long = [Prompt(str(i), "x", tokens=(5,) * 250) for i in range(3)]
+    with pytest.raises(UserError, match="no prompt fits"):
+        measure(BenchConfig(), target, arms, long, tmp_path, console=QUIET)
+
+
+def test_bench_settings_are_checked() -> None:
+    with pytest.raises(UserError, match=r"bench\.repeats must be at least 1; given: 0"):
+        BenchConfig(repeats=0)

@@ -1,0 +1,202 @@
+"""Each definition on passes made by hand, where the right answer can be counted on fingers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from heads.api.errors import UserError
+from inference.measure import metrics
+from inference.measure.metrics import Outcome, Totals
+from tests.inference.example_report import HandPass, outcome
+
+DEPTH = 3
+
+
+def arm() -> Totals:
+    """Two code prompts and one prose prompt: 7 passes, 8 accepted, 15 committed, 0.7 s."""
+    return Totals.collect(
+        [
+            outcome("a", "code", [3, 1, 0], DEPTH, 0.3),
+            outcome("b", "code", [2, 2], DEPTH, 0.2),
+            outcome("c", "prose", [0, 0], DEPTH, 0.2),
+        ],
+        DEPTH,
+    )
+
+
+def plain() -> Totals:
+    """The baseline: one token a pass, 0.09 s each; the same tokens per prompt."""
+    rows = [("a", "code", 7), ("b", "code", 6), ("c", "prose", 2)]
+    return Totals.collect([outcome(n, d, [0] * k, 0, 0.09 * k) for n, d, k in rows], 0)
+
+
+def test_tau_is_committed_tokens_over_passes() -> None:
+    estimate = metrics.tau_estimate(arm())
+    assert (estimate.tokens, estimate.verify_passes) == (15, 7)
+    assert estimate.tau == pytest.approx(15 / 7)
+    assert estimate.ci95[0] < estimate.tau < estimate.ci95[1]
+
+
+def test_tau_counts_what_was_committed_after_the_cut_at_end_of_text() -> None:
+    cut = Outcome(
+        "a", "code", [HandPass(1, 2, True), HandPass(2, 2, False)]
+    )  # end-of-text was the second draft
+    assert metrics.tau_estimate(Totals.collect([cut], DEPTH)).tau == 2.0
+
+
+def test_acceptance_by_depth() -> None:
+    estimate = metrics.tau_estimate(arm())
+    # accepted per pass: 3 1 0 2 2 0 0
+    assert estimate.unconditional == pytest.approx((4 / 7, 3 / 7, 1 / 7))
+    assert estimate.conditional == pytest.approx((4 / 7, 3 / 4, 1 / 3))
+    assert 1 + sum(estimate.unconditional) == pytest.approx(
+        estimate.tau
+    )  # without cuts, tau is one plus the sum
+
+
+def test_acceptance_behind_a_depth_that_was_never_reached_is_zero() -> None:
+    nothing = Totals.collect([outcome("a", "code", [0, 0], DEPTH)], DEPTH)
+    assert metrics.tau_estimate(nothing).conditional == (0.0, 0.0, 0.0)
+
+
+def test_tar_counts_the_refusal_that_ended_a_pass_and_no_untested_draft() -> None:
+    # 8 accepted; every pass but the full one ended with a refusal
+    assert metrics.tau_estimate(arm()).tar == pytest.approx(8 / (8 + 6))
+    everything = Totals.collect([outcome("a", "code", [3, 3], DEPTH)], DEPTH)
+    assert metrics.tau_estimate(everything).tar == 1.0
+    assert metrics.tau_estimate(plain()).tar == 0.0  # the baseline drafts nothing
+
+
+def test_speedup_is_a_ratio_of_sums_over_the_same_prompts() -> None:
+    ratio, (low, high) = metrics.speedup(arm(), plain())
+    assert ratio == pytest.approx((15 / 0.7) / (15 / (15 * 0.09)))
+    assert low < ratio < high
+    mean_of_ratios = np.mean([7 * 0.09 / 0.3, 6 * 0.09 / 0.2, 2 * 0.09 / 0.2])
+    assert abs(ratio - mean_of_ratios) > 0.01
+
+
+def test_speedup_pairs_prompts_whatever_their_order() -> None:
+    shuffled = plain().take([2, 0, 1])
+    assert metrics.speedup(arm(), shuffled)[0] == pytest.approx(metrics.speedup(arm(), plain())[0])
+    assert metrics.summarise(arm(), shuffled)["domains"] == metrics.summarise(arm(), plain())["domains"]
+
+
+def test_paired_interval_is_free_of_what_both_arms_share() -> None:
+    """Prompts of very different speed, but the arm is twice as fast on each: the interval is a point."""
+    times = [0.1, 1.0, 5.0, 0.3]
+    slow = Totals.collect([outcome(str(i), "x", [0] * 9, 0, t) for i, t in enumerate(times)], 0)
+    fast = Totals.collect([outcome(str(i), "x", [2] * 3, DEPTH, t / 2) for i, t in enumerate(times)], DEPTH)
+    assert metrics.speedup(fast, slow)[1] == pytest.approx((2.0, 2.0))
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(7)
+    covered = 0
+    for trial in range(100):
+        rows = [outcome(str(i), "x", rng.binomial(1, 0.6, 12).tolist(), 1) for i in range(40)]
+        low, high = metrics.tau_estimate(Totals.collect(rows, 1), seed=trial).ci95
+        covered += low <= 1.6 <= high
+    assert 86 <= covered <= 100
+
+
+def test_intervals_repeat_with_the_seed() -> None:
+    assert metrics.tau_estimate(arm(), seed=3) == metrics.tau_estimate(arm(), seed=3)
+
+
+def test_repeats_of_a_prompt_are_one_prompt() -> None:
+    once = [outcome("a", "x", [3, 1], DEPTH, 0.1), outcome("b", "x", [0], DEPTH, 0.3)]
+    single, double = Totals.collect(once, DEPTH), Totals.collect(once * 2, DEPTH)
+    assert double.prompts == ["a", "b"]
+    assert metrics.tau_estimate(double).ci95 == metrics.tau_estimate(single).ci95
+    assert metrics.tokens_per_second(double) == pytest.approx(metrics.tokens_per_second(single))
+
+
+def test_ideal_speedup_uses_measured_draft_time() -> None:
+    passes = [HandPass(2, 3, True)] * 4
+    drafted = Totals.collect([Outcome("a", "x", passes, {"draft": 0.2, "verify": 0.5, "other": 0.1})], DEPTH)
+    base = Totals.collect([outcome("a", "x", [0] * 12, 0, 1.2)], 0)
+    assert metrics.ideal_speedup(drafted, base) == pytest.approx(3 / (1 + 0.05 / 0.1))
+    summary = metrics.summarise(drafted, base)
+    assert summary["step_ms"] == pytest.approx({"draft": 50, "verify": 125, "commit": 0, "other": 25})
+    assert metrics.efficiency(summary) == pytest.approx(summary["speedup"] / summary["ideal_speedup"])
+
+
+def test_prefill_time_is_apart() -> None:
+    with_prefill = Outcome("a", "x", [HandPass(0, 1, False)], {"prefill": 9.0, "verify": 0.5})
+    assert metrics.tokens_per_second(Totals.collect([with_prefill], 0)) == 2.0
+
+
+def test_summary_by_domain() -> None:
+    domains = metrics.summarise(arm(), plain())["domains"]
+    assert list(domains) == ["code", "prose"]
+    assert domains["code"]["tau"] == pytest.approx(13 / 5)
+    assert domains["prose"].pop("speedup") == pytest.approx(0.9)
+    assert domains["prose"] == {"tau": 1.0, "tau_ci95": [1.0, 1.0], "tar": 0.0}
+    intervals = metrics.domain_speedup_ci95(arm(), plain())
+    assert intervals["prose"] == pytest.approx([0.9, 0.9])
+
+
+def test_a_domain_of_one_token_answers_is_reported_as_zero() -> None:
+    rows = [outcome("a", "code", [1], DEPTH, 0.1), outcome("b", "yes/no", [], DEPTH)]
+    base = [outcome("a", "code", [0, 0], 0, 0.2), outcome("b", "yes/no", [], 0)]
+    summary = metrics.summarise(Totals.collect(rows, DEPTH), Totals.collect(base, 0))
+    assert summary["domains"]["yes/no"]["tau"] == 0.0
+    assert summary["tau"] == 2.0
+
+
+def timed(pass_seconds: Sequence[float], accepted: int) -> Totals:
+    """One prompt per value: 10 tokens, each pass taking that long."""
+    count = 10 // (accepted + 1)
+    rows = [outcome(str(i), "x", [accepted] * count, accepted, t * count) for i, t in enumerate(pass_seconds)]
+    return Totals.collect(rows, accepted)
+
+
+def test_a_speedup_above_tau_is_refused() -> None:
+    plain_times = [1.0, 1.1, 0.9, 1.0, 1.0, 1.05]
+    metrics.require_speedup_within_tau("eagle3", timed(plain_times, 1), timed(plain_times, 0))
+    close = timed([t * 0.98 for t in plain_times], 1)  # within the clock's noise
+    metrics.require_speedup_within_tau("eagle3", close, timed(plain_times, 0))
+    cheap = timed([t * 0.9 for t in plain_times], 1)
+    with pytest.raises(
+        metrics.WeakBaselineError, match=r"'eagle3' measured a speedup of 2\.22 with only 2\.00"
+    ):
+        metrics.require_speedup_within_tau("eagle3", cheap, timed(plain_times, 0))
+
+
+def test_one_disturbed_prompt_does_not_condemn_the_baseline() -> None:
+    disturbed = [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]  # something else ran while the last prompt was decoded plainly
+    metrics.require_speedup_within_tau("eagle3", timed([1.0] * 6, 1), timed(disturbed, 0))
+
+
+def test_nothing_to_measure_is_said_plainly() -> None:
+    with pytest.raises(UserError, match="no prompt was decoded"):
+        Totals.collect([], DEPTH)
+    with pytest.raises(UserError, match="every answer ended with its first token"):
+        metrics.tau_estimate(Totals.collect([outcome("a", "x", [], DEPTH)], DEPTH))
+
+
+def passes_of(prompt: str, accepted: int, count: int) -> Outcome:
+    return outcome(prompt, "code", [accepted] * count, 8)
+
+
+def test_a_gain_is_a_difference_of_ratios_over_the_same_prompts() -> None:
+    """Prompts differ a lot, the drafters differ alike on all of them: the paired interval knows."""
+    old = Totals.collect([passes_of(f"p{n}", n % 4, 10) for n in range(40)], 8)
+    new = Totals.collect([passes_of(f"p{n}", n % 4 + 1, 10) for n in reversed(range(40))], 8)
+    found = metrics.gain(new, old)
+    assert found.tau == pytest.approx(1.0) and found.tau_ci95 == pytest.approx((1.0, 1.0))
+    assert found.accepted == pytest.approx(2.5 / 1.5 - 1)
+    low, high = found.accepted_ci95
+    assert 0.4 < low < found.accepted < high < 1.2
+    same = metrics.gain(old, old)
+    assert (same.tau, same.tau_ci95, same.accepted, same.accepted_ci95) == (0.0, (0.0, 0.0), 0.0, (0.0, 0.0))
+
+
+def test_a_gain_over_a_drafter_that_is_never_right_has_no_ratio() -> None:
+    never = Totals.collect([passes_of(f"p{n}", 0, 5) for n in range(4)], 8)
+    once = Totals.collect([passes_of(f"p{n}", 1, 5) for n in range(4)], 8)
+    found = metrics.gain(once, never)
+    assert (found.tau, found.accepted, found.accepted_ci95) == (1.0, 0.0, (0.0, 0.0))

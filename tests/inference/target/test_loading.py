@@ -1,0 +1,234 @@
+"""What is refused before weights are read, quantisation, and how weights reach drafters."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import inference.target.quantization as quantization
+from heads.api.errors import UserError
+from inference.kernels.packed_linear import supported
+from inference.target.loading import REFUSED, TargetConfig, load_model, require_supported, shared_weights
+from inference.target.model import TargetModel
+from inference.target.quantization import NAMES, dense_weight, quantization_settings
+from tests.inference.tokenizers import tiny_tokenizer
+from tests.models import ALL_FAMILIES, SMALL, VOCAB, random_model, save_random_target
+
+CPU = torch.device("cpu")
+
+
+def refusal(name: str, config: Any) -> str:
+    with pytest.raises(UserError, match="cannot be a target") as caught:
+        require_supported(name, config)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400 and name in message
+    return message
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_refused_families_exist_and_are_refused_by_name(family: str) -> None:
+    """A name that transformers does not know would be a typing error that refuses nothing."""
+    assert family in CONFIG_MAPPING
+    message = refusal("some/model", CONFIG_MAPPING[family]())
+    assert f"({family})" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("mamba2", {}, "recurrent state"),
+        ("qwen3_next", {}, "recurrent state"),
+        ("granitemoehybrid", {}, "recurrent state"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "recurrent state"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("falcon", {"alibi": False}, "code of its own"),
+        ("bloom", {}, "ALiBi"),
+        ("t5", {}, "encoder-decoder"),
+        ("deepseek_v32", {}, "chooses keys"),
+    ],
+)
+def test_the_sentence_says_why(family: str, settings: dict[str, Any], reason: str) -> None:
+    assert reason in refusal("some/model", AutoConfig.for_model(family, **settings))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_families_that_work_are_not_refused(family: str) -> None:
+    require_supported("some/model", random_model(family).config)
+
+
+@pytest.mark.parametrize("family", ["mamba", "bamba", "bloom", "jamba"])
+def test_no_weights_are_needed_to_refuse(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UserError, match=f"{family}.*cannot be a target"):
+        load_model(TargetConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_every_stateful_family_of_transformers_is_refused() -> None:
+    """The table is held against the library: a family that a new version adds shows here."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    slipped = []
+    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        one = model_class[0] if isinstance(model_class, tuple) else model_class
+        if getattr(one, "_is_stateful", False):
+            try:
+                require_supported(config_class.model_type, config_class())
+            except UserError:
+                continue
+            slipped.append(config_class.model_type)
+    assert not slipped
+
+
+# ---- quantisation --------------------------------------------------------------------------------------------------------
+
+
+def settings(name: str, own: Any = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return quantization_settings(name, own, dtype, CPU)
+
+
+def test_plain_checkpoints_load_plainly() -> None:
+    assert settings("none") is None and settings("auto") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "pip"),
+    [
+        ("bnb-4bit", "bitsandbytes"),
+        ("bnb-8bit", "bitsandbytes"),
+        ("torchao-int8", "torchao"),
+        ("torchao-int4", "torchao"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_pip_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, pip: str
+) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match=f"{name} needs .*pip install {pip}"):
+        settings(name)
+
+
+@pytest.mark.parametrize(
+    ("method", "pip"),
+    [("gptq", "gptqmodel"), ("awq", "gptqmodel"), ("compressed-tensors", "compressed-tensors")],
+)
+def test_a_quantised_checkpoint_names_the_library_it_needs(
+    monkeypatch: pytest.MonkeyPatch, method: str, pip: str
+) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match=f"quantised with {method} needs .*pip install {pip}"):
+        settings("auto", {"quant_method": method})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
+def test_a_quantised_checkpoint_is_not_quantised_again(name: str) -> None:
+    with pytest.raises(UserError, match=r"quantised already \(fp8\).*target.quantization=auto"):
+        settings(name, {"quant_method": "fp8"})
+
+
+def test_what_a_device_cannot_do_is_said() -> None:
+    with pytest.raises(UserError, match=r"compute capability 8\.9"):
+        settings("fp8")
+    with pytest.raises(UserError, match="Did you mean 'bnb-4bit'"):
+        settings("bnb-4bits")
+
+
+def test_bitsandbytes_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda module: object())
+    four, eight = settings("bnb-4bit"), settings("bnb-8bit")
+    assert (
+        four.load_in_4bit
+        and four.bnb_4bit_compute_dtype is torch.bfloat16
+        and four.bnb_4bit_quant_type == "nf4"
+    )
+    assert eight.load_in_8bit and not eight.load_in_4bit
+
+
+def test_a_missing_library_ends_the_load_before_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda module: None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        load_model(TargetConfig(path=str(tmp_path), device="cpu", quantization="bnb-8bit"))
+
+
+def test_quantised_weights_are_read_back_or_refused() -> None:
+    packed = torch.zeros(8, 1, dtype=torch.uint8)
+    with pytest.raises(UserError, match="LM head is quantised in a layout that cannot be read back"):
+        dense_weight(packed, 4, 4, "LM head")
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    found = dense_weight(weight, 4, 4, "LM head")
+    assert torch.equal(found, weight) and not found.requires_grad and found.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.skipif(quantization.find_spec("torchao") is None, reason="needs torchao")
+def test_a_torchao_target_decodes_losslessly(tmp_path: Path) -> None:
+    from inference.decoding.config import DecodeConfig
+    from tests.fakes import SometimesRight
+    from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
+
+    folder = save_random_target(
+        tmp_path / "m", tiny_tokenizer("plain"), hidden_size=64, intermediate_size=128
+    )
+    target = TargetModel.load(TargetConfig(path=str(folder), device="cpu", quantization="torchao-int8"))
+    linears = [m for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
+    quantised = [m for m in linears if "torchao" in type(m.weight).__module__]
+    assert len(quantised) == len(linears) - 1  # all but the head
+    assert not any("forward" in m.__dict__ for m in quantised)
+    items = requests(3)
+    for temperature in (0.0, 1.0):
+        plain = decode(target, None, DecodeConfig(temperature=temperature), items)
+        for shape in SHAPES.values():
+            config = DecodeConfig(temperature=temperature, batch_size=2, **shape)  # type: ignore[arg-type]
+            found = decode(target, SometimesRight(answers(plain), VOCAB), config, items)
+            assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
+
+
+@pytest.mark.skipif(not supported(), reason="packed products need oneDNN")
+def test_weights_that_are_no_plain_parameters_are_not_packed() -> None:
+    from inference.kernels.packed_linear import pack_linears
+
+    class Other(torch.Tensor):
+        """Stands for a quantised weight or a slice of a split one."""
+
+    plain, other = (torch.nn.Linear(1024, 1024) for _ in range(2))  # small ones are left alone where packing does not pay
+    other.weight = torch.nn.Parameter(torch.randn(1024, 1024).as_subclass(Other))
+    pack_linears(torch.nn.ModuleList([plain, other]))
+    assert "forward" in plain.__dict__ and "forward" not in other.__dict__
+
+
+# ---- what drafters are given ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_shared_weights_are_the_models_own_memory(family: str) -> None:
+    model = random_model(family)
+    weights = shared_weights(model)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert weights.embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert weights.lm_head.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert (weights.lm_head is weights.embedding) == tied
+    for name, value in model.named_parameters():
+        assert weights.state[name].data_ptr() == value.data_ptr() and not weights.state[name].requires_grad
+    assert len(weights.state) == len(list(model.parameters()))
+
+
+def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(tmp_path: Path) -> None:
+    path = save_random_target(tmp_path, tiny_tokenizer("marked"))
+    config = TargetConfig(str(path), device="cpu")
+    loaded: list[Any] = []
+    threads = [threading.Thread(target=lambda: loaded.append(load_model(config))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tied = type(loaded[0])(CONFIG_MAPPING["llama"](**{**SMALL, "vocab_size": VOCAB, "tie_word_embeddings": True}))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert len({id(model) for model in [*loaded, load_model(config)]}) == 5

@@ -1,0 +1,231 @@
+"""Feature servers: the same training as online, several servers, servers that hang, lie or vanish, and who may ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train.features.remote.client as remote_client
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from tests.train.micro_run import settings
+from train.data.loader import StepLoader
+from train.data.pack import PackedData
+from train.features.base import OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.make import make_features
+from train.features.remote.server import FeatureServer
+from train.run import train
+from train.tracking.tracker import LOG_FILE, read_log
+
+NEEDS = FeatureSpec((0, 1, 2), last_hidden=True, logits=True)
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def target(micro: Path) -> TargetModel:
+    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(remote_client, "FIRST_PAUSE", 0.01)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def serving(target: TargetModel, dtype: torch.dtype = torch.float32, token: str = "") -> Iterator[FeatureServer]:
+    """A server on a free port, in a thread."""
+    server = FeatureServer(target, dtype, "127.0.0.1", 0, token)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def mute() -> Iterator[str]:
+    """The address of something that takes connections and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def remote(target: TargetModel, micro: Path, *servers: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any,
+StepLoader]:
+    """Features from these servers, and a loader."""
+    data = PackedData.from_manifest(micro / "answers", target.info, LENGTH)
+    loader = StepLoader(data, 4, 2, 1, 0, seed=0)
+    config = FeaturesConfig(mode="remote", servers=servers, **{"format": "fp32", "timeout_seconds": 5.0, **more})
+    return make_features(config, target, NEEDS, dtype, answers=micro / "answers", loader=loader, steps=8), loader
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_served_features_are_those_computed_online_to_the_last_bit(
+    target: TargetModel, micro: Path, dtype: torch.dtype, fmt: str
+) -> None:
+    online = OnlineFeatures(target, NEEDS, dtype)
+    others = [TargetModel.load(TargetConfig(str(micro / "target"), device="cpu")) for _ in range(2)]
+    with serving(others[0], dtype) as one, serving(others[1], dtype) as two:
+        features, loader = remote(target, micro, one.address, two.address, dtype=dtype, format=fmt)
+        for step in range(8):
+            for packed in loader.step(step):
+                got, true = features.batch(packed, step), online.batch(packed, step)
+                real = got.segments > 0
+                assert got.taps.dtype == dtype
+                assert torch.equal(got.taps[real], true.taps[real])
+                assert torch.equal(got.last_hidden[real], true.last_hidden[real])
+        features.close()
+        assert one.served == two.served == 8  # in turn
+
+
+def test_training_with_a_server_is_training_online_and_may_rewrite_rows(target: TargetModel, micro: Path, tmp_path: Path) -> None:
+    from train.on_policy import OnPolicyConfig
+
+    for name, more in (("plain", {}), ("own_words", {"on_policy": OnPolicyConfig(share=0.5, window=3)})):
+        online = settings(micro, kind="eagle3", head={"taps": (0, 1, 2), "ttt_steps": 3}, max_steps=4, eval_every=0, **more)
+        train(out=tmp_path / f"online_{name}", **online)
+        with serving(target) as server:
+            features = FeaturesConfig(mode="remote", servers=(server.address,), format="fp32")
+            train(out=tmp_path / f"remote_{name}", **{**online, "features": features})
+            assert server.served >= 8
+        logs = [
+            [(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / f"{way}_{name}" / LOG_FILE)]
+            for way in ("online", "remote")
+        ]
+        assert len(logs[0]) == 4
+        assert logs[0] == logs[1]
+
+
+def test_compressed_answers_are_smaller_and_near(target: TargetModel, micro: Path) -> None:
+    online = OnlineFeatures(target, NEEDS, torch.float32)
+    with serving(target) as server:
+        features, loader = remote(target, micro, server.address, format="int8", ahead=0)  # one target for both
+        packed = loader.step(0)[0]
+        got, true = features.batch(packed), online.batch(packed)
+        real = got.segments > 0
+        gap = (got.taps[real] - true.taps[real]).abs().amax(-1)
+        assert bool((gap <= 0.02 * true.taps[real].abs().amax(-1)).all())
+        assert not torch.equal(got.taps[real], true.taps[real])
+        features.close()
+
+
+def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is_left(
+    target: TargetModel, micro: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mute() as hanging, serving(target) as server:
+        features, loader = remote(target, micro, hanging, server.address, timeout_seconds=0.3, retries=2)
+        for packed in loader.step(0):
+            features.batch(packed)
+        features.close()
+        assert f"{hanging}: no answer within 0.3 s" in caplog.text
+    with mute() as hanging:
+        with serving(target) as server:
+            features, loader = remote(target, micro, server.address, timeout_seconds=0.3, retries=1, ahead=0)
+            address = server.address
+        with pytest.raises(UserError, match=rf"no features after 2 attempts \({address}: ConnectionRefusedError.*last saved state"):
+            features.batch(loader.step(0)[0])
+        silent = rf"no feature server answers \({hanging}: no answer within 0\.3 s\).*features\.serve=true"
+        with pytest.raises(UserError, match=silent):
+            remote(target, micro, hanging, timeout_seconds=0.3)
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    online = OnlineFeatures(target, NEEDS, torch.float32)
+    with serving(target) as server:
+        features, loader = remote(target, micro, server.address, ahead=0)
+        plain, calls = server.compute, []
+
+        def first_time_broken(body: bytes, ask: Any) -> bytes:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("out of memory, say")
+            answer = plain(body, ask)
+            return answer[: len(answer) // 2] if len(calls) == 2 else answer
+
+        monkeypatch.setattr(server, "compute", first_time_broken)
+        packed = loader.step(0)[0]
+        got = features.batch(packed)
+        assert len(calls) == 3
+        assert torch.equal(got.taps[got.segments > 0], online.batch(packed).taps[got.segments > 0])
+        features.close()
+
+
+def test_a_server_of_another_target_or_precision_is_refused(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = r"its precision is bfloat16 of float32, but float32 of float32 is needed"
+    with serving(target, torch.bfloat16) as server, pytest.raises(UserError, match=wrong):
+        remote(target, micro, server.address)
+    with serving(target) as server:
+        features, loader = remote(target, micro, server.address, ahead=0)
+        server.key = "another"  # restarted with another target meanwhile
+        with pytest.raises(UserError, match=r"refuses: this server runs .*not what was asked for"):
+            features.batch(loader.step(0)[0])
+    with pytest.raises(UserError, match=r"features\.servers: 'ftp://x' is not an address like"):
+        remote(target, micro, "ftp://x")
+    with pytest.raises(UserError, match=r"features\.mode=remote needs features\.servers"):
+        FeaturesConfig(mode="remote")
+
+
+def test_only_who_has_the_token_is_served(target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"features\.host '0\.0\.0\.0' can be reached by other machines, but no token"):
+        FeatureServer(target, torch.float32, "0.0.0.0", 0)
+    with serving(target, token="secret") as server:
+        with pytest.raises(UserError, match=r"refuses: the token is missing or wrong\. Set HEADSTART_FEATURES_TOKEN"):
+            remote(target, micro, server.address)
+        monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "secret")
+        features, loader = remote(target, micro, server.address)
+        features.batch(loader.step(0)[0])
+        features.close()
+
+
+def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(target: TargetModel, micro: Path) -> None:
+    with serving(target) as server:
+        host, port = server.server_address[:2]
+
+        def ask(method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
+            connection = http.client.HTTPConnection(str(host), port, timeout=5)
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            found = answer.status, json.loads(answer.read()).get("error", "")
+            connection.close()
+            return found
+
+        key = {"X-Headstart-Key": server.key}
+        wish = json.dumps({"taps": [1], "last_hidden": False, "format": "fp32", "top_logits": 0})
+        assert ask("GET", "/")[0] == 404
+        assert ask("POST", "/features", b"x")[0] == 409
+        assert ask("POST", "/features", b"x", **key) == (400, "the header X-Headstart-Ask is not readable (Expecting value: line 1 "
+                                                         "column 1 (char 0)).")
+        status, sentence = ask("POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish})
+        assert (status, "holds no rows" in sentence) == (400, True)
+        status, sentence = ask("POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish.replace("[1]", "[9]")})
+        assert (status, "taps [9] do not exist" in sentence) == (400, True)
+        from safetensors.torch import save
+
+        rows = {name: torch.full((1, 4), 9999, dtype=torch.int32) for name in ("tokens", "positions", "segments")}
+        status, sentence = ask("POST", "/features", save(rows), **{**key, "X-Headstart-Ask": wish})
+        assert (status, "token ids must lie in" in sentence) == (400, True)
+        features, loader = remote(target, micro, server.address)
+        features.batch(loader.step(0)[0])
+        features.close()

@@ -1,0 +1,340 @@
+"""Generation: real answers of a micro target, counted, resumable after any kill, the same for any number of
+processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.manifest import read_manifest
+from inference.measure.prompts import prompt_seed
+from inference.target.chat import render_prompt
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from tests.inference.tokenizers import save_micro_target
+from train.data.answers import SHARD_SCHEMA, output_lock
+from train.data.config import DataConfig
+from train.data.masks import mask_report
+from train.data.pack import PackedData, read_documents
+from train.generate.config import GenerateConfig
+from train.generate.loop import sample_answers
+from train.generate.run import generate
+from train.generate.turns import Refused
+
+ROOT = Path(__file__).parents[3]
+DECODE = {"temperature": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 5, "shape": "none"}
+PROMPTS = [f"Add {i} and {i * i % 17} in {'a list' * (i % 4)}." for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return TargetConfig(
+        str(save_micro_target(tmp_path_factory.mktemp("target"))), dtype="float64", device="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(target):
+    return TargetModel.load(target)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [
+        {"name": f"p{i}", "prompt": text, "domain": ["code", "chat"][i % 2]} for i, text in enumerate(PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(str(path), id_column="name", domain_column="domain")
+
+
+@pytest.fixture(scope="module")
+def reference(target, prompts, tmp_path_factory):
+    """The folder of an undisturbed run of one process."""
+    out = tmp_path_factory.mktemp("reference")
+    generate(GenerateConfig(shard_rows=8), prompts, DecodeConfig(**DECODE), target, out)
+    return out
+
+
+def answers(out):
+    """Shard rows by index."""
+    manifest = read_manifest(out, "generate")
+    return [row for shard in manifest["shards"] for row in pq.read_table(out / shard["file"]).to_pylist()]
+
+
+def same_files(one, two):
+    shards = [entry["file"] for entry in read_manifest(one, "generate")["shards"]]
+    assert shards == [entry["file"] for entry in read_manifest(two, "generate")["shards"]]
+    return all((one / name).read_bytes() == (two / name).read_bytes() for name in shards)
+
+
+def test_answers_are_what_the_target_says_alone(reference, loaded):
+    """Each stored document is the rendered prompt and the answer the engine gives to it alone, with its span
+    and seed."""
+    rows = answers(reference)
+    assert [row["index"] for row in rows] == list(range(20))
+    alone = Engine(loaded, None, DecodeConfig(**{**DECODE, "batch_size": 1}))
+    for row, text in zip(rows, PROMPTS, strict=True):
+        prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": text}])
+        request = Request(row["index"], tuple(prompt), prompt_seed(5, row["id"]), 12)
+        (completion,) = alone.run([request])
+        assert row["tokens"] == [*prompt, *completion.tokens]
+        assert row["spans"] == [[len(prompt), len(row["tokens"])]]
+        assert (row["finish"], row["seed"]) == (completion.finish, request.seed)
+        assert row["domain"] == ["code", "chat"][row["index"] % 2]
+    assert {row["finish"] for row in rows} <= {"stop", "length"}
+
+
+def test_manifest_says_what_made_the_answers(reference, loaded, prompts):
+    manifest = read_manifest(reference, "generate")
+    tokens = sum(end - start for row in answers(reference) for start, end in row["spans"])
+    assert manifest["counts"] == {"input": 20, "done": 20, "failed": 0, "skipped": 0, "tokens": tokens}
+    assert manifest["target"] == loaded.info.to_dict()
+    assert manifest["sampling"]["temperature"] == 1.0
+    assert (manifest["sampling"]["seed"], manifest["sampling"]["max_new_tokens"]) == (5, 12)
+    assert manifest["data"]["path"] == prompts.path
+    assert [shard["rows"] for shard in manifest["shards"]] == [8, 8, 4]
+    assert pq.read_schema(reference / "shards" / "shard-00000.parquet").equals(SHARD_SCHEMA)
+    assert not (reference / "parts").exists()
+
+
+def test_generated_answers_can_be_packed_and_looked_at(reference, loaded):
+    data = PackedData.from_manifest(reference, loaded.info, 64)
+    counts = read_manifest(reference, "generate")["counts"]
+    assert int(data.supervised.sum()) == counts["tokens"]
+    report = mask_report(list(read_documents(reference, loaded.info)), loaded.tokenizer)
+    assert report.supervised == counts["tokens"]
+
+
+def test_batch_size_and_speculation_do_not_change_answers(reference, loaded, target, prompts, tmp_path):
+    from heads.api.checkpoint import new_drafter, save_drafter
+    from heads.ngram import Config
+
+    save_drafter(
+        new_drafter("ngram", Config(), loaded.info, loaded.weights, 0), tmp_path / "drafter", loaded.info
+    )
+    config = GenerateConfig(shard_rows=8, drafter=str(tmp_path / "drafter"), flush_rows=3)
+    decode = DecodeConfig(**{**DECODE, "batch_size": 3, "shape": "chain", "depth": 2})
+    generate(config, prompts, decode, target, tmp_path / "out")
+    assert same_files(reference, tmp_path / "out")
+
+
+def test_every_input_row_is_accounted_for(target, tmp_path, capsys):
+    lines = [
+        json.dumps({"prompt": "Hello!"}),
+        "{",
+        json.dumps({"prompt": ""}),
+        json.dumps({"prompt": "word " * 200}),
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    data = DataConfig(str(tmp_path / "p.jsonl"))
+    manifest = generate(GenerateConfig(), data, DecodeConfig(**DECODE), target, tmp_path / "out")
+    counts = manifest["counts"]
+    assert (counts["input"], counts["done"], counts["failed"], counts["skipped"]) == (4, 1, 0, 3)
+    assert "1 done + 0 failed + 3 skipped = 4 input rows" in capsys.readouterr().err.replace("\n", " ")
+    skipped = [json.loads(line) for line in (tmp_path / "out" / "failures.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["status"]) for row in skipped] == [
+        (1, "skipped"),
+        (2, "skipped"),
+        (3, "skipped"),
+    ]
+    assert skipped[2]["reason"] == "prompt and answer may exceed the target's 128 positions"
+    assert sum(manifest["reasons"].values()) == 3
+
+    strict = DataConfig(str(tmp_path / "p.jsonl"), max_prompt_tokens=3)
+    with pytest.raises(
+        UserError, match=r"none of the 4 rows could be answered: .*data.max_prompt_tokens=3 .2 rows"
+    ):
+        generate(GenerateConfig(), strict, DecodeConfig(**DECODE), target, tmp_path / "none")
+
+
+def test_a_request_the_decoder_refuses_fails_alone(loaded):
+    engine = Engine(loaded, None, DecodeConfig(**DECODE), capacity=32)
+    requests = [Request(i, tuple(range(2, 2 + n)), i, 12) for i, n in enumerate([4, 40, 6, 5, 50])]
+    outcomes = list(sample_answers(engine, requests))
+    assert sorted(o.request.index for o in outcomes) == [0, 1, 2, 3, 4]
+    refused = {o.request.index: o.reason for o in outcomes if isinstance(o, Refused)}
+    assert sorted(refused) == [1, 4]
+    assert "capacity 32" in refused[1]
+    assert all(isinstance(o, Completion) for o in outcomes if o.request.index not in refused)
+
+
+def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_settings(
+    target, prompts, reference, tmp_path
+):
+    out, decode = tmp_path / "out", DecodeConfig(**DECODE)
+    generate(GenerateConfig(shard_rows=8), prompts, decode, target, out)
+    before = (out / "manifest.json").stat().st_mtime_ns
+    generate(GenerateConfig(shard_rows=8), prompts, DecodeConfig(**{**DECODE, "batch_size": 1}), target, out)
+    assert (out / "manifest.json").stat().st_mtime_ns == before, "a finished run is left as it is"
+
+    warmer = DecodeConfig(**{**DECODE, "temperature": 0.5})
+    with pytest.raises(UserError, match=r"sampling.temperature was 1.0 and is now 0.5.*overwrite=true"):
+        generate(GenerateConfig(), prompts, warmer, target, out)
+    fewer = DataConfig(prompts.path, id_column="name", domain_column="domain", limit=5)
+    with pytest.raises(UserError, match=r"data.rows was"):
+        generate(GenerateConfig(), fewer, decode, target, out)
+    assert same_files(reference, out)
+
+    manifest = generate(GenerateConfig(overwrite=True), fewer, decode, target, out)
+    assert manifest["counts"]["done"] == 5
+    assert [row["tokens"] for row in answers(out)] == [row["tokens"] for row in answers(reference)[:5]]
+
+    shard = out / "shards" / "shard-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match="changed or damaged"):
+        generate(GenerateConfig(), fewer, decode, target, out)
+
+
+def test_the_output_of_another_stage_is_not_touched(target, prompts, tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": 1, "stage": "train"}')
+    with pytest.raises(UserError, match="belongs to another stage"):
+        generate(GenerateConfig(overwrite=True), prompts, DecodeConfig(**DECODE), target, tmp_path)
+
+
+def test_two_runs_cannot_write_into_one_folder(target, prompts, tmp_path):
+    with (
+        output_lock(tmp_path, exclusive=False),
+        pytest.raises(UserError, match="another process is generating"),
+    ):
+        generate(GenerateConfig(), prompts, DecodeConfig(**DECODE), target, tmp_path)
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(UserError, match="Did you mean 'dataset'"):
+        GenerateConfig(answers="datset")
+    with pytest.raises(UserError, match="shard_rows must be at least 1"):
+        GenerateConfig(shard_rows=0)
+
+
+def test_a_datasets_own_answers_are_kept_without_decoding(target, loaded, tmp_path):
+    talk = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+    rows = [{"messages": talk}, {"messages": talk[:1]}]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = GenerateConfig(answers="dataset")
+    manifest = generate(
+        config, DataConfig(str(tmp_path / "talks.jsonl")), DecodeConfig(), target, tmp_path / "out"
+    )
+    assert (manifest["counts"]["done"], manifest["counts"]["skipped"]) == (1, 1)
+    assert manifest["reasons"] == {"the conversation has no assistant message": 1}
+    (row,) = answers(tmp_path / "out")
+    start, end = row["spans"][0]
+    assert loaded.tokenizer.decode(row["tokens"][start:end]) == "Hi.<|end|>"
+
+    rows = [
+        {"tokens": [5, 6, 7, 8], "spans": [[2, 4]]},
+        {"tokens": [5]},
+        {"tokens": [99999], "spans": [[0, 1]]},
+    ]
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(str(tmp_path / "tokens.jsonl"))
+    manifest = generate(config, data, DecodeConfig(), target, tmp_path / "ids")
+    assert (manifest["counts"]["done"], manifest["counts"]["skipped"]) == (1, 2)
+    assert answers(tmp_path / "ids")[0]["tokens"] == [5, 6, 7, 8]
+
+    manifest = generate(GenerateConfig(), data, DecodeConfig(**DECODE), target, tmp_path / "sampled")
+    rows = answers(tmp_path / "sampled")
+    assert [row["tokens"][: row["spans"][0][0]] for row in rows] == [[5, 6], [5]], (
+        "old answers are answered anew"
+    )
+
+
+# ---- kills and several processes ---------------------------------------------------------------------------
+
+
+def job(out, prompts, target, kills, **config):
+    data = {"path": prompts.path, "id_column": "name", "domain_column": "domain"}
+    config = {"shard_rows": 8, "flush_rows": 3, **config}
+    return {
+        "out": str(out),
+        "data": data,
+        "decode": DECODE,
+        "target": target.path,
+        "config": config,
+        "kills": kills,
+    }
+
+
+KILLS = {
+    # While reading the input (rows, state, verdict, summary): before anything, with rows, with a verdict. While
+    # answering: after one part, after three, after a SIGTERM, early once more.
+    "answering": [
+        ["before", 1], ["after", 2], ["before", 2], ["before", 5], ["after", 4], ["term", 4], ["before", 2], None, None,
+    ],
+    # While merging: with all answers in one part, the files are four of the input, settings, part, three shards,
+    # failures, manifest.
+    "merging": [["after", 6], ["before", 3], ["after", 4], ["before", 5], ["before", 6], ["after", 6], None],
+    # A SIGTERM before anything was written.
+    "terminated": [["term", 7]],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed(prompts, target, tmp_path_factory):
+    """Runs killed as `KILLS` says, in a program of their own: exit statuses, folder of the outputs, what was
+    printed."""
+    out = tmp_path_factory.mktemp("killed")
+    whole = {"flush_rows": 1000, "flush_seconds": 1000}
+    jobs = [
+        job(out / name, prompts, target, kills, **({} if name == "answering" else whole))
+        for name, kills in KILLS.items()
+    ]
+    worker = [sys.executable, "-m", "tests.train.generate_worker", json.dumps(jobs)]
+    done = subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(KILLS, json.loads(done.stdout), strict=True)), out, done.stderr
+
+
+@pytest.mark.parametrize("phase", ["answering", "merging"])
+def test_killed_anywhere_the_same_command_continues(killed, reference, phase):
+    """Nothing is lost and nothing doubled: the shards are those of an undisturbed run, byte for byte."""
+    statuses, out, printed = killed
+    expected = {"before": -9, "after": -9, "term": 0}
+    assert statuses[phase] == [0 if kill is None else expected[kill[0]] for kill in KILLS[phase]], printed
+    assert same_files(reference, out / phase)
+    assert read_manifest(out / phase, "generate")["counts"] == read_manifest(reference, "generate")["counts"]
+    assert not (out / phase / "parts").exists()
+    assert "continuing: " in printed
+
+
+def test_a_terminated_run_writes_what_was_finished(killed):
+    statuses, out, printed = killed
+    assert statuses["terminated"] == [0]
+    (part,) = (out / "terminated" / "parts").glob("*.parquet")
+    assert pq.read_metadata(part).num_rows == 7
+    assert "7 rows of this run are kept" in printed.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_answers_of_one_even_after_a_kill(reference, prompts, target, tmp_path):
+    """One of two processes is killed (the launcher ends the other); two finish it; so does one alone."""
+
+    def launch(out, kills):
+        arguments = json.dumps([job(out, prompts, target, kills)])
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        worker = [*launcher, "-m", "tests.train.generate_worker", arguments]
+        return subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+    killed = launch(tmp_path / "out", [["after", 2]])
+    assert killed.returncode != 0
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    parts = [pq.read_metadata(part).num_rows for part in (tmp_path / "out" / "parts").glob("*.parquet")]
+    assert 0 < sum(parts) < 20
+
+    shutil.copytree(tmp_path / "out", tmp_path / "alone")
+    finished = launch(tmp_path / "out", [])
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr.count("20 done + 0 failed + 0 skipped = 20 input rows") == 1
+    assert same_files(reference, tmp_path / "out")
+    generate(GenerateConfig(shard_rows=8), prompts, DecodeConfig(**DECODE), target, tmp_path / "alone")
+    assert same_files(reference, tmp_path / "alone")

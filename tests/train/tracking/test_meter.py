@@ -1,0 +1,85 @@
+"""A training's cost as it is added up: sessions, setup, utilisation, energy over processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from tests.train.tracking.test_clock import Told, fake_nvml
+from train.planning import devices
+from train.tracking.clock import Clock
+from train.tracking.energy import EnergyMeter
+from train.tracking.meter import Meter, energy_used, total_seconds, utilisation
+
+CPU = torch.device("cpu")
+
+
+def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
+    spent = {"drafter": 2.0, "other": 1.0, "evaluation": 4.0, "setup": 1.0, "flops": 1e6}
+    begun = time.perf_counter()
+    clock = Clock(Told(0, 10, 11, 14, 15))
+    meter = Meter(CPU, torch.float32, spent, peak_tflops=2e-6, clock=clock, begun=begun)  # at 10: nobody's until here
+    with meter.counting(), clock.part("drafter"):  # from 11 to 14
+        torch.ones(8, 16) @ torch.ones(16, 4)
+    figures = meter.step()  # at 15
+    flops = 2 * 8 * 16 * 4
+    assert (figures["drafter"], figures["other"], figures["evaluation"]) == (3.0, 2.0, 0.0)
+    assert figures["mfu"] == pytest.approx(flops / (5.0 * 2e6))
+    assert "joules" not in figures  # no GPU, no figure
+    assert (spent["drafter"], spent["other"], total_seconds(spent)) == (5.0, 3.0, 12.0)
+    assert spent["flops"] == 1e6 + flops
+    assert utilisation(spent, 2e6) == pytest.approx((1e6 + flops) / (8.0 * 2e6))
+    assert 1.0 <= spent["setup"] <= 1.0 + time.perf_counter() - begun
+    assert spent["peak_memory"] == figures["peak_memory"] > 2**20
+
+
+def test_every_process_hands_out_its_energy_once_and_one_that_cannot_tell_leaves_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(counter=True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="x"))
+    spent: dict[str, float] = {}
+    meter = Meter(CPU, torch.float32, spent, main=False)
+    assert meter.own_energy() == [0.0, 1.0]
+    meter.energy = EnergyMeter(torch.device("cuda"))  # 100 J from reading to reading
+    meter.take()
+    meter.take()
+    assert meter.own_energy() == [200.0, 0.0]
+    assert meter.own_energy() == [0.0, 0.0]
+    meter.add_energy(200.0 + 300.0, 0.0)  # another process used 300 J
+    assert meter.step()["joules"] == energy_used(spent) == 500.0
+    meter.add_energy(100.0, 1.0)
+    assert energy_used(spent) is None
+    assert "joules" not in meter.step()
+
+
+def test_a_noisy_probe_does_not_decide_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_probes", {})
+    probes = iter([0.2, 0.1, 0.4])  # seconds per product: a busy machine, a free one, a busier one
+    now: list[float] = []
+    monkeypatch.setattr(devices, "_timed", lambda left, right: now[-1])
+
+    def peak(again: bool) -> devices.Peak:
+        now.append(next(probes))
+        return devices.find_peak(CPU, torch.float32, again=again)
+
+    flops, threads = 2 * 1024**3, torch.get_num_threads()
+    name = f"measured: 1024^3 float32 matrix product, {threads} threads, highest of"
+    assert peak(False) == devices.Peak(flops / 0.2, f"{name} 1 probe")
+    assert devices.find_peak(CPU, torch.float32) == devices.Peak(flops / 0.2, f"{name} 1 probe")  # not measured again
+    assert peak(True) == devices.Peak(flops / 0.1, f"{name} 2 probes")
+    assert peak(True) == devices.Peak(flops / 0.1, f"{name} 3 probes")
+
+
+def test_a_meter_looks_at_the_peak_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_probes", {})
+    products = iter([0.9, 0.3, *[0.3] * devices.PROBE_REPEATS])  # one slow product, then a whole probe
+    monkeypatch.setattr(devices, "_timed", lambda left, right: next(products))
+    meter = Meter(CPU, torch.float32, {})
+    assert meter.peak.flops == 2 * 1024**3 / 0.9
+    meter.finish()
+    assert meter.peak.flops == 2 * 1024**3 / 0.3

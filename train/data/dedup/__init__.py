@@ -1,0 +1,1 @@
+"""Finding repeated and similar rows."""

@@ -1,0 +1,114 @@
+"""Finds repeated and similar rows among any number of them, with memory for one part of the keys at a time.
+
+Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each, chosen by the key's highest bits;
+equal keys so meet in one file, which is sorted alone. Signatures lie in one file by row. All is read and written in sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.dedup.shingles import SIGNATURE, Hashes
+
+PARTITIONS = 64
+ENTRY = np.dtype([("key", "<u8"), ("row", "<i8")])
+COMPARED = 8192
+"""Pairs whose signatures are compared together."""
+
+KEPT, SAME_ID, SAME_TEXT, NEAR, HELD_OUT = range(5)
+REASONS = {
+    SAME_ID: "the id or the content is that of an earlier row",
+    SAME_TEXT: "the text is that of an earlier row but for case, signs and spaces",
+    NEAR: "most of the text is that of an earlier row",
+    HELD_OUT: "it repeats a held-out prompt",
+}
+"""Why rows are left out, by verdict."""
+
+
+class KeyFiles:
+    """Append-only files of (key, row) pairs below `folder`; several kinds side by side."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, keys: Hashes, rows: NDArray[np.int64]) -> None:
+        """Append pairs [n]. Rows must come in ascending order over all calls."""
+        if not len(keys):
+            return
+        where = (keys >> np.uint64(64 - 6)).astype(np.int64)
+        order = np.argsort(where, kind="stable")
+        entries = np.empty(len(keys), dtype=ENTRY)
+        entries["key"], entries["row"] = keys[order], rows[order]
+        bounds = np.searchsorted(where[order], np.arange(PARTITIONS + 1))
+        for partition in range(PARTITIONS):
+            part = entries[bounds[partition] : bounds[partition + 1]]
+            if len(part):
+                with self._path(kind, partition).open("ab") as file:
+                    file.write(part.tobytes())
+
+    def forget_from(self, row: int) -> None:
+        """Drop everything of rows from `row` on: what an interrupted run wrote beyond its last complete block."""
+        for path in self.folder.glob("*.keys"):
+            entries = np.fromfile(path, dtype=ENTRY, count=path.stat().st_size // ENTRY.itemsize)
+            kept = entries[: int(np.searchsorted(entries["row"], row))]
+            with path.open("r+b") as file:
+                file.truncate(len(kept) * ENTRY.itemsize)
+
+    def repeated(self, kind: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        """Per partition: rows whose key an earlier row has, the first such row, and the latest such row before it."""
+        return [self._repeated(self._path(kind, partition)) for partition in range(PARTITIONS)]
+
+    def _repeated(self, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        none = np.zeros(0, dtype=np.int64)
+        if not path.is_file():
+            return none, none, none
+        entries = np.fromfile(path, dtype=ENTRY)
+        entries = entries[np.argsort(entries["key"], kind="stable")]  # within a key, rows stay ascending
+        rows, keys = entries["row"].astype(np.int64), entries["key"]
+        fresh = np.ones(len(keys), dtype=bool)
+        fresh[1:] = keys[1:] != keys[:-1]
+        firsts = rows[np.maximum.accumulate(np.where(fresh, np.arange(len(rows)), 0))]
+        again = np.flatnonzero(~fresh)
+        return rows[again], firsts[again], rows[again - 1]
+
+    def _path(self, kind: str, partition: int) -> Path:
+        return self.folder / f"{kind}-{partition:02d}.keys"
+
+
+def judge(
+    keys: KeyFiles, signatures: Path | None, total: int, near_share: float, held_out: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other the first one is kept.
+
+    signatures: the file with a MinHash signature per row, None where similar rows may stay. A similar row is compared with the
+    first and with the latest earlier row of each band that they share.
+    """
+    verdict = np.zeros(total, dtype=np.uint8)
+    if signatures is not None:
+        for partition in range(PARTITIONS):
+            rows, firsts, latest = keys._repeated(keys._path("band", partition))
+            for others in (firsts, latest):
+                similar = _similar(signatures, rows, others, near_share)
+                verdict[rows[similar]] = NEAR
+    for kind, code in (("text", SAME_TEXT), ("id", SAME_ID)):
+        for rows, _, _ in keys.repeated(kind):
+            verdict[rows] = code
+    verdict[held_out] = HELD_OUT
+    return verdict
+
+
+def _similar(
+    signatures: Path, rows: NDArray[np.int64], others: NDArray[np.int64], share: float
+) -> NDArray[np.bool_]:
+    """For pairs [n] of rows: whether their signatures agree in at least `share` of the values."""
+    found = np.zeros(len(rows), dtype=bool)
+    for begin in range(0, len(rows), COMPARED):
+        # Mapped anew each time: pages that were read are given back with the map.
+        table = np.memmap(signatures, dtype=np.uint32, mode="r").reshape(-1, SIGNATURE)
+        one, two = table[rows[begin : begin + COMPARED]], table[others[begin : begin + COMPARED]]
+        found[begin : begin + COMPARED] = (one == two).mean(axis=1) >= share
+    return found

@@ -1,0 +1,1 @@
+"""What holds and updates the weights during training: plain torch or DeepSpeed."""

@@ -1,0 +1,249 @@
+"""Training under DeepSpeed: ZeRO 0 to 3 behind the `TrainEngine` protocol. The only file that imports
+deepspeed.
+
+Three habits of DeepSpeed are met here and nowhere else: it averages gradients over processes (we add them, so
+the loss is multiplied by their number first), it wants a process group and LOCAL_RANK even for one process,
+and it compiles C++ helpers at run time (the CPU's shared-memory helper is not needed, and building it takes a
+compiler and half a minute: it is switched off).
+
+DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole; AdamW's state
+is saved by weight (`train.engines.shards`), every process its own runs, so that any world size and any stage can go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from train.distributed import World, join_world
+from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
+from train.engines.shards import (
+    AnyPart,
+    Span,
+    StatePart,
+    collect,
+    distribute,
+    piece_spans,
+    slice_spans,
+    whole_spans,
+)
+from train.optim import OptimConfig, make_optimizer, set_rate
+
+BUCKET_ELEMENTS = 50_000_000
+"""Most gradient elements that are reduced in one message (200 MB in float32)."""
+LIVE_BUCKETS = 20
+"""ZeRO-3: so many buckets of weights may be whole at once."""
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import deepspeed quietly and for this device; raises `UserError` when it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Install it, or use "
+            "engine.name=torch."
+        ) from error
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    if device_type == "cpu":
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys([*ALL_OPS, "deepspeed_not_implemented"], False)
+    return deepspeed
+
+
+def require_async_io(deepspeed: Any, path: str) -> None:
+    """Raise `UserError` unless this machine can keep AdamW's state on disk."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            f"engine.offload_path is '{path}', but deepspeed cannot write there: its async_io operation needs a C++ compiler, "
+            "ninja and libaio with its header (Debian, Ubuntu: apt install libaio-dev), or CFLAGS and LDFLAGS that point to them. "
+            "Leave engine.offload_path empty to use CPU memory."
+        )
+    if not Path(path).is_dir():
+        raise UserError(f"engine.offload_path '{path}' is no folder. Create it on a local disk, on every machine of the launch.")
+    deepspeed.ops.__compatible_ops__["async_io"] = True
+
+
+def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32 weights and
+    our boundaries."""
+    bucket = max(1, min(numel, BUCKET_ELEMENTS))
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if config.zero_stage == 3:
+        # memory_efficient_linear replaces torch.nn.functional.linear for the whole process and computes
+        # outside of autocast.
+        zero |= {
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": LIVE_BUCKETS * bucket,
+            "memory_efficient_linear": False,
+        }
+    if config.offload != "none":
+        disk = {"device": "nvme", "nvme_path": config.offload_path}
+        zero["offload_optimizer"] = disk if config.offload_path else {"device": "cpu"}
+    if config.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: batches never pass through DeepSpeed's loader
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip if config.zero_stage > 0 else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+class DeepSpeedEngine:
+    """A drafter under `deepspeed.initialize`; see `TrainEngine`."""
+
+    def __init__(
+        self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
+    ) -> None:
+        self.deepspeed = import_deepspeed(world.device.type)
+        if config.offload_path:
+            require_async_io(self.deepspeed, config.offload_path)
+        join_world(world.device, always=True)
+        self.drafter, self.world, self.stage, self.clip = drafter, world, config.zero_stage, optim.clip
+        self.sharded = config.sharded
+        self.names = list(drafter.state_dict())
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
+        # DeepSpeed reads LOCAL_RANK while it works; `close` takes it away, since others take it for a launch.
+        self._alone = "LOCAL_RANK" not in os.environ
+        os.environ.setdefault("LOCAL_RANK", "0")
+        self.engine, *_ = self.deepspeed.initialize(
+            model=Objective(drafter, config, world.device.type),
+            optimizer=make_optimizer(trained, optim),
+            config=settings,
+            dist_init_required=False,
+        )
+
+    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
+        """See `TrainEngine`. DeepSpeed divides by the number of processes, hence the factor."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss = self.engine(batch)
+        self.engine.backward(loss * (self.world.size / supervised), scale_wrt_gas=False)
+        return LossOutput(loss.detach(), self.engine.module.metrics)
+
+    def step(self, rate: float) -> float:
+        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it is clipped
+        here."""
+        set_rate(self.engine.optimizer, rate)
+        norm = None
+        if self.stage == 0:
+            trained = self._named().values()
+            fill_gradients(trained)
+            norm = float(nn.utils.clip_grad_norm_(trained, self.clip or math.inf))
+            if not math.isfinite(norm):
+                self.engine.zero_grad()
+                return norm
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()) if norm is None else norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main process
+        holds them all."""
+        buffers = dict(self.drafter.named_buffers())
+        parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
+        found: dict[str, Tensor] = {}
+        for name in self.names:
+            value = parameters.get(name, buffers.get(name))
+            assert value is not None, f"'{name}' is neither a weight nor a buffer"
+            gathered = self.stage == 3 and name in parameters
+            with self.deepspeed.zero.GatheredParameters([value]) if gathered else nullcontext():
+                if self.world.is_main:
+                    found |= cpu_copies({name: value})
+        return found
+
+    def _spans(self) -> list[list[Span]]:
+        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights. Only here is known how it
+        divides them.
+        """
+        zero, rank = self.engine.optimizer, self.world.rank
+        if self.stage == 0:
+            return [whole_spans(self._named())]
+        names = {id(p): name for name, p in self._named().items()}
+        groups: list[list[Span]] = []
+        if self.stage == 3:
+            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+                named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
+                groups.append(piece_spans(named, [p.partition_numel() for p in group], rank, flat))
+            return groups
+        for group, flat in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            named = [(names[id(p)], tuple(p.shape)) for p in group]
+            offsets = [0, *accumulate(p.numel() for p in group[:-1])]
+            groups.append(slice_spans(named, offsets, rank * flat.numel(), flat))
+        return groups
+
+    @contextmanager
+    def _at_hand(self, group: int, *, changed: bool) -> Iterator[None]:
+        """AdamW's state of a group in memory inside the block, read from disk where it is kept there, and written if `changed`."""
+        zero = self.engine.optimizer
+        if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
+            yield
+            return
+        zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if changed:
+            zero._optimizer_states_and_gradient_swap_out(group)
+        else:
+            zero._release_swap_buffers(group)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The trained weights by name."""
+        return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
+
+    def _adam(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = (
+            self.engine.optimizer if self.stage == 0 else self.engine.optimizer.optimizer
+        )
+        return optimizer
+
+    def optimizer_state(self) -> StatePart:
+        """See `TrainEngine`."""
+        whole = StatePart()
+        for group, spans in enumerate(self._spans()):
+            with self._at_hand(group, changed=False):
+                part = collect(self._adam(), spans)
+            whole.tensors |= part.tensors
+            whole.runs |= part.runs
+        return whole
+
+    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
+        """See `TrainEngine`."""
+        whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
+        for group, spans in enumerate(self._spans()):
+            with self._at_hand(group, changed=True):
+                distribute(self._adam(), spans, whole, parts)
+
+    def close(self) -> None:
+        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as the
+        process lives."""
+        self.engine.destroy()
+        del self.engine
+        gc.collect()
+        if self._alone:
+            os.environ.pop("LOCAL_RANK", None)

@@ -1,0 +1,222 @@
+"""AdamW's state by weight, whoever holds it: how it lies on disk, and how any number of processes reads it again.
+
+ZeRO divides AdamW's state into flat pieces that depend on the stage and on the number of processes. Here every piece is named
+after what it is of: a run of elements of one weight. A process writes the runs it holds; a process that continues, in a launch of
+any size and under any engine, reads the runs it needs from whichever files have them. Nothing is gathered: a process never holds
+more than its own part. Values are copied, never computed with, so a state comes back bit for bit.
+
+A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run) and `<weight>.step` (a scalar);
+its metadata `runs` say for each weight where the run starts and what shape the whole weight has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.api.errors import UserError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state per element; beside it there is `step`, one number per weight."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of one weight's elements, row by row, that this process updates.
+
+    weight: its name; shape: of the whole weight; start, count: the run; tensor: what AdamW updates, under which its state is kept;
+    at: where the run begins in the flattened `tensor`.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    tensor: Tensor
+    at: int = 0
+
+
+@dataclass
+class StatePart:
+    """AdamW's state of some runs, in memory. runs: weight -> (start, shape of the whole weight)."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    runs: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def count(self, weight: str) -> int:
+        """Elements of the run of `weight`."""
+        return self.tensors[f"{weight}.{MOMENTS[0]}"].numel()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of a tensor, counted within its run; a scalar as it is."""
+        value = self.tensors[name]
+        return value if value.ndim == 0 else value[start:stop]
+
+    def save(self, path: Path) -> None:
+        """Write as safetensors."""
+        save_file(self.tensors, str(path), metadata={"runs": json.dumps(self.runs)})
+
+
+class FilePart:
+    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a file that is not one of ours."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file: Any = safe_open(str(path), "pt")
+            runs = json.loads((self._file.metadata() or {})["runs"])
+            self.runs = {
+                str(name): (int(start), tuple(int(n) for n in shape))
+                for name, (start, shape) in runs.items()
+            }
+            self._counts = {name: self._length(f"{name}.{MOMENTS[0]}") for name in self.runs}
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: {error})."
+            ) from error
+
+    def _length(self, name: str) -> int:
+        return int(self._file.get_slice(name).get_shape()[0])
+
+    def count(self, weight: str) -> int:
+        """See `StatePart`."""
+        return self._counts[weight]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """See `StatePart`."""
+        view = self._file.get_slice(name)
+        value: Tensor = view[start:stop] if view.get_shape() else self._file.get_tensor(name)
+        return value
+
+
+AnyPart = StatePart | FilePart
+
+
+def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePart:
+    """Copies of AdamW's state of `spans` on the CPU; spans that have none yet are left out."""
+    part = StatePart()
+    for span in spans:
+        state = optimizer.state.get(span.tensor)
+        if not state:
+            continue
+        part.runs[span.weight] = (span.start, span.shape)
+        for name in MOMENTS:
+            run = state[name].detach().flatten()[span.at : span.at + span.count]
+            part.tensors[f"{span.weight}.{name}"] = run.to("cpu", copy=True).contiguous()
+        part.tensors[f"{span.weight}.step"] = torch.as_tensor(state["step"]).detach().to("cpu", copy=True)
+    return part
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer, spans: Sequence[Span], whole: Mapping[str, tuple[int, ...]], parts: Sequence[AnyPart]
+) -> None:
+    """Give AdamW the state of `spans` out of `parts`, which together hold that of every weight.
+
+    whole: name and shape of every trained weight, of all processes. Nothing changes when the parts are empty (a state from before
+    the first update). Raises `UserError` when they are of other weights or incomplete.
+    """
+    found = _by_weight(parts)
+    if not found:
+        return
+    _require_same_weights(found, whole)
+    groups: dict[int, list[Span]] = {}
+    for span in spans:
+        groups.setdefault(id(span.tensor), []).append(span)
+    for group in groups.values():
+        tensor = group[0].tensor
+        state = {name: torch.zeros_like(tensor, requires_grad=False) for name in MOMENTS}
+        step = torch.zeros((), dtype=torch.float32)
+        for span in group:
+            for name in MOMENTS:
+                target = state[name].view(-1)[span.at : span.at + span.count]
+                _fill(target, name, span, found[span.weight])
+            step = torch.maximum(step, found[span.weight][0].read(f"{span.weight}.step"))
+        optimizer.state[tensor] = {"step": step.to(tensor.device, copy=True), **state}
+
+
+def _by_weight(parts: Sequence[AnyPart]) -> dict[str, list[AnyPart]]:
+    found: dict[str, list[AnyPart]] = {}
+    for part in parts:
+        for weight in part.runs:
+            found.setdefault(weight, []).append(part)
+    return found
+
+
+def _require_same_weights(found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]) -> None:
+    """Names and shapes must agree."""
+    unknown, missing = sorted(set(found) - set(whole)), sorted(set(whole) - set(found))
+    if unknown or missing:
+        raise UserError(
+            f"the saved optimiser state is of another drafter: unknown weights {unknown[:4]}, missing weights {missing[:4]}. "
+            "Train with the settings it was started with, or in another folder."
+        )
+    for weight, shape in whole.items():
+        for part in found[weight]:
+            if part.runs[weight][1] != shape:
+                raise UserError(
+                    f"the saved optimiser state of '{weight}' is of a weight of another shape: {list(part.runs[weight][1])}, "
+                    f"here {list(shape)}. Train with the settings it was started with, or in another folder."
+                )
+
+
+def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> None:
+    """Copy the span's elements out of all runs that overlap it; raises `UserError` when some are nowhere."""
+    filled = 0
+    for part in parts:
+        begin = part.runs[span.weight][0]
+        first = max(begin, span.start)
+        last = min(begin + part.count(span.weight), span.start + span.count)
+        if first < last:
+            values = part.read(f"{span.weight}.{name}", first - begin, last - begin)
+            target[first - span.start : last - span.start].copy_(values)
+            filled += last - first
+    if filled != span.count:
+        raise UserError(
+            f"the saved optimiser state is incomplete: of '{span.weight}' {filled} of {span.count} elements were found. A file of "
+            "another process is missing; copy the whole folder."
+        )
+
+
+# ---- which runs a process updates --------------------------------------------------------------------------------------
+
+
+def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
+    """Every weight, undivided."""
+    return [Span(name, tuple(p.shape), 0, p.numel(), p) for name, p in named.items()]
+
+
+def slice_spans(
+    named: Sequence[tuple[str, tuple[int, ...]]], offsets: Sequence[int], begin: int, tensor: Tensor
+) -> list[Span]:
+    """ZeRO 1 and 2: weights lie one behind the other at `offsets`; this process updates `tensor`, a slice of it from `begin` on."""
+    spans = []
+    for (name, shape), offset in zip(named, offsets, strict=True):
+        first = max(offset, begin)
+        last = min(offset + prod(shape), begin + tensor.numel())
+        if first < last:
+            spans.append(Span(name, shape, first - offset, last - first, tensor, first - begin))
+    return spans
+
+
+def piece_spans(
+    named: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[int], rank: int, tensor: Tensor
+) -> list[Span]:
+    """ZeRO 3: every weight is divided by itself into pieces of `pieces` elements, of which this process updates number `rank`; they
+    lie one behind the other in `tensor`.
+    """
+    spans, at = [], 0
+    for (name, shape), piece in zip(named, pieces, strict=True):
+        start = rank * piece
+        count = min(piece, prod(shape) - start)
+        if count > 0:
+            spans.append(Span(name, shape, start, count, tensor, at))
+        at += piece
+    return spans

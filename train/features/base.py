@@ -1,0 +1,96 @@
+"""Where a drafter's training features come from: the same target, through the same taps, as in decoding.
+
+Four ways, the same numbers: online (here), from a store on disk (train/store), from feature servers (train/features/remote/client.py), from
+other processes of the same launch (train/features/group.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import TrainBatch
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo, TargetWeights
+from train.data.loader import PackedBatch
+from train.features.store.batches import moved
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class FeatureTarget(Protocol):
+    """What is asked of a target here; `inference.target.model.TargetModel` has it."""
+
+    weights: TargetWeights
+    device: torch.device
+    dtype: torch.dtype
+
+    def features(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
+    ) -> tuple[Tensor | None, Tensor | None]: ...
+
+
+class DescribedTarget(FeatureTarget, Protocol):
+    """A target that also knows its facts."""
+
+    info: TargetInfo
+
+
+class OnlineFeatures:
+    """Runs the frozen target on every micro-batch.
+
+    dtype: of the features that the drafter is given (default: the target's). Where that is bfloat16, a float32 target runs under
+    autocast: nearly twice as fast on a CPU, and closer to its float32 self than a copy of it in bfloat16.
+    """
+
+    def __init__(
+        self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None
+    ) -> None:
+        self.target, self.needs, self.dtype = target, needs, dtype or target.dtype
+        self.autocast = self.dtype == torch.bfloat16 and target.dtype == torch.float32
+
+    @torch.no_grad()
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed; the same in
+        every step of the training.
+        """
+        device = self.target.device
+        tensors = moved(packed, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            taps, last_hidden = self.target.features(
+                tensors["tokens"], tensors["positions"], tensors["segments"], self.needs
+            )
+        return TrainBatch(
+            **tensors,
+            taps=None if taps is None else taps.to(self.dtype),
+            last_hidden=None if last_hidden is None else last_hidden.to(self.dtype),
+            target_logits=self.logits if self.needs.logits else None,
+            seeds=packed.seeds,
+        )
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [M, V] at last hidden states [M, H], in the target's own dtype."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.target.weights.logits(hidden.to(self.target.dtype))
+
+
+@contextmanager
+def in_use(features: Features) -> Iterator[Features]:
+    """Features for as long as a training uses them; then files, connections and threads behind them are let go of."""
+    try:
+        yield features
+    finally:
+        close = getattr(getattr(features, "plain", features), "close", None)
+        if close is not None:
+            close()
+
+
+class Features(Protocol):
+    """Where training batches come from; `train.features.OnlineFeatures` is one."""
+
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch: ...

@@ -1,0 +1,201 @@
+"""Features that come from somewhere else: fetched some steps ahead, put together on the trainer's device.
+
+Where from is a `Source`: a store on disk, a feature server, another process of the launch. All of them give the same tensors
+(`train.features.store.batches`), so that a training cannot tell them apart, but for the rounding of the form they were asked for in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from heads.api.batch import TrainBatch
+from heads.api.features import FeatureSpec
+from train.data.loader import PackedBatch, StepLoader
+from train.features.store.batches import Content, Form, Logits, decode_batch
+from train.features.store.layout import row_digests
+
+CLOSE_SECONDS = 2.0
+SLICE_SECONDS = 0.2
+"""How long is waited before somebody is asked whether to go on."""
+
+
+class Coming(Protocol):
+    """Features that were asked for."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether they are there, or cannot come, after at most so long. A source that waits no longer than a step takes may say
+        so at once.
+        """
+        ...
+
+    def result(self) -> Content:
+        """The features; waits for them, and raises `UserError` when they cannot be had."""
+        ...
+
+
+class Source(Protocol):
+    """Where stored or computed features come from."""
+
+    form: Form
+
+    def ask(self, packed: PackedBatch) -> Coming:
+        """Begin to get the features of a batch. Called in the order of use."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files, connections and threads."""
+        ...
+
+
+class FetchedFeatures:
+    """`train.features.base.Features` from a source.
+
+    loader: tells which batches come next; ahead: how many steps are asked for before they are needed (0: none). device, dtype:
+    where and as what the drafter is given the features. `wait_seconds` adds up what the training had to wait for them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        needs: FeatureSpec,
+        logits: Logits,
+        device: torch.device,
+        dtype: torch.dtype,
+        loader: StepLoader | None = None,
+        ahead: int = 0,
+        last_step: int | None = None,
+    ) -> None:
+        self.source, self.needs, self.logits, self.device, self.dtype = (
+            source,
+            needs,
+            logits,
+            device,
+            dtype,
+        )
+        self.loader, self.ahead, self.last_step = loader, ahead, last_step
+        self.wait_seconds = 0.0
+        self._coming: dict[str, Coming] = {}
+        self._asked = -1
+
+    def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
+        """Wait until the features of a step are there, or its failure is; False when `stopping` came before that."""
+        self._look_ahead(step)
+        begun = time.perf_counter()
+        try:
+            for packed in batches:
+                key = key_of(packed)
+                coming = self._coming[key] = self._coming.get(key) or self.source.ask(packed)
+                while not coming.wait(SLICE_SECONDS):
+                    if stopping():
+                        return False
+        finally:
+            self.wait_seconds += time.perf_counter() - begun
+        return True
+
+    @torch.no_grad()
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
+        """`packed` on the device with its features; waits for them if need be."""
+        self._look_ahead(step)
+        coming = self._coming.pop(key_of(packed), None) or self.source.ask(packed)
+        begun = time.perf_counter()
+        content = coming.result()
+        self.wait_seconds += time.perf_counter() - begun
+        return decode_batch(
+            packed, content, self.needs, self.source.form, self.device, self.dtype, self.logits
+        )
+
+    def _look_ahead(self, step: int) -> None:
+        """Ask for the batches of this step and of the next `ahead` ones, each once."""
+        if self.loader is None or not self.ahead or step < self._asked - self.ahead:
+            return
+        end = (
+            step + self.ahead if self.last_step is None else min(step + self.ahead, self.last_step)
+        )
+        for index in range(max(step, self._asked + 1), end + 1):
+            for packed in self.loader.step(index):
+                self._coming[key_of(packed)] = self.source.ask(packed)
+            self._asked = index
+
+    def close(self) -> None:
+        """Close the source; what was asked for and not used is dropped."""
+        self._coming.clear()
+        self.source.close()
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A `Coming` that a thread works on."""
+
+    future: Future[Content]
+
+    def wait(self, seconds: float) -> bool:
+        """See `Coming`."""
+        return bool(wait_for([self.future], seconds).done)
+
+    def result(self) -> Content:
+        """See `Coming`."""
+        return self.future.result()
+
+
+class ThreadedSource:
+    """A source whose `fetch` blocks, run by threads of its own.
+
+    stop: makes a `fetch` that waits give up; called once. A fetch may be under way for minutes, and an interpreter that ends waits
+    for a pool's threads: these are daemons, which it leaves behind.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[PackedBatch], Content],
+        form: Form,
+        threads: int,
+        stop: Callable[[], None],
+    ) -> None:
+        self.fetch, self.form, self.stop = fetch, form, stop
+        self._asked: SimpleQueue[tuple[Future[Content], PackedBatch] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name="features", daemon=True)
+            for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, packed: PackedBatch) -> Coming:
+        """See `Source`."""
+        future: Future[Content] = Future()
+        self._asked.put((future, packed))
+        return Fetch(future)
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, packed = asked
+            try:
+                future.set_result(self.fetch(packed))
+            except Exception as error:  # noqa: BLE001 - whoever waits for it is told
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """See `Source`. Threads that compute are waited for; those that wait for others are not."""
+        with suppress(Empty):
+            while True:
+                self._asked.get_nowait()
+        for _ in self._threads:
+            self._asked.put(None)
+        self.stop()
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS / len(self._threads))
+
+
+def key_of(packed: PackedBatch) -> str:
+    """What tells batches of one training apart: what the target reads in their rows."""
+    return "".join(row_digests(packed))

@@ -1,0 +1,323 @@
+"""Features from other processes of the same launch: of W processes the last ones run the target, the others train.
+
+The trainers form a group of their own for gradients. Between them and the target processes tensors go point to point over gloo,
+so from CPU memory to CPU memory also where there are GPUs: no kernel of one side ever waits for the other, and steps are asked
+for ahead.
+
+Each trainer talks to one target process. A message is a header [4] int64 (operation, rows, positions, status), for a request
+followed by tokens, positions and segments [3, b, T] int32; the answer is one run of bytes whose layout both sides know.
+
+Legend: b rows, T positions, N real tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from inference.manifest import read_manifest
+from inference.target.model import TargetModel
+from train.config import TrainingJob
+from train.data.loader import PackedBatch
+from train.distributed import JOIN_TIMEOUT, World
+from train.features.base import DescribedTarget, OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.fetch import Coming
+from train.features.remote.wire import Ask, key_of
+from train.features.store.batches import Content, Form, encode_batch
+from train.features.store.codec import parts_of
+from train.features.store.layout import LAST, TOP, precision_of
+from train.stopping import StopRequest
+
+HELLO, ROWS, BYE = 0, 1, 2
+HEADER_TAG, ROWS_TAG, ANSWER_TAG = 1, 2, 3
+TEXT_BYTES = 512
+_links: dict[str, Any] = {}
+"""The group that carries features, once per process, as the default group is."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who does what among `size` processes, of which the last `targets` run the target."""
+
+    size: int
+    targets: int
+
+    @property
+    def trainers(self) -> int:
+        """How many processes train: ranks 0 to trainers - 1."""
+        return self.size - self.targets
+
+    def target_of(self, trainer: int) -> int:
+        """The rank of the target process that a trainer asks."""
+        return self.trainers + trainer % self.targets
+
+    def trainers_of(self, rank: int) -> list[int]:
+        """The trainers that a target process serves."""
+        return [trainer for trainer in range(self.trainers) if self.target_of(trainer) == rank]
+
+
+def run_in_group(
+    job: TrainingJob, world: World, train: Callable[[World], dict[str, Any]]
+) -> dict[str, Any]:
+    """Train in the first processes, run the target in the last ones; returns the manifest in all of them.
+
+    train: trains with the given world. Raises `UserError` where processes cannot be divided like this.
+    """
+    division = divide(job, world)
+    ranks = list(range(division.trainers))
+    group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)
+    _links["group"] = dist.new_group(list(range(world.size)), backend="gloo", timeout=JOIN_TIMEOUT)
+    _links["division"] = division
+    if world.rank in ranks:
+        finished = False
+        try:
+            manifest = train(
+                replace(world, size=division.trainers, group=group, helpers=division.targets)
+            )
+            finished = True
+        finally:
+            send_header(BYE, division.target_of(world.rank), status=int(not finished))
+        return manifest
+    target = TargetModel.load(job.target)
+    with StopRequest() as request:  # the trainers are told too; they save, and then say good-bye
+        try:
+            complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
+        except RuntimeError:
+            if not request.number:
+                raise
+            complete = False  # a trainer left without a word: it had not begun to train
+    if not complete:
+        raise SystemExit(0)  # the trainers say why they ended
+    return read_manifest(job.out, "train")
+
+
+def divide(job: TrainingJob, world: World) -> Division:
+    """The processes' roles; raises `UserError` when there are too few, or when the engine takes all of them for trainers."""
+    division = Division(world.size, job.features.targets)
+    if division.trainers < 1 or division.trainers < division.targets:
+        raise UserError(
+            f"features.mode=group: of {world.size} processes, features.targets={division.targets} run the target, which leaves "
+            f"{max(0, division.trainers)} to train; at least as many must train. Start more processes (torchrun "
+            "--nproc-per-node=...), or lower features.targets."
+        )
+    if job.engine.target_sharding != "none":
+        raise UserError(
+            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides the target among all processes "
+            "of the "
+            "launch, but here some of them run it and the others train. Set engine.target_sharding=none, or use "
+            "features.mode=remote."
+        )
+    if job.engine.name != "torch":
+        raise UserError(
+            "features.mode=group needs engine=torch: DeepSpeed takes every process of a launch for a trainer, so it would wait "
+            "for the "
+            "target's processes. With DeepSpeed use features.mode=remote with servers of their own."
+        )
+    return division
+
+
+# ---- the trainers' end -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Message:
+    """A `train.features.fetch.Coming` under way. gloo cannot say whether it is there; a target process goes on answering until its
+    trainers have left, so it is waited for as for a computation.
+    """
+
+    result: Callable[[], Content]
+
+    def wait(self, seconds: float) -> bool:
+        """See `Coming`."""
+        return True
+
+
+class GroupSource:
+    """A `train.features.fetch.Source` of this launch's target process; asks it first whether it runs the same target."""
+
+    def __init__(
+        self,
+        config: FeaturesConfig,
+        target: DescribedTarget,
+        precision: str,
+        needs: FeatureSpec,
+        form: Form,
+    ) -> None:
+        if "group" not in _links:
+            raise UserError(
+                "features.mode=group works within `headstart train` under torchrun only."
+            )
+        self.form, self.timeout = form, timedelta(seconds=config.timeout_seconds)
+        self.target = _links["division"].target_of(dist.get_rank())
+        self.taps = needs.taps
+        self.last = needs.last_hidden or needs.logits
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._coming: list[Any] = []
+        ask = Ask(self.taps, self.last, form.fmt, form.top_logits)
+        send_text(f"{key_of(target.info, precision)} {ask.to_json()}", self.target)
+        answer = receive_body(self.target)  # waits while it loads
+        if answer:
+            raise UserError(f"the target's process (rank {self.target}) refuses: {answer}")
+
+    def ask(self, packed: PackedBatch) -> Coming:
+        """Send a request and prepare for its answer, both without waiting."""
+        group = _links["group"]
+        rows, length = packed.tokens.shape
+        header = torch.tensor([ROWS, rows, length, 0])
+        body = torch.stack(
+            [part.to(torch.int32) for part in (packed.tokens, packed.positions, packed.segments)]
+        )
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        self._sent.append((dist.isend(header, self.target, group=group, tag=HEADER_TAG), header))
+        self._sent.append((dist.isend(body, self.target, group=group, tag=ROWS_TAG), body))
+        count = int((packed.segments > 0).sum())
+        parts = answer_parts(self.taps, self.last, self.form)
+        buffer = torch.empty(sum(size for *_, size in parts) * count, dtype=torch.uint8)
+        work: Any = dist.irecv(buffer, self.target, group=group, tag=ANSWER_TAG)
+        self._coming.append(work)
+
+        def take() -> Content:
+            try:
+                work.wait(timeout=self.timeout)
+            except RuntimeError as error:
+                raise UserError(
+                    f"the target's process (rank {self.target}) has not sent features within {self.timeout.total_seconds():g} s "
+                    f"({str(error).splitlines()[0]}). Look at its output, or raise features.timeout_seconds; this command "
+                    "continues from its last saved state."
+                ) from error
+            self._coming.remove(work)
+            return cut(buffer, parts, count)
+
+        return Message(take)
+
+    def close(self) -> None:
+        """Take what was asked for and is no longer wanted, so that nothing is left under way."""
+        for work in self._coming:
+            work.wait(timeout=self.timeout)
+        self._coming.clear()
+
+
+# ---- the target's end ------------------------------------------------------------------------------------------------------
+
+
+def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
+    """Answer requests in the order in which they come until every trainer has said good-bye; returns whether all were content."""
+    group = _links["group"]
+    key = key_of(target.info, precision_of(dtype, target.dtype))
+    asks: dict[int, Ask] = {}
+    ends: dict[int, int] = {}
+    while len(ends) < len(trainers):
+        header = torch.zeros(4, dtype=torch.int64)
+        trainer = dist.recv(header, src=None, group=group, tag=HEADER_TAG)
+        operation, rows, length, status = header.tolist()
+        if operation == BYE:
+            ends[trainer] = status
+        elif operation == HELLO:
+            asks[trainer] = greet(trainer, target, key)
+        else:
+            body = torch.empty(3, rows, length, dtype=torch.int32)
+            dist.recv(body, src=trainer, group=group, tag=ROWS_TAG)
+            answer = compute(target, dtype, asks[trainer], body)
+            dist.send(answer, trainer, group=group, tag=ANSWER_TAG)
+    return not any(ends.values())
+
+
+def greet(trainer: int, target: DescribedTarget, key: str) -> Ask:
+    """Compare a trainer's target with ours and tell it; returns what it wants."""
+    theirs, wish = receive_body(trainer).split(" ", 1)
+    refusal = (
+        "" if theirs == key else "it runs another target, tokenizer or precision than the trainer."
+    )
+    send_body(refusal, trainer)
+    return Ask.from_json(wish, target.info)
+
+
+def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor) -> Tensor:
+    """The answer to a request as bytes."""
+    tokens, positions, segments = body
+    nothing = torch.zeros_like(tokens, dtype=torch.bool)
+    seeds = torch.zeros(tokens.shape[0], dtype=torch.int64)
+    packed = PackedBatch(tokens.long(), positions.long(), segments, nothing, seeds)
+    form = Form(ask.format, target.info.hidden_size, target.info.vocab_size, ask.top_logits)
+    online = OnlineFeatures(target, ask.needs, dtype)
+    content = encode_batch(online.batch(packed), ask.taps, form, online.logits)
+    parts = answer_parts(ask.taps, ask.last_hidden, form)
+    flat = [
+        content[thing][part].cpu().contiguous().view(torch.uint8).flatten()
+        for thing, part, *_ in parts
+    ]
+    return torch.cat(flat)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def answer_parts(
+    taps: tuple[int, ...], last: bool, form: Form
+) -> list[tuple[str, str, torch.dtype, int, int]]:
+    """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which they follow one another."""
+    found = []
+    state = parts_of(form.fmt, form.hidden)
+    things = {f"tap.{tap}": state for tap in taps}
+    if last and form.top_logits:
+        count = form.top_logits
+        things[TOP] = {
+            "values": (torch.float16, count),
+            "ids": (torch.int32, count),
+            "logsumexp": (torch.float32, 0),
+        }
+    elif last:
+        things[LAST] = state
+    for thing, parts in things.items():
+        for part, (dtype, width) in parts.items():
+            found.append((thing, part, dtype, width, max(1, width) * dtype.itemsize))
+    return found
+
+
+def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], count: int) -> Content:
+    """The tensors of an answer over `count` tokens."""
+    content: Content = {}
+    start = 0
+    for thing, part, dtype, width, size in parts:
+        run = (
+            buffer[start : start + size * count].clone().view(dtype)
+        )  # a copy begins where its dtype may
+        content.setdefault(thing, {})[part] = run.view(count, width) if width else run
+        start += size * count
+    return content
+
+
+def send_header(operation: int, rank: int, status: int = 0) -> None:
+    """A message without a body."""
+    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links["group"], tag=HEADER_TAG)
+
+
+def send_text(text: str, rank: int) -> None:
+    """A greeting with its text."""
+    send_header(HELLO, rank)
+    send_body(text, rank)
+
+
+def send_body(text: str, rank: int) -> None:
+    """A text of at most `TEXT_BYTES` bytes, filled up with zeros."""
+    raw = text.encode()
+    assert len(raw) <= TEXT_BYTES, f"{len(raw)} bytes of greeting"
+    body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    body[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    dist.send(body, rank, group=_links["group"], tag=ROWS_TAG)
+
+
+def receive_body(rank: int) -> str:
+    """The text that `send_body` sent."""
+    body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    dist.recv(body, src=rank, group=_links["group"], tag=ROWS_TAG)
+    return bytes(body.tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,113 @@
+"""Opens the configured source of features: a store, feature servers, or other processes of the launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from heads.api.batch import TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from inference.manifest import MANIFEST_FILE, file_sha256
+from train.data.loader import PackedBatch, StepLoader
+from train.features.base import DescribedTarget, Features, OnlineFeatures
+from train.features.config import FeaturesConfig
+from train.features.fetch import FetchedFeatures, Source, ThreadedSource
+from train.features.group import GroupSource
+from train.features.remote.client import RemoteClient
+from train.features.store.batches import moved, top_word
+from train.features.store.layout import identity_of, precision_of
+from train.features.store.reader import StoreReader
+
+
+def make_source(
+    config: FeaturesConfig,
+    target: DescribedTarget,
+    needs: FeatureSpec,
+    dtype: torch.dtype,
+    answers: Path,
+    loader: StepLoader,
+) -> Source:
+    """The source for a training of a drafter with `needs` on `answers`; raises `UserError` when it does not fit or is not there."""
+    form = config.form(target.info)
+    precision = precision_of(dtype, target.dtype)
+    if config.mode == "store":
+        wanted = identity_of(
+            needs,
+            target.info,
+            file_sha256(answers / MANIFEST_FILE),
+            loader.data.sequence_length,
+            precision,
+            config.format,
+            config.top_logits,
+        )
+        reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
+        return ThreadedSource(reader.fetch, form, threads=1, stop=reader.stop)
+    if config.mode == "remote":
+        client = RemoteClient(config, target.info, precision, needs, form)
+        return ThreadedSource(client.fetch, form, threads=2 * len(config.servers), stop=client.stop)
+    if config.mode == "group":
+        return GroupSource(config, target, precision, needs, form)
+    raise UserError(f"features.mode={config.mode} has no source of its own.")
+
+
+@torch.no_grad()
+def require_logits_only(
+    drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
+) -> None:
+    """Raise `UserError` when the drafter reads the last hidden state for more than the target's distribution, so that
+    features.top_logits cannot stand in for it: its loss is tried once on states of zeros.
+    """
+    form, needs = config.form(target.info), drafter.needs
+    batch = TrainBatch(**moved(packed, target.device), seeds=packed.seeds)
+    shape, device = batch.tokens.shape, target.device
+    if needs.taps:
+        batch.taps = torch.zeros(*shape, len(needs.taps), form.hidden, device=device)
+    batch.last_hidden = torch.zeros(*shape, 2 * form.top_logits + 1, device=device)
+    batch.target_logits = top_word(form) if needs.logits else None
+    try:
+        drafter.loss(batch)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise UserError(
+            f"features.top_logits={config.top_logits}: kind '{drafter.kind}' reads the target's last hidden state itself, "
+            "which the "
+            "largest logits cannot replace. Set features.top_logits=0."
+        ) from error
+
+
+def make_features(
+    config: FeaturesConfig,
+    target: DescribedTarget,
+    needs: FeatureSpec,
+    dtype: torch.dtype,
+    *,
+    answers: Path,
+    loader: StepLoader,
+    steps: int,
+    on_policy: bool = False,
+) -> Features:
+    """The configured way for a training of `steps` steps on `answers`, whose features are `dtype`.
+
+    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError` where the way cannot be gone.
+    """
+    online = OnlineFeatures(target, needs, dtype)
+    if config.mode == "online":
+        return online
+    if on_policy and config.mode == "store":
+        raise UserError(
+            f"train.on_policy.share is above 0, so that rows change while they are trained, but features.mode={config.mode} deals "
+            "features of rows that were known beforehand. Use features.mode=online, remote or group."
+        )
+    source = make_source(config, target, needs, dtype, answers, loader)
+    return FetchedFeatures(
+        source,
+        needs,
+        online.logits,
+        target.device,
+        dtype,
+        loader,
+        config.ahead,
+        last_step=steps - 1,
+    )

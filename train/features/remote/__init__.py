@@ -1,0 +1,1 @@
+"""Feature servers: the frozen target behind HTTP, and the trainer's client."""

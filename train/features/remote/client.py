@@ -1,0 +1,163 @@
+"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere when one fails."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import logging
+import os
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo
+from train.data.loader import PackedBatch
+from train.features.config import FeaturesConfig
+from train.features.remote.wire import ASK_HEADER, FORMAT, KEY_HEADER, Ask, key_of, pack_rows
+from train.features.store.batches import Content, Form
+from train.features.store.layout import things_of
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
+
+
+@dataclass(frozen=True)
+class FailureError(Exception):
+    """A request that may go well another time."""
+
+    reason: str
+
+
+class RemoteClient:
+    """Features from the servers of `config`, for a training with `needs`; safe to use from several threads.
+
+    Asks every server who it is first. Raises `UserError` when none answers, or when one runs another target, tokenizer or
+    precision.
+    """
+
+    def __init__(
+        self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec, form: Form
+    ) -> None:
+        self.config, self.info, self.precision = config, info, precision
+        self.servers = [split_address(text) for text in config.servers]
+        ask = Ask(needs.taps, needs.last_hidden or needs.logits, form.fmt, form.top_logits)
+        self.headers = {KEY_HEADER: key_of(info, precision), ASK_HEADER: ask.to_json()}
+        token = os.environ.get(config.token_variable, "")
+        if token:
+            self.headers["Authorization"] = f"Bearer {token}"
+        self._turn, self._lock, self._stopped = itertools.count(), threading.Lock(), threading.Event()
+        self._greet()
+
+    def _greet(self) -> None:
+        """Ask every server who it is; some may be down, but none may be another."""
+        silent = []
+        for server in self.servers:
+            try:
+                self._require_same(server, json.loads(self._request(server, "GET", "/identity", None)))
+            except (FailureError, ValueError) as failure:
+                silent.append(f"http://{server[0]}:{server[1]}: {failure}")
+        if len(silent) == len(self.servers):
+            raise UserError(
+                f"no feature server answers ({'; '.join(silent)}). Start one with `headstart features features.serve=true`, "
+                "and name it "
+                "in features.servers."
+            )
+        for line in silent:
+            logger.warning("a feature server does not answer and is left out for now: %s", line)
+
+    def _require_same(self, server: tuple[str, int], said: dict[str, Any]) -> None:
+        """Raise `UserError` when a server is not of this training's target."""
+        theirs = said.get("target", {})
+        pairs = [
+            ("protocol", FORMAT, said.get("format")),
+            ("target revision", self.info.revision, theirs.get("revision")),
+            ("tokenizer", self.info.tokenizer_hash, theirs.get("tokenizer_hash")),
+            ("precision", self.precision, said.get("precision")),
+        ]
+        for name, mine, other in pairs:
+            if mine != other:
+                raise UserError(
+                    f"the feature server http://{server[0]}:{server[1]} does not fit this training: its {name} is {other}, but "
+                    f"{mine} "
+                    "is needed. Start it with the training's target and engine.precision."
+                )
+
+    def fetch(self, packed: PackedBatch) -> Content:
+        """The features of a batch, tried with one server after another; raises `UserError` naming those that failed."""
+        body = pack_rows(packed)
+        failures: dict[str, str] = {}
+        for attempt in range(self.config.retries + 1):
+            with self._lock:
+                server = self.servers[next(self._turn) % len(self.servers)]
+            try:
+                return things_of(load(self._request(server, "POST", "/features", body)))
+            except (FailureError, SafetensorError) as failure:
+                name = f"http://{server[0]}:{server[1]}"
+                failures[name] = str(failure)
+                logger.warning("feature server %s: %s (attempt %d)", name, failure, attempt + 1)
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
+            if attempt < self.config.retries and self._stopped.wait(pause):
+                raise CancelledError
+        told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        raise UserError(
+            f"no features after {self.config.retries + 1} attempts ({told}). Look at these servers, or raise "
+            "features.timeout_seconds and "
+            "features.retries; this command continues from its last saved state."
+        )
+
+    def stop(self) -> None:
+        """Try nothing again."""
+        self._stopped.set()
+
+    def _request(self, server: tuple[str, int], method: str, path: str, body: bytes | None) -> bytes:
+        """One request's answer; raises `FailureError` when it may be tried again, `UserError` when that would not help."""
+        host, port = server
+        connection = http.client.HTTPConnection(host, port, timeout=self.config.timeout_seconds)
+        try:
+            connection.request(method, path, body, self.headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except TimeoutError as error:
+            raise FailureError(f"no answer within {self.config.timeout_seconds:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise FailureError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status == http.client.OK:
+            return content
+        sentence = error_of(content)
+        if answer.status >= http.client.INTERNAL_SERVER_ERROR:
+            raise FailureError(f"status {answer.status}, {sentence}")
+        hint = f" Set {self.config.token_variable}." if answer.status == http.client.UNAUTHORIZED else ""
+        raise UserError(f"the feature server http://{host}:{port} refuses: {sentence}{hint}")
+
+
+def error_of(content: bytes) -> str:
+    """The sentence in a refusal."""
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError):
+        return "it gave no reason; is it a feature server?"
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """(host, port) of `http://host:port`; raises `UserError` for anything else."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.scheme != "http" or parts.path not in ("", "/"):
+        raise UserError(
+            f"features.servers: '{text}' is not an address like http://10.0.0.5:8765. For https put a proxy in front of the server."
+        )
+    return host, port

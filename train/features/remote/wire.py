@@ -1,0 +1,109 @@
+"""What trainers and feature servers say to each other over HTTP.
+
+    GET  /identity   -> JSON: `format`, `target` (facts), `precision`, `key`
+    POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key` and, as JSON, what is asked for
+                     -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a store's shard
+                     -> or JSON `error` with a status of 400 and above
+
+`key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted with another target refuses.
+Nothing is pickled, and every answer has its length in front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.api.target_info import TargetInfo
+from train.data.loader import PackedBatch
+from train.features.store.size import check_format
+
+FORMAT = 1
+KEY_HEADER, ASK_HEADER = "X-Headstart-Key", "X-Headstart-Ask"
+LARGEST_REQUEST = 1 << 28
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Which features are wanted, and in which form."""
+
+    taps: tuple[int, ...]
+    last_hidden: bool
+    format: str
+    top_logits: int
+
+    @property
+    def needs(self) -> FeatureSpec:
+        """The same for the target."""
+        return FeatureSpec(self.taps, last_hidden=self.last_hidden)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(
+            {"taps": self.taps, "last_hidden": self.last_hidden, "format": self.format, "top_logits": self.top_logits}
+        )
+
+    @classmethod
+    def from_json(cls, text: str, info: TargetInfo) -> Ask:
+        """Read what came over the wire; raises `UserError` for anything that this target cannot give."""
+        try:
+            content = json.loads(text)
+            ask = cls(
+                tuple(int(tap) for tap in content["taps"]),
+                bool(content["last_hidden"]),
+                str(content["format"]),
+                int(content["top_logits"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the header {ASK_HEADER} is not readable ({error}).") from error
+        check_format(ask.format)
+        ask.needs.check(info.num_layers)
+        if not 0 <= ask.top_logits < info.vocab_size:
+            raise UserError(f"top_logits {ask.top_logits} must lie between 0 and {info.vocab_size - 1}.")
+        return ask
+
+
+def key_of(info: TargetInfo, precision: str) -> str:
+    """What two ends must agree on."""
+    text = json.dumps([FORMAT, info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def identity(info: TargetInfo, precision: str) -> dict[str, Any]:
+    """What a server says of itself."""
+    return {"format": FORMAT, "target": info.to_dict(), "precision": precision, "key": key_of(info, precision)}
+
+
+def pack_rows(packed: PackedBatch) -> bytes:
+    """The rows of a request."""
+    parts = {name: getattr(packed, name).to(torch.int32).contiguous() for name in ("tokens", "positions", "segments")}
+    return save(parts)
+
+
+def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
+    """The rows of a request; raises `UserError` when they are no rows for this target."""
+    try:
+        parts = load(body)
+        tokens, positions, segments = (parts[name] for name in ("tokens", "positions", "segments"))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"the request holds no rows ({error}).") from error
+    shapes = {tuple(part.shape) for part in (tokens, positions, segments)}
+    if len(shapes) != 1 or tokens.dim() != 2 or not tokens.numel() or any(p.dtype != torch.int32 for p in parts.values()):
+        raise UserError("tokens, positions and segments must be int32 of one shape [rows, positions].")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= info.vocab_size:
+        raise UserError(f"token ids must lie in 0..{info.vocab_size - 1}, the vocabulary of '{info.id}'.")
+    limit = info.max_position_embeddings
+    if int(positions.min()) < 0 or int(positions.max()) >= limit:
+        raise UserError(f"positions must lie in 0..{limit - 1}, which is what '{info.id}' takes.")
+    nothing = torch.zeros_like(tokens, dtype=torch.bool)
+    return PackedBatch(
+        tokens.long(), positions.long(), segments, nothing, torch.zeros(tokens.shape[0], dtype=torch.int64)
+    )

@@ -1,0 +1,155 @@
+"""A training batch taken apart into what is stored or sent, and put together again on the trainer's device.
+
+What is stored or sent is `{thing: {part: tensor}}` over the N tokens of the rows that are not padding. Padding's features
+are zeros, which nothing reads.
+
+Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits. They take the place of the
+last hidden state, for kinds that read it only to compute the target's distribution: what such a kind picks out of
+`TrainBatch.last_hidden` and hands to `target_logits` is then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens
+is spread evenly over the rest.
+
+Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M selected positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.batch import TrainBatch
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from train.data.loader import PackedBatch
+from train.features.store.codec import decode, encode
+from train.features.store.layout import LAST, TOP, real_places
+
+Content = dict[str, dict[str, Tensor]]
+Logits = Callable[[Tensor], Tensor]
+"""Last hidden states [M, H] -> the target's logits [M, V]."""
+LOGIT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Form:
+    """How features are stored or sent. hidden: H; vocab_size: V; top_logits: k, 0 for the last hidden state itself."""
+
+    fmt: str
+    hidden: int
+    vocab_size: int
+    top_logits: int = 0
+
+
+def moved(packed: PackedBatch, device: torch.device) -> dict[str, Any]:
+    """The tensors of `packed` on a device; the seeds stay on the host, where they are read."""
+    return {
+        name: value.to(device, non_blocking=True) for name, value in packed.tensors().items() if name != "seeds"
+    }
+
+
+def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
+    """The features of a batch as they are stored; taps: the layers of `batch.taps`, in order.
+
+    Raises `UserError` when a feature is not a number: a store that teaches nonsense is worse than none.
+    """
+    places = batch.segments > 0
+    states: dict[str, Tensor] = {}
+    for number, tap in enumerate(taps):
+        assert batch.taps is not None, "taps are stored that were not computed"
+        states[f"tap.{tap}"] = batch.taps[:, :, number][places]
+    last = None if batch.last_hidden is None else batch.last_hidden[places]
+    if last is not None and not form.top_logits:
+        states[LAST] = last
+    for name, values in states.items():
+        require_finite(name, values)
+    content = {name: encode(values, form.fmt) for name, values in states.items()}
+    if last is not None and form.top_logits:
+        require_finite(LAST, last)
+        content[TOP] = top_of(last, form.top_logits, logits)
+    return content
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Raise `UserError` when the target gave something that is not a number."""
+    if not bool(torch.isfinite(values).all()):
+        raise UserError(
+            f"the target's {name} holds values that are not finite numbers, so its features cannot be stored. Run it in another "
+            "precision (target.dtype, engine.precision); float16 overflows for some targets."
+        )
+
+
+def top_of(hidden: Tensor, count: int, logits: Logits) -> dict[str, Tensor]:
+    """hidden [N, H] -> values [N, k] float16 log-probabilities in falling order, ids [N, k] int32, logsumexp [N] float32."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in hidden.split(LOGIT_ROWS):
+        found = logits(rows).float()
+        total = found.logsumexp(-1)
+        values, ids = found.topk(count)
+        parts.append(((values - total[:, None]).to(torch.float16), ids.int(), total))
+    values, ids, total = (torch.cat(column) for column in zip(*parts, strict=True))
+    return {"values": values, "ids": ids, "logsumexp": total}
+
+
+def decode_batch(
+    packed: PackedBatch,
+    content: Mapping[str, Mapping[str, Tensor]],
+    needs: FeatureSpec,
+    form: Form,
+    device: torch.device,
+    dtype: torch.dtype,
+    logits: Logits,
+) -> TrainBatch:
+    """`packed` on `device` with the features in `content` (CPU or device), as `OnlineFeatures.batch` gives them."""
+    tensors = moved(packed, device)
+    places = real_places(packed).to(device)
+
+    def whole(parts: Mapping[str, Tensor]) -> Tensor:
+        there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
+        return decode(there, form.fmt, form.hidden, dtype)
+
+    taps = None
+    if needs.taps:
+        taps = torch.zeros(*places.shape, len(needs.taps), form.hidden, dtype=dtype, device=device)
+        for number, tap in enumerate(needs.taps):
+            taps[:, :, number][places] = whole(content[f"tap.{tap}"])
+    last, word = None, logits
+    if needs.last_hidden or needs.logits:
+        if form.top_logits:
+            last, word = packed_top(content[TOP], places), top_word(form)
+        else:
+            last = torch.zeros(*places.shape, form.hidden, dtype=dtype, device=device)
+            last[places] = whole(content[LAST])
+    batch = TrainBatch(**tensors, seeds=packed.seeds)
+    batch.taps, batch.last_hidden, batch.target_logits = taps, last, word if needs.logits else None
+    return batch
+
+
+def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
+    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp, in the place of the last hidden state."""
+    device = places.device
+    values, ids, total = (parts[name].to(device).float() for name in ("values", "ids", "logsumexp"))
+    full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=device)
+    full[places] = torch.cat([values, ids, total[:, None]], 1)
+    return full
+
+
+def top_word(form: Form) -> Logits:
+    """What maps rows of `packed_top` [M, 2 k + 1] to logits [M, V]."""
+    count, vocab = form.top_logits, form.vocab_size
+
+    def word(rows: Tensor) -> Tensor:
+        if rows.shape[-1] != 2 * count + 1:
+            raise UserError(
+                "this kind computes with the target's last hidden state itself, but the features hold its largest logits instead. "
+                "Set features.top_logits=0."
+            )
+        values, ids, total = rows[..., :count], rows[..., count : 2 * count].long(), rows[..., -1:]
+        left = (1.0 - values.exp().sum(-1, keepdim=True)).clamp_min(1e-6)
+        rest = (left / max(1, vocab - count)).log()
+        spread = rest.expand(*rows.shape[:-1], vocab).clone()
+        return spread.scatter(-1, ids, values) + total
+
+    return word

@@ -1,0 +1,88 @@
+"""Stored states and back: bf16, fp32, and three compressed formats with a scale per state or per group.
+
+A state is one token's H values of one tap, or its last hidden state. Scales are bfloat16, which holds any size of states; they
+are rounded before the values are divided by them, so that the rounding of a scale adds no error of its own.
+
+Legend: N tokens, H hidden, G groups of `size.GROUP` values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from train.features.store.size import GROUP, check_format
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127.0, 7.0
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""int4: shares of a group's largest value that are tried as its end of scale; the one with the least squared error is kept."""
+
+
+def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
+    """The tensors of a format: dtype and values per state of each; 0 stands for one number without a dimension."""
+    check_format(fmt)
+    groups = -(-hidden // GROUP)
+    return {
+        "fp32": {"values": (torch.float32, hidden)},
+        "bf16": {"values": (torch.bfloat16, hidden)},
+        "fp8": {"values": (FP8, hidden), "scales": (torch.bfloat16, 0)},
+        "int8": {"values": (torch.int8, hidden), "scales": (torch.bfloat16, 0)},
+        "int4": {"values": (torch.uint8, groups * GROUP // 2), "scales": (torch.bfloat16, groups)},
+    }[fmt]
+
+
+def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
+    """states [N, H] -> the tensors that are stored: `values`, and `scales` where the format has them. On the states' device."""
+    check_format(fmt)
+    if fmt in ("fp32", "bf16"):
+        return {"values": states.to(torch.float32 if fmt == "fp32" else torch.bfloat16).contiguous()}
+    exact = states.float()
+    if fmt == "int4":
+        return _encode_int4(exact)
+    scales = _scale(exact, FP8_MAX if fmt == "fp8" else INT8_MAX)
+    scaled = exact / scales.float()[:, None]
+    if fmt == "fp8":
+        return {"values": scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8), "scales": scales}
+    return {"values": scaled.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), "scales": scales}
+
+
+def decode(stored: Mapping[str, Tensor], fmt: str, hidden: int, dtype: torch.dtype) -> Tensor:
+    """What `encode` made, or any of its rows, back as states [N, hidden] in `dtype`."""
+    values = stored["values"]
+    if fmt in ("fp32", "bf16"):
+        return values.to(dtype)
+    scales = stored["scales"].float()
+    if fmt == "int4":
+        codes = torch.stack([values & 15, values >> 4], -1).flatten(1)  # [N, G * GROUP], 0 to 15
+        groups = (codes.float() - 8.0).unflatten(1, (-1, GROUP)) * scales[..., None]
+        return groups.flatten(1)[:, :hidden].to(dtype)
+    return (values.float() * scales[:, None]).to(dtype)
+
+
+def _scale(values: Tensor, largest: float) -> Tensor:
+    """bfloat16 scales over the last dimension that take `largest` to the largest value; 1 where all values are 0."""
+    peak = values.abs().amax(-1)
+    return torch.where(peak > 0, peak / largest, torch.ones_like(peak)).to(torch.bfloat16)
+
+
+def _encode_int4(exact: Tensor) -> dict[str, Tensor]:
+    """Two values a byte (the first in the low half), one scale per group, chosen for the least squared error."""
+    padded = fn.pad(exact, (0, -exact.shape[1] % GROUP))
+    groups = padded.unflatten(1, (-1, GROUP))  # [N, G, GROUP]
+    best = groups.new_full(groups.shape[:2], float("inf"))
+    scales = groups.new_ones(groups.shape[:2], dtype=torch.bfloat16)
+    codes = torch.zeros_like(groups)
+    for shrink in SHRINKS:
+        tried = _scale(groups, INT4_MAX / shrink)
+        rounded = (groups / tried.float()[..., None]).round().clamp(-INT4_MAX - 1, INT4_MAX)
+        error = (rounded * tried.float()[..., None] - groups).square().sum(-1)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales = torch.where(better, tried, scales)
+        codes = torch.where(better[..., None], rounded, codes)
+    whole = (codes + 8.0).to(torch.uint8).flatten(1)
+    return {"values": whole[:, 0::2] | (whole[:, 1::2] << 4), "scales": scales}

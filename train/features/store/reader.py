@@ -1,0 +1,226 @@
+"""Reading a store: rows by what the target read, checked on first sight, also while the store is still being written.
+
+Shards are memory-mapped and a row's tokens are cut out of them: no shard is ever held whole. Of a shard that serves several
+kinds only the tensors that this training needs are touched. Each shard's SHA-256 is compared once per process, when it is first
+opened.
+
+A row that is not there yet is waited for, as long as the writers make progress; the error at the end names them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from heads.api.errors import UserError
+from inference.manifest import file_sha256
+from train.data.loader import PackedBatch
+from train.features.store.batches import Content
+from train.features.store.claims import Claims
+from train.features.store.layout import (
+    Identity,
+    index_path,
+    read_json,
+    read_plan,
+    row_digests,
+    shard_path,
+)
+
+logger = logging.getLogger(__name__)
+
+OPEN_SHARDS = 64
+POLL_SECONDS, NOTICE_SECONDS = 0.25, 60.0
+REMEDY = "Delete it and run `headstart features` with the same settings: it writes only what is missing."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row lies: its shard and the run of tokens there."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class StoreReader:
+    """A store opened for reading. Safe to use from several threads.
+
+    wanted: whose features are expected; things: which of them are read (`Identity.things` of the training). wait_seconds: how long
+    a row is waited for without any progress of the writers. say: where waiting is told of. Raises `UserError` when the store is of
+    other answers, another target or another form.
+    """
+
+    def __init__(
+        self, folder: Path, wanted: Identity, wait_seconds: float, say: Callable[[str], None] = logger.warning
+    ) -> None:
+        self.folder, self.wait_seconds, self.say = folder, wait_seconds, say
+        self.plan = read_plan(folder)
+        differences = self.plan.identity.differences(wanted)
+        if differences:
+            raise UserError(
+                f"the feature store in '{folder}' does not fit this training: {'; '.join(differences)}. Write one with "
+                "`headstart features` and the training's settings, or set features.path to the right folder."
+            )
+        self.things = wanted.things()
+        self._lock, self._stopped = threading.RLock(), threading.Event()
+        self._places: dict[str, Place] = {}
+        self._indexed: set[int] = set()
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._checked: set[int] = set()
+        self.look()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all shards are known."""
+        return len(self._indexed) == self.plan.shards
+
+    def look(self) -> bool:
+        """Take in the shards that have appeared since; returns whether there were any."""
+        found = False
+        for shard in range(self.plan.shards):
+            if shard in self._indexed or not index_path(self.folder, shard).is_file():
+                continue
+            start = 0
+            for digest, length in read_json(index_path(self.folder, shard))["rows"]:
+                self._places.setdefault(digest, Place(shard, start, start + length))
+                start += length
+            self._indexed.add(shard)
+            found = True
+        return found
+
+    def fetch(self, packed: PackedBatch) -> Content:
+        """The stored tensors of a batch's tokens, one row behind the other, as `encode_batch` made them."""
+        with self._lock:
+            rows = [self.read(self.find(digest)) for digest in row_digests(packed)]
+        return join_rows(rows)
+
+    def find(self, digest: str) -> Place:
+        """Where a row lies, waiting for it if it is still to come."""
+        place = self._places.get(digest)
+        return place if place is not None else self._await(digest)
+
+    def _await(self, digest: str) -> Place:
+        """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved for `wait_seconds`."""
+        claims = Claims(self.folder)
+        moved = noticed = time.monotonic()
+        signs: dict[str, float] = {}
+        while True:
+            progress = self.look()
+            if digest in self._places:
+                return self._places[digest]
+            if self.complete:
+                raise UserError(
+                    f"a row of this training is not in the feature store '{self.folder}': its documents were packed "
+                    "differently. Delete the folder and run `headstart features` with the settings of the training."
+                )
+            now = time.monotonic()
+            writing = {name: claim for name, claim in claims.all().items() if not claim.stale}
+            ages = {name: claim.age for name, claim in writing.items()}
+            if progress or any(age < signs.get(name, float("inf")) for name, age in ages.items()):
+                moved = now  # a new shard, a new claim, or a renewed one
+            signs = ages
+            if now - moved > self.wait_seconds:
+                raise self._late(writing)
+            if now - noticed > NOTICE_SECONDS or noticed == moved:
+                self.say(
+                    f"waiting for features: {len(self._indexed)} of {self.plan.shards} shards are written in '{self.folder}'"
+                )
+                noticed = now
+            if self._stopped.wait(POLL_SECONDS):
+                raise CancelledError
+
+    def _late(self, writing: dict[str, Any]) -> UserError:
+        """The error for writers that stand still, or are not there."""
+        who = ", ".join(f"{name}: {claim}" for name, claim in writing.items())
+        state = f"{len(self._indexed)} of {self.plan.shards} shards are written"
+        said = f"its writers have made no progress ({who})" if who else "nobody is writing it"
+        return UserError(
+            f"a row of this training is not yet in the feature store '{self.folder}' ({state}), and for "
+            f"{self.wait_seconds:.0f} s {said}. "
+            "Start `headstart features` with the same settings, which continues the store, and this command again; or raise "
+            "features.wait_seconds."
+        )
+
+    def read(self, place: Place) -> Content:
+        """The stored tensors of one row."""
+        handle = self._handle(place.shard)
+        found: Content = {}
+        try:
+            for name in handle.keys():  # noqa: SIM118 - not a dictionary
+                thing, part = name.rsplit(".", 1)
+                if thing in self.things:
+                    found.setdefault(thing, {})[part] = handle.get_slice(name)[place.start : place.stop]
+        except SafetensorError as error:
+            raise damaged(shard_path(self.folder, place.shard), f"it cannot be read ({error})") from error
+        return found
+
+    def _handle(self, shard: int) -> Any:
+        """The opened shard, checked; the least recently used ones are closed again."""
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        path = shard_path(self.folder, shard)
+        if shard not in self._checked:
+            check_shard(path, read_json(index_path(self.folder, shard)))
+            self._checked.add(shard)
+        try:
+            handle = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, f"it cannot be opened ({error})") from error
+        self._open[shard] = handle
+        while len(self._open) > OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return handle
+
+    def stop(self) -> None:
+        """Wait for no row any more."""
+        self._stopped.set()
+
+
+def check_shard(path: Path, index: dict[str, Any]) -> None:
+    """Raise `UserError` unless a shard has the size and the SHA-256 that its index names."""
+    if not path.is_file():
+        raise UserError(f"'{path}' is in the feature store's index but is not there. {rewrite(path)}")
+    size = path.stat().st_size
+    if size != index.get("bytes"):
+        raise damaged(path, f"it has {size} bytes, but was written with {index.get('bytes')}")
+    found = file_sha256(path)
+    if found != index.get("sha256"):
+        raise damaged(path, f"its sha256 is {found[:12]}..., but was {str(index.get('sha256'))[:12]}... when it was written")
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a shard that is not what was written."""
+    return UserError(f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}")
+
+
+def rewrite(path: Path) -> str:
+    """What to do about a shard that is missing."""
+    return f"Run `headstart features` with the same settings: it writes {path.name} again."
+
+
+def join_rows(rows: Sequence[Content]) -> Content:
+    """Rows behind one another."""
+    if len(rows) == 1:
+        return rows[0]
+    return {
+        thing: {part: _cat([row[thing][part] for row in rows]) for part in parts} for thing, parts in rows[0].items()
+    }
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Concatenation, also of fp8, for which torch has no kernel on every device."""
+    if parts[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(parts)

@@ -1,0 +1,290 @@
+"""Writing a store: the frozen target runs once over the packed answers.
+
+Rows are written in the order in which the first epoch of the training reads them, so that a training that starts while the store is
+still being written finds each row as soon as it can. Any number of processes write at once, of one launch or started by hand: each
+claims the first shard that is missing. A shard is written whole or not at all, then its index; a rerun writes what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+
+from heads.api.batch import TrainBatch
+from heads.api.errors import UserError
+from inference.manifest import (
+    MANIFEST_FILE,
+    file_entry,
+    file_sha256,
+    read_manifest,
+    remove_leftovers,
+    write_bytes,
+    write_manifest,
+)
+from train.data.loader import PackedBatch
+from train.data.pack import PackedData
+from train.data.permute import stable_permutation
+from train.features.store.batches import Content, Form, Logits, encode_batch
+from train.features.store.claims import Claims, disk_error, folder_lock
+from train.features.store.layout import (
+    STORE_FILE,
+    Identity,
+    StorePlan,
+    index_path,
+    read_json,
+    read_plan,
+    row_digests,
+    shard_name,
+    shard_path,
+    tensors_of,
+)
+from train.features.store.size import store_bytes
+
+logger = logging.getLogger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
+DISK_RESERVE = 64 * MIB
+"""Free space that a store leaves to others."""
+POLL_SECONDS = 0.5
+
+Compute = Callable[[PackedBatch], TrainBatch]
+"""The target on a batch of packed rows; `train.features.OnlineFeatures.batch`."""
+
+
+@dataclass
+class Writer:
+    """One process that writes a store.
+
+    order: row numbers of the answers in the order in which they are stored. batch_rows: rows per forward pass, that of the
+    training's micro-batches, since kernels may round differently at other sizes. say: where progress goes.
+    """
+
+    folder: Path
+    plan: StorePlan
+    data: PackedData
+    order: NDArray[np.int64]
+    compute: Compute
+    form: Form
+    logits: Logits
+    batch_rows: int
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.folder)
+        self.things = len(self.plan.identity.things())
+
+    def run(self) -> int:
+        """Write until no shard is missing; returns how many this process wrote. Waits for shards that others are writing."""
+        written, waiting = 0, False
+        while missing := missing_shards(self.folder, self.plan):
+            shard = next((number for number in missing if self.claims.take(shard_name(number))), None)
+            if shard is None:
+                if not waiting:
+                    self.say(f"waiting for {len(missing)} shards that other processes are writing")
+                waiting = True
+                time.sleep(POLL_SECONDS)
+                continue
+            try:
+                if not is_whole(self.folder, shard):  # another writer may have ended it between look and claim
+                    self.write(shard)
+                    written += 1
+                    done = self.plan.shards - len(missing_shards(self.folder, self.plan))
+                    self.say(f"{shard_name(shard)} is written: {done} of {self.plan.shards} shards")
+            finally:
+                self.claims.drop(shard_name(shard))
+        return written
+
+    def write(self, shard: int) -> None:
+        """Compute and write one shard and its index."""
+        first = shard * self.plan.rows_per_shard
+        rows = self.order[first : first + self.plan.rows_per_shard]
+        parts: list[Content] = []
+        entries: list[list[Any]] = []
+        for start in range(0, len(rows), self.batch_rows):
+            packed = packed_rows(self.data, rows[start : start + self.batch_rows])
+            batch = self.compute(packed)
+            parts.append(to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits)))
+            lengths = (packed.segments > 0).sum(1).tolist()
+            entries += [list(pair) for pair in zip(row_digests(packed), lengths, strict=True)]
+            self.claims.renew(shard_name(shard))
+        joined = {
+            thing: {part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts}
+            for thing, first_parts in parts[0].items()
+        }
+        content = save(tensors_of(joined), metadata={"format": "pt"})
+        path = shard_path(self.folder, shard)
+        try:
+            write_bytes(path, content)
+            entry = {"file": str(path.relative_to(self.folder)), "bytes": len(content)}
+            entry |= {"sha256": hashlib.sha256(content).hexdigest(), "rows": entries}
+            write_json_compact(index_path(self.folder, shard), entry)
+        except OSError as error:
+            raise disk_error(self.folder, error) from error
+
+
+def write_json_compact(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON with one line per row: an index is read by machines, and now and then by a person."""
+    rows = ",\n".join(f'["{digest}",{length}]' for digest, length in content["rows"])
+    head = ", ".join(f'"{key}": {quoted(content[key])}' for key in ("file", "bytes", "sha256"))
+    write_bytes(path, f'{{{head}, "rows": [\n{rows}\n]}}\n'.encode())
+
+
+def quoted(value: Any) -> str:
+    """A string or a number as JSON; no file name of ours needs escaping."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def make_plan(
+    data: PackedData, identity: Identity, per_token: float, hidden: int, shard_bytes: int, target: dict[str, Any]
+) -> StorePlan:
+    """How the rows of `data` are divided into shards of about `shard_bytes` bytes."""
+    rows, tokens = len(data), data.report.tokens
+    per_row = max(1.0, per_token * tokens / rows)
+    rows_per_shard = max(1, min(rows, int(shard_bytes / per_row)))
+    shards = -(-rows // rows_per_shard)
+    tensors = tensor_count(identity)
+    return StorePlan(
+        identity, rows, tokens, rows_per_shard, hidden, store_bytes(per_token, tokens, rows, shards, tensors), target
+    )
+
+
+def tensor_count(identity: Identity) -> int:
+    """Tensors per shard."""
+    states = len(identity.taps) + int(identity.last_hidden and not identity.top_logits)
+    return states * (1 if identity.format in ("fp32", "bf16") else 2) + (3 if identity.top_logits else 0)
+
+
+def row_order(rows: int, seed: int) -> NDArray[np.int64]:
+    """The order of the training's first epoch (train/data/loader.py)."""
+    return stable_permutation(rows, seed, 0)
+
+
+def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
+    """Begin or continue the store of `plan` in `folder`; returns the plan that its shards follow.
+
+    Raises `UserError` when the folder holds another store, or when the quota or the disk has no room for what is missing. One
+    writer at a time comes through here, so that all follow the plan of the first.
+    """
+    with folder_lock(folder):
+        remove_leftovers(folder)  # of killed writers, before the room is counted
+        if (folder / STORE_FILE).is_file():
+            stored = read_plan(folder)
+            differences = stored.identity.differences(plan.identity)
+            if differences or (stored.rows, stored.tokens) != (plan.rows, plan.tokens):
+                differences = differences or [f"it is for {stored.rows} rows, not {plan.rows}"]
+                raise UserError(
+                    f"the feature store in '{folder}' cannot be continued: {'; '.join(differences)}. Give another "
+                    "features.path, or delete the folder."
+                )
+            plan = stored
+        if missing_shards(folder, plan):
+            (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        check_room(folder, plan, quota_bytes)
+        if not (folder / STORE_FILE).is_file():
+            plan.write(folder)
+    return plan
+
+
+def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
+    """Raise `UserError` when the whole store is above the quota, or the missing part above what is free."""
+    if quota_bytes and plan.estimated_bytes > quota_bytes:
+        raise UserError(
+            f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows {gib(quota_bytes)}. Raise it, "
+            "choose a smaller features.format (int8 is half of bf16, int4 less than a third), or train on fewer answers."
+        )
+    there = sum(shard_path(folder, shard).stat().st_size for shard in whole_shards(folder, plan))
+    missing = max(0, plan.estimated_bytes - there)
+    free = shutil.disk_usage(folder).free
+    if missing and missing + DISK_RESERVE > free:
+        raise UserError(
+            f"the features still need {gib(missing)}, but the disk of '{folder}' has {gib(free)} free (of which "
+            f"{gib(DISK_RESERVE)} are left alone). Make room, set features.path to another disk, or choose a smaller "
+            "features.format."
+        )
+
+
+def gib(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / MIB:,.2f} MiB"
+
+
+def is_whole(folder: Path, shard: int) -> bool:
+    """Whether a shard and its index are there and the shard has its size. Its content is checked when it is read."""
+    index, path = index_path(folder, shard), shard_path(folder, shard)
+    if not (index.is_file() and path.is_file()):
+        return False
+    return path.stat().st_size == _bytes_in(index, index.stat().st_mtime_ns)
+
+
+@cache
+def _bytes_in(index: Path, _modified: int) -> int:
+    """The size that an index names for its shard; read once per change."""
+    return int(read_json(index).get("bytes", -1))
+
+
+def whole_shards(folder: Path, plan: StorePlan) -> list[int]:
+    """The shards that are done."""
+    return [shard for shard in range(plan.shards) if is_whole(folder, shard)]
+
+
+def missing_shards(folder: Path, plan: StorePlan) -> list[int]:
+    """The shards that are not done."""
+    return [shard for shard in range(plan.shards) if not is_whole(folder, shard)]
+
+
+def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
+    """Delete every shard whose content is not what its index says; returns their names. Reads the whole store."""
+    dropped = []
+    for shard in whole_shards(folder, plan):
+        path = shard_path(folder, shard)
+        if file_sha256(path) != read_json(index_path(folder, shard)).get("sha256"):
+            path.unlink()
+            dropped.append(path.name)
+    return dropped
+
+
+def finish_store(folder: Path, plan: StorePlan, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Write the manifest of a store whose shards are all there, once; returns it."""
+    with folder_lock(folder):
+        if not (folder / MANIFEST_FILE).is_file():
+            shards, indices = [], []
+            for shard in range(plan.shards):
+                entry = read_json(index_path(folder, shard))
+                rows = entry.pop("rows")
+                shards.append({**entry, "rows": len(rows), "tokens": sum(length for _, length in rows)})
+                indices.append(file_entry(folder, str(index_path(folder, shard).relative_to(folder))))
+            content = read_json(folder / STORE_FILE)
+            facts = {key: content[key] for key in ("identity", "target", "rows", "tokens", "hidden", "estimated_bytes")}
+            size = sum(entry["bytes"] for entry in shards)
+            size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
+            write_manifest(folder, "features", {**facts, "bytes": size, "shards": shards, "index": indices}, provenance)
+    return read_manifest(folder, "features")
+
+
+def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
+    """These rows of the packed answers as one batch. Seeds belong to steps, not to rows: they are 0."""
+    arrays = [data.row(int(row)) for row in rows]
+    tokens, positions, segments, mask = (
+        torch.from_numpy(np.stack([getattr(row, name) for row in arrays]))
+        for name in ("tokens", "positions", "segments", "loss_mask")
+    )
+    return PackedBatch(tokens.long(), positions.long(), segments, mask, torch.zeros(len(arrays), dtype=torch.int64))
+
+
+def to_cpu(content: Content) -> Content:
+    """The same tensors on the CPU."""
+    return {thing: {part: tensor.cpu() for part, tensor in parts.items()} for thing, parts in content.items()}
+
+

@@ -1,0 +1,82 @@
+"""Sampling with vLLM in this process: `sampling.backend=vllm`, where vLLM is installed. Prompts and answers are token ids."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.decoding.requests import Completion, Request
+from inference.target.loading import TargetConfig
+from train.generate.backends.protocols import BadAnswerError, Ended, completion_of
+from train.generate.sampling import SamplingConfig
+from train.generate.target_facts import TargetFacts
+from train.generate.turns import Refused
+
+TOGETHER = 2048
+"""Requests that are handed to vLLM at once; what is finished is written after each such lot."""
+
+
+class VllmBackend:
+    """vLLM's own engine around the target."""
+
+    def __init__(self, sampling: SamplingConfig, facts: TargetFacts, target: TargetConfig) -> None:
+        """Raises `UserError` where vLLM is not installed."""
+        self.sampling, self.facts = sampling, facts
+        self.vllm = _vllm()
+        self.engine = self.vllm.LLM(
+            **{
+                "model": target.path,
+                "revision": target.revision,
+                "dtype": target.dtype,
+                "trust_remote_code": target.trust_remote_code,
+                **sampling.vllm_arguments,
+            }
+        )
+
+    def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+        """Answers, lot by lot."""
+        waiting = iter(requests)
+        while lot := list(islice(waiting, TOGETHER)):
+            prompts = [{"prompt_token_ids": list(request.tokens)} for request in lot]
+            settings = [self._settings(request) for request in lot]
+            outputs = self.engine.generate(prompts, settings, use_tqdm=False)
+            for request, output in zip(lot, outputs, strict=True):
+                yield self._completion(request, output.outputs[0])
+
+    def _settings(self, request: Request) -> Any:
+        sampling = self.sampling
+        return self.vllm.SamplingParams(
+            max_tokens=request.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
+            seed=request.seed,
+            detokenize=False,
+        )
+
+    def _completion(self, request: Request, output: Any) -> Completion | Refused:
+        stop = output.stop_reason
+        ended = Ended(str(output.finish_reason), stop if isinstance(stop, int) else None)
+        info = self.facts.info
+        try:
+            return completion_of(
+                request, list(output.token_ids), ended, self.facts.eos_token_ids, info.vocab_size
+            )
+        except BadAnswerError as error:
+            return Refused(request, f"vLLM: {error}")
+
+
+def _vllm() -> Any:
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise UserError(
+            f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install it in this environment, or start "
+            "`vllm serve` in one of its own and give its address: sampling.server=http://host:8000."
+        ) from error

@@ -1,0 +1,74 @@
+"""What a generation is asked for: `generate.*`, and the job that a process works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+
+from heads.api.errors import UserError, suggest
+from inference.decoding.config import DecodeConfig
+from inference.target.loading import TargetConfig
+from inference.verifications import RecordsConfig
+from train.data.answers import (
+    Watch,
+    ignore,
+)
+from train.data.config import DataConfig
+from train.generate.backends.base import Backend
+
+ANSWERS = ("sample", "dataset")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Where answers come from and how they are written."""
+
+    answers: str = "sample"
+    """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and only
+    tokenise them."""
+    drafter: str | None = None
+    """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly. The
+    answers are the same."""
+    shard_rows: int = 4096
+    """Most answers in one shard of the final output."""
+    window_rows: int = 8192
+    """Rows that are rendered, ordered by length and answered together, per process; memory grows with it."""
+    flush_rows: int = 256
+    """Finished answers that are written together; a kill loses at most these, and they are generated
+    again."""
+    flush_seconds: float = 30.0
+    """Longest time, in seconds, that a finished answer waits to be written (checked as answers finish)."""
+    overwrite: bool = False
+    """Replace what a different configuration left in the output folder, instead of refusing. The same one is
+    still continued."""
+    round: int = 0
+    """How often rejected drafts have been fed back before these answers: a note in the manifest."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when its files reach the limit."""
+
+    def __post_init__(self) -> None:
+        if self.answers not in ANSWERS:
+            raise UserError(
+                f"generate.answers '{self.answers}' is not known.{suggest(self.answers, ANSWERS)}"
+            )
+        for name in ("shard_rows", "window_rows", "flush_rows"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"generate.{name} must be at least 1; given: {getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """What was asked for, and this process's place among the others."""
+
+    config: GenerateConfig
+    data: DataConfig
+    decode: DecodeConfig
+    target: TargetConfig
+    out: Path
+    state: PartialState
+    backend: Backend | None = None
+    watch: Watch = ignore

@@ -1,0 +1,237 @@
+"""Answers all rows of a generation: a window of them at a time, so that memory does not grow with their number.
+
+In a window, prompts of similar length are decoded together (longest first). Conversations of which all turns are answered go round
+after round: what the target said last is context of what it is asked next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.target.model import TargetModel
+from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
+from train.data.ingest import read_rows
+from train.data.sources import Row, SkippedRow
+from train.data.tables import BadRowError
+from train.generate.backends.base import Backend
+from train.generate.backends.servers import ServerPool
+from train.generate.backends.vllm import VllmBackend
+from train.generate.config import GenerateJob
+from train.generate.sampling import SamplingConfig, backend_of
+from train.generate.target_facts import TargetFacts
+from train.generate.turns import Refused, Talk, keep_answer
+from train.processes import own_device, terminable
+from train.recording import PartRecords
+
+AnyTarget = TargetModel | TargetFacts
+
+
+
+
+class OwnDecoder:
+    """The bundled decoder."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+        return sample_answers(self.engine, requests)
+
+
+def load_target(job: GenerateJob) -> AnyTarget:
+    """The target, with its weights only when our own decoder is to run it."""
+    if job.config.answers == "sample" and backend_of(job.decode) == "own" and job.backend is None:
+        return TargetModel.load(own_device(job.target, job.state))
+    return TargetFacts.load(job.target)
+
+
+def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
+    """Whoever samples, ready to; raises `UserError` when it cannot be used."""
+    if job.backend is not None:
+        return job.backend
+    if isinstance(target, TargetModel):
+        drafter, records = None, job.config.records.enabled
+        if job.config.drafter is not None:
+            drafter = load_drafter(Path(job.config.drafter), target.info, target.weights)
+        return OwnDecoder(Engine(target, drafter, job.decode, details=records))
+    assert isinstance(job.decode, SamplingConfig)
+    if backend_of(job.decode) == "vllm":
+        return VllmBackend(job.decode, target, job.target)
+    return ServerPool(job.decode, target)
+
+
+def open_records(job: GenerateJob, backend: Backend) -> PartRecords | None:
+    """Where this process records its verifications, if it does."""
+    if not job.config.records.enabled:
+        return None
+    assert isinstance(backend, OwnDecoder) and job.config.drafter is not None
+    return PartRecords(job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes)
+
+
+def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:
+    """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
+    what is finished."""
+    console = console_of(quiet=not job.state.is_main_process)
+    already = int(done.sum())
+    if already:
+        console.print(f"continuing: {already} rows were finished before")
+    rank, world = job.state.process_index, job.state.num_processes
+    rows = read_rows(job.out / INPUT, rank, world, done)
+    answering = Answering(job, target)
+    writer = answering.writer
+    try:
+        with terminable(), writer, _progress(console) as progress:
+            share = "" if world == 1 else f" (process 1 of {world})"
+            left = int((~done[rank::world]).sum())
+            answering.shows(progress, progress.add_task(f"answers{share}", total=left, speed=""))
+            answering.run(rows)
+    except (KeyboardInterrupt, SystemExit):
+        console.print(
+            f"interrupted: {writer.written} rows of this run are kept in '{job.out}'; the same command "
+            "continues"
+        )
+        raise
+
+
+class Answering:
+    """One process's work on its rows."""
+
+    def __init__(self, job: GenerateJob, target: AnyTarget) -> None:
+        self.job, self.target = job, target
+        self.tokens = self.seen = 0
+        self._backend: Backend | None = None
+        self._records: PartRecords | None = None
+        self.writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds, self._before)
+
+    def shows(self, progress: Progress, task: TaskID) -> None:
+        """Where the work is seen."""
+        self.progress, self.task = progress, task
+
+    @property
+    def backend(self) -> Backend:
+        """Opened when the first request is there: rows that need none need no engine."""
+        if self._backend is None:
+            self._backend = open_backend(self.job, self.target)
+            self._records = open_records(self.job, self._backend)
+        return self._backend
+
+    def _before(self, name: str, answers: list[StoredAnswer]) -> None:
+        if self._records is not None:
+            self._records.write(name, answers)
+
+    def run(self, rows: Iterator[Row | SkippedRow]) -> None:
+        """Answer all rows, a window at a time."""
+        while window := list(islice(rows, self.job.config.window_rows)):
+            talks = self._start(window)
+            while talks:
+                talks = self._round(talks)
+            self.seen += len(window)
+            self.job.watch("answer", self.seen)
+
+    def _start(self, window: list[Row | SkippedRow]) -> dict[int, Talk]:
+        """The rows of a window that need answers, by index; the others are written at once."""
+        talks: dict[int, Talk] = {}
+        for row in window:
+            try:
+                if isinstance(row, SkippedRow):
+                    raise BadRowError(row.reason)
+                if self.job.config.answers == "dataset":
+                    self._write(keep_answer(row, self.target, self.job.data))
+                else:
+                    talks[row.index] = Talk(row, self.target, self.job.data, self.job.decode)
+            except (BadRowError, UserError) as error:
+                self._write(StoredAnswer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error)))
+        return talks
+
+    def _round(self, talks: Mapping[int, Talk]) -> dict[int, Talk]:
+        """Ask for one turn of each row; the rows that have more of them."""
+        requests: list[Request] = []
+        for talk in talks.values():
+            try:
+                requests.append(talk.request())
+            except (BadRowError, UserError) as error:
+                self._write(talk.answer(SKIPPED, str(error)))
+        requests.sort(key=lambda request: (-len(request.tokens), request.index))
+        going_on: dict[int, Talk] = {}
+        for outcome in self.backend.sample(requests) if requests else ():
+            talk = talks[outcome.request.index]
+            if isinstance(outcome, Refused):
+                self._write(talk.answer(FAILED, outcome.reason))
+                continue
+            self.tokens += len(outcome.tokens)
+            try:
+                talk.take(outcome)
+            except BadRowError:  # its words leave no context for the next turn; those it has are good
+                self._record(talk, outcome)
+                self._write(talk.answer())
+                continue
+            self._record(talk, outcome)
+            if talk.done:
+                self._write(talk.answer())
+            else:
+                going_on[outcome.request.index] = talk
+        return going_on
+
+    def _record(self, talk: Talk, outcome: Completion) -> None:
+        if self._records is not None:
+            self._records.take(talk, outcome)
+
+    def _write(self, answer: StoredAnswer) -> None:
+        self.writer.add(answer)
+        elapsed = self.progress.tasks[-1].elapsed or 0.0
+        speed = f"{self.tokens / elapsed:,.0f} tokens/s" if elapsed and self.tokens else ""
+        self.progress.update(self.task, advance=1, speed=speed)
+
+
+def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+    """Decode all requests, in finishing order. A request that the engine refuses becomes `Refused`; the
+    others go on without it."""
+    waiting = {request.index: request for request in requests}
+    while waiting:
+        try:
+            for completion in engine.run(list(waiting.values())):
+                del waiting[completion.request.index]
+                yield completion
+        except UserError:
+            # One of them is at fault; the engine does not say which in a form to rely on, so they are tried
+            # alone up to that one.
+            yield from _until_refused(engine, waiting)
+
+
+def _until_refused(engine: Engine, waiting: dict[int, Request]) -> Iterator[Completion | Refused]:
+    for index, request in list(waiting.items()):
+        try:
+            completions = list(engine.run([request]))
+        except UserError as error:
+            del waiting[index]
+            yield Refused(request, str(error))
+            return
+        del waiting[index]
+        yield from completions
+
+
+def console_of(quiet: bool = False) -> Console:
+    """Where progress and results for people go."""
+    return Console(stderr=True, quiet=quiet, markup=False, highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )

@@ -1,0 +1,47 @@
+"""What rendering prompts needs of a target, without its weights: for answers that come from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from heads.api.target_info import TargetInfo
+from inference.target.loading import (
+    TargetConfig,
+    describe,
+    end_tokens,
+    load_config,
+    load_tokenizer,
+    require_supported,
+)
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target's tokenizer, description and end-of-text tokens; `info` equals that of the loaded target."""
+
+    tokenizer: Any
+    info: TargetInfo
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, config: TargetConfig) -> TargetFacts:
+        """Read configuration and tokenizer; raises `UserError` for what cannot be a target."""
+        described = load_config(config)
+        require_supported(config.path, described)
+        tokenizer = load_tokenizer(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+        ends = end_tokens(_generation_eos(config, model), tokenizer)
+        return cls(tokenizer, describe(model, tokenizer, config), ends)
+
+
+def _generation_eos(config: TargetConfig, model: Any) -> Any:
+    """The end-of-text ids of the generation config, or of the model's where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+    except OSError:  # a model without a generation config
+        return getattr(model.config, "eos_token_id", None)

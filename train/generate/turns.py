@@ -1,0 +1,220 @@
+"""From rows to answers: the requests of a row, turn by turn, the answers they get, and answers that the dataset brings itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from heads.api.target_info import TargetInfo
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Completion, Request
+from inference.measure.prompts import prompt_seed
+from inference.target.chat import (
+    Message,
+    Span,
+    TurnsDifferError,
+    closing_ids,
+    render_conversation,
+    render_prompt,
+)
+from train.data.answers import StoredAnswer
+from train.data.config import DataConfig
+from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
+from train.data.sources import Row
+from train.data.tables import BadRowError
+
+
+class Facts(Protocol):
+    """What of a target rendering needs: the target itself, or `train.generate.target_facts.TargetFacts`."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that the decoder or a server refused, with its reason."""
+
+    request: Request
+    reason: str
+
+
+class Talk:
+    """One row on its way to an answer: asked for the target's words once per place, each time with its own earlier answers before.
+
+    Turns whose prompt begins with the document so far, token by token, go on in that document; where a template writes earlier
+    turns differently once others follow (it drops their reasoning, say), a turn becomes a document of its own. So every supervised
+    token is one that the target sampled after exactly the tokens before it; no text is tokenised again.
+    """
+
+    def __init__(self, row: Row, target: Facts, data: DataConfig, decode: DecodeConfig) -> None:
+        """Raises `BadRowError` or `UserError` with the reason why the row cannot be answered."""
+        self.row, self.target, self.data, self.decode = row, target, data, decode
+        self.messages: list[Message] = []
+        self.places = [0]
+        if row.messages is not None:
+            self.messages = apply_reasoning(row.messages, data.reasoning)
+            self.places = places_to_answer(self.messages, data.turn)
+        if not self.places:
+            raise BadRowError("the conversation has no turn to answer")
+        self.turn = 0
+        self.cut = 0
+        self.finish = ""
+        self.documents: list[list[int]] = []
+        self.spans: list[list[Span]] = []
+
+    @property
+    def done(self) -> bool:
+        return self.turn >= len(self.places)
+
+    @property
+    def offset(self) -> int:
+        """Where the document of the last answered turn begins in the row's tokens."""
+        return sum(map(len, self.documents[:-1]))
+
+    def request(self) -> Request:
+        """The request for the present turn; raises `BadRowError` or `UserError` when there can be none."""
+        tokens, cut = self._prompt()
+        if not tokens:
+            raise BadRowError("there is no prompt before the answer")
+        self.cut += cut
+        name = self.row.id if self.turn == 0 else f"{self.row.id}#{self.turn}"
+        seed = prompt_seed(self.decode.seed, name)
+        return Request(self.row.index, tuple(tokens), seed, self.decode.max_new_tokens)
+
+    def take(self, completion: Completion) -> None:
+        """Book the answer to the present turn and go on to the next one."""
+        prompt, said = list(completion.request.tokens), list(completion.tokens)
+        if self.documents and prompt[: len(self.documents[-1])] == self.documents[-1]:
+            self.documents[-1] = prompt + said
+        else:
+            self.documents.append(prompt + said)
+            self.spans.append([])
+        self.spans[-1].append((len(prompt), len(prompt) + len(said)))
+        self.finish = completion.finish
+        place = self.places[self.turn]
+        self.turn += 1
+        if self.done:
+            return
+        text = str(self.target.tokenizer.decode(_unclosed(said, self.target.tokenizer), skip_special_tokens=False))
+        if completion.finish != "stop" or not text.strip():
+            self.turn = len(self.places)  # what follows would continue an answer that was not finished
+            return
+        self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
+        if self.data.reasoning == "last":
+            self.messages[: place + 1] = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")[:-1]
+
+    def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
+        """The row's answer; a row with at least one answered turn is done, whatever became of later ones."""
+        row = self.row
+        seed = prompt_seed(self.decode.seed, row.id)
+        if not self.documents:
+            return StoredAnswer(row.id, row.index, row.domain, seed=seed, status=status, reason=reason)
+        tokens, spans, parts = joined(list(zip(self.documents, self.spans, strict=True)))
+        return StoredAnswer(row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut)
+
+    def _prompt(self) -> tuple[list[int], int]:
+        """The prompt's tokens and how many were cut."""
+        room = self.target.info.max_position_embeddings - self.decode.max_new_tokens
+        asked = self.data.max_prompt_tokens
+        longest = room if asked is None else min(room, asked)
+        if self.row.messages is None:
+            return self._ready_tokens(longest)
+        messages = self.messages[: self.places[self.turn]]
+
+        def render(kept: Sequence[Message]) -> list[int]:
+            return render_prompt(self.target.tokenizer, kept, self.row.tools, self.data.template_arguments)
+
+        if self.data.truncate == "skip":
+            tokens = render(messages)
+            self._require_room(len(tokens), room)
+            return tokens, 0
+        return fit_prompt(messages, longest, self.data.truncate, render, self.target.tokenizer)
+
+    def _ready_tokens(self, longest: int) -> tuple[list[int], int]:
+        tokens, spans = self.row.tokens, self.row.spans
+        assert tokens is not None
+        check_vocabulary(tokens, self.target.info)
+        end = len(tokens) if not spans else spans[0 if self.data.turn == "first" else -1][0]
+        prompt = list(tokens[:end])
+        if self.data.truncate == "skip":
+            self._require_room(len(prompt), self.target.info.max_position_embeddings - self.decode.max_new_tokens)
+            return prompt, 0
+        kept, _, cut = fit_document(prompt, [(0, len(prompt))], longest, self.data.truncate)
+        return kept, cut
+
+    def _require_room(self, length: int, room: int) -> None:
+        longest = self.data.max_prompt_tokens
+        if longest is not None and length > longest:
+            raise BadRowError(f"the prompt is longer than data.max_prompt_tokens={longest}")
+        if length > room:
+            positions = self.target.info.max_position_embeddings
+            raise BadRowError(f"prompt and answer may exceed the target's {positions} positions")
+
+
+_NEXT: Message = {"role": "assistant", "content": "."}
+"""Stands for the answer that comes next, before which the reasoning of earlier ones is dropped."""
+
+
+def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
+    """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it has none
+    that can be located."""
+    if row.messages is not None:
+        found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
+    else:
+        if not row.spans:
+            raise BadRowError("the pre-tokenised row has no answer spans")
+        assert row.tokens is not None
+        check_vocabulary(row.tokens, target.info)
+        chosen = {"all": row.spans, "first": row.spans[:1], "last": row.spans[-1:]}[data.supervise]
+        found = [(list(row.tokens), list(chosen))]
+    cut = 0
+    if data.max_tokens is not None:
+        fitted = [fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found]
+        cut = sum(removed for _, _, removed in fitted)
+        found = [(tokens, spans) for tokens, spans, _ in fitted]
+    tokens, spans, parts = joined(found)
+    return StoredAnswer(row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut)
+
+
+def joined(documents: Sequence[tuple[list[int], list[Span]]]) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
+    """Documents as one row: all tokens, the spans in them, and where the second and later documents begin."""
+    tokens: list[int] = []
+    spans: list[Span] = []
+    parts: list[int] = []
+    for number, (own, said) in enumerate(documents):
+        if number:
+            parts.append(len(tokens))
+        spans += [(start + len(tokens), end + len(tokens)) for start, end in said]
+        tokens += own
+    return tuple(tokens), tuple(spans), tuple(parts)
+
+
+def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
+    """Raise `BadRowError` for ids that the target does not have."""
+    if max(tokens) >= info.vocab_size:
+        raise BadRowError(f"token ids reach beyond the target's vocabulary of {info.vocab_size}")
+
+
+def _kept_documents(
+    messages: Sequence[Message], row: Row, target: Facts, data: DataConfig
+) -> list[tuple[list[int], list[Span]]]:
+    """The conversation as one document, or, when its template allows no such thing, one document per supervised turn."""
+    extra = (row.tools, data.template_arguments)
+    try:
+        return [render_conversation(target.tokenizer, messages, data.supervise, *extra)]
+    except TurnsDifferError:
+        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = {"all": said, "first": said[:1], "last": said[-1:]}[data.supervise]
+        return [
+            render_conversation(target.tokenizer, messages[: place + 1], "last", *extra) for place in chosen
+        ]
+
+
+def _unclosed(tokens: Sequence[int], tokenizer: Any) -> list[int]:
+    """An answer without the token that ended it."""
+    return list(tokens[:-1] if tokens and tokens[-1] in closing_ids(tokenizer) else tokens)

@@ -1,0 +1,148 @@
+"""The target's layers with low-rank updates (peft's LoRA): trained, switched off, or merged for as long as one measures.
+
+Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit for bit after a
+measurement; whoever reads the target's named tensors in between sees the merged ones.
+
+Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.api.errors import UserError
+from heads.nn import init
+from inference.kernels.packed_linear import packed_linears
+from inference.target.model import TargetModel
+from inference.target.taps import find_layers
+from train.joint.config import JointConfig
+
+ADAPTER = "default"
+"""The one adapter's name inside peft's layers."""
+
+
+class Backbone:
+    """A loaded target whose layers carry trainable updates, which are zero at first.
+
+    parameters: name -> float32 weight of an update. Raises `UserError` where LoRA cannot be merged again (quantised or split
+    weights), or when `joint.modules` names no layer.
+    """
+
+    def __init__(self, target: TargetModel, config: JointConfig, seed: int) -> None:
+        self.target, self.config = target, config
+        # Packed copies of weights would not follow a merge.
+        for part in target.model.modules():
+            part.__dict__.pop("forward", None) if type(part) is nn.Linear else None
+        names = self._choose()
+        self._inject(names)
+        self.layers: dict[str, Any] = {name: target.model.get_submodule(name) for name in names}
+        self.parameters = self._initialise(torch.Generator().manual_seed(seed))
+
+    def _choose(self) -> list[str]:
+        """Full names of the linear layers that are updated."""
+        model, wanted = self.target.model, self.config.modules
+        inside = {
+            id(part) for part in find_layers(self.target.decoder, self.target.info.num_layers).modules()
+        }
+        linears = {
+            name: part for name, part in model.named_modules() if id(part) in inside and _is_linear(part)
+        }
+        chosen = {name: part for name, part in linears.items() if not wanted or name.split(".")[-1] in wanted}
+        if not chosen:
+            known = sorted({name.split(".")[-1] for name in linears})
+            raise UserError(
+                f"joint.modules {list(wanted)} names no linear layer of the target. It has: {', '.join(known)}."
+            )
+        for name, part in chosen.items():
+            weight = getattr(part, "weight", None)
+            if type(weight) is not nn.Parameter or not weight.is_floating_point():
+                raise UserError(
+                    f"the target's '{name}' is quantised or split, so updates of it cannot be merged. Train jointly with "
+                    "target.quantization=none and target.tensor_parallel=false."
+                )
+        return list(chosen)
+
+    def _inject(self, names: list[str]) -> None:
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise UserError(
+                f"joint=lora needs peft, which cannot be imported ({error}). Install it."
+            ) from error
+        config = LoraConfig(
+            r=self.config.rank,
+            lora_alpha=self.config.alpha,
+            target_modules=names,
+            init_lora_weights=False,
+        )
+        device = self.target.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # nothing of it is kept
+            inject_adapter_in_model(config, self.target.model, ADAPTER)
+        self.target.model.eval()
+
+    def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
+        """A like peft's own uniform one in its variance, B zero: the same for a seed on every device."""
+        found: dict[str, nn.Parameter] = {}
+        for name, layer in self.layers.items():
+            down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            down.data, up.data = down.data.float(), up.data.float()
+            init.normal(down, (3 * down.shape[1]) ** -0.5, generator)
+            init.constant(up, 0.0)
+            found |= {f"{name}.lora_A": down, f"{name}.lora_B": up}
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put these updates in the place of the present ones; names and shapes as in `parameters`."""
+        assert set(tensors) == set(self.parameters), "updates of another training"
+        for name, value in tensors.items():
+            init.copy(self.parameters[name], value)
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """The target without its updates."""
+        self._switch(False)
+        try:
+            yield
+        finally:
+            self._switch(True)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """The target as it would be saved now: its updates added to its weights, in its own dtype."""
+        kept = {name: layer.base_layer.weight.data for name, layer in self.layers.items()}
+        self.merge()
+        try:
+            with packed_linears(self.target.model):
+                yield
+        finally:
+            for name, data in kept.items():
+                self.layers[name].base_layer.weight.data = data
+            self._switch(True)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the updates to the weights and switch them off."""
+        for layer in self.layers.values():
+            weight = layer.base_layer.weight
+            weight.data = (weight.data.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
+        self._switch(False)
+
+    def strip(self) -> None:
+        """Take the updates out of the model, which then is of its original structure with the weights as they are."""
+        for name, layer in self.layers.items():
+            parent, _, own = name.rpartition(".")
+            setattr(self.target.model.get_submodule(parent), own, layer.base_layer)
+
+    def _switch(self, on: bool) -> None:
+        for layer in self.layers.values():
+            layer.enable_adapters(on)
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """nn.Linear and its kin (quantised ones too), and GPT-2's transposed one."""
+    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"

@@ -1,0 +1,174 @@
+"""Training a drafter and its target's layers together: Medusa-2's objective for any trainable kind (2401.10774, section
+2.2.2; methods.md, 2.1).
+
+    L = KL(p_original || p_updated) + lambda(step) * (the drafter's own loss, on the updated target's features)
+
+The original is the same model with its updates switched off, so nothing but the answers is needed to stay close to it
+(self-distillation). The drafter comes first: while the updates are still zero only it is trained (two stages), then lambda
+rises to its value. lambda stands at the features, on what flows back into the target; the drafter's gradient is whole at
+all times. With `early_exit`, whose loss reads the tap at its exit, the same objective is LayerSkip's finetuning: the
+middle of the target learns to predict what its end does.
+
+Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from heads.api.batch import LossOutput, TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from heads.nn import losses
+from train.data.loader import PackedBatch
+from train.features.store.batches import moved
+from train.joint.backbone import Backbone
+from train.joint.config import JointConfig
+from train.optim import set_rate_scale
+
+DRAFTER, UPDATES = "drafter.", "updates."
+"""How the names of the two parts begin in saved states."""
+
+
+@dataclass
+class PlainTokens:
+    """Batches without features: joint training computes them itself, with their graph. `train.features.base.Features`."""
+
+    device: torch.device
+
+    def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
+        """`packed` on the device; the same in every step."""
+        return TrainBatch(**moved(packed, self.device), seeds=packed.seeds)
+
+
+class JointDrafter(TrainableDrafter):
+    """A drafter and the updates of its target, as training engines see them: one module with one loss.
+
+    dtype: of the features that the drafter is given, as in `train.features.OnlineFeatures`.
+    """
+
+    kind: ClassVar[str] = "joint"
+
+    def __init__(
+        self, drafter: TrainableDrafter, backbone: Backbone, config: JointConfig, dtype: torch.dtype
+    ) -> None:
+        super().__init__(drafter.config, drafter.info)
+        self.drafter, self.needs, self.joint = drafter, drafter.needs, config
+        # A parameter's name in a module must not contain dots.
+        self.updates = nn.ParameterDict(
+            {name.replace(".", "/"): value for name, value in backbone.parameters.items()}
+        )
+        for value in self.updates.values():
+            set_rate_scale(value, 1.0 / config.rate_ratio)
+        self._backbone, self._dtype = [backbone], dtype  # in a list: the target is no part of this module
+        self._seen = FeatureSpec(drafter.needs.taps, last_hidden=True)
+
+    @property
+    def backbone(self) -> Backbone:
+        return self._backbone[0]
+
+    def loss(self, batch: TrainBatch) -> LossOutput:
+        """The objective of the module on tokens without features; see `TrainableDrafter`."""
+        weight = self.joint.weight_at(batch.progress)
+        with torch.no_grad(), self.backbone.original():
+            original = self._features(batch)
+        if weight is None:
+            output = self._drafted(batch, *original, 0.0)
+            # Both engines shall see a gradient of zero, not none.
+            nothing = torch.stack([value.sum() for value in self.updates.values()]).sum() * 0.0
+            return LossOutput(output.loss_sum + nothing, output.metrics)
+        taps, hidden = self._features(batch)
+        drift, count = self._drift(batch, original[1], hidden)
+        output = self._drafted(batch, taps, hidden, weight)
+        return LossOutput(drift + output.loss_sum, {**output.metrics, "target_kl": (drift.detach(), count)})
+
+    def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
+        """taps [B, T, n, H] and last_hidden [B, T, H] of the target as it is now, in the features' dtype."""
+        target = self.backbone.target
+        autocast = self._dtype == torch.bfloat16 and target.dtype == torch.float32
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+            taps, hidden = target.differentiable_features(
+                batch.tokens, batch.positions, batch.segments, self._seen
+            )
+        assert hidden is not None
+        return None if taps is None else taps.to(self._dtype), hidden.to(self._dtype)
+
+    def _drafted(self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float) -> LossOutput:
+        """The drafter's loss on these features, of whose gradient `weight` flows on into the target."""
+        needs = self.needs
+        return self.drafter.loss(
+            replace(
+                batch,
+                taps=None if taps is None else _scale(taps, weight),
+                last_hidden=_scale(hidden, weight) if needs.last_hidden or needs.logits else None,
+                target_logits=self._logits_for_drafter if needs.logits else None,
+            )
+        )
+
+    @torch.no_grad()
+    def _logits_for_drafter(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [M, V] at last hidden states [M, H], in its own dtype. The LM head is never updated."""
+        target = self.backbone.target
+        with torch.autocast(hidden.device.type, enabled=False):
+            return target.weights.logits(hidden.to(target.dtype))
+
+    def _drift(self, batch: TrainBatch, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of KL(p_original || p_updated) over the supervised tokens, and their number."""
+        wanted = batch.supervised(1).flatten()
+        rows = wanted.nonzero().squeeze(1)
+        before, after = before.flatten(0, 1), after.flatten(0, 1)
+
+        def part(chosen: Tensor) -> losses.Sums:
+            values = losses.forward_kl(self._logits(after[chosen]), self._logits_for_drafter(before[chosen]))
+            return (values.sum(),)
+
+        (total,) = losses.sum_over_rows(part, rows, self.info.vocab_size)
+        return total, wanted.sum()
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, with its gradient multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return states.view_as(states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.weight, None
+
+
+def _scale(states: Tensor, weight: float) -> Tensor:
+    scaled: Tensor = _ScaledGradient.apply(states, weight)
+    return scaled
+
+
+def require_trainable_features(drafter: TrainableDrafter) -> None:
+    """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them without their updates."""
+    if drafter.runs_target_layers:
+        raise UserError(
+            f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs the target's layers itself, "
+            "without their updates. Use head.exit_layer (an early exit), or joint=none."
+        )
+
+
+def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A `JointDrafter`'s state -> the drafter's own and the updates by their names in the target."""
+    drafter = {name.removeprefix(DRAFTER): value for name, value in state.items() if name.startswith(DRAFTER)}
+    updates = {
+        name.removeprefix(UPDATES).replace("/", "."): value
+        for name, value in state.items()
+        if name.startswith(UPDATES)
+    }
+    return drafter, updates

@@ -1,0 +1,116 @@
+"""A jointly trained target on disk: a Hugging Face folder that says what it is and how far it has moved.
+
+<out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA settings, the drift
+<out>/target/README.md        the same for people
+<out>/target/drift.json       the measured drift alone (`inference.measure.drift`)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from heads.api.target_info import TargetInfo
+from inference.manifest import write_bytes, write_json
+from inference.measure.drift import Drift
+from inference.target.model import TargetModel
+from train.joint.config import JointConfig
+
+CONFIG_FILE, CARD_FILE, DRIFT_FILE = "config.json", "README.md", "drift.json"
+ENTRY = "headstart"
+"""The key of config.json under which a changed target is labelled."""
+
+CARD = """\
+---
+{base_model}library_name: transformers
+pipeline_tag: text-generation
+tags: [headstart, speculative-decoding, merged-lora]
+---
+# A changed {name}
+
+**This is not {original}.** Its layers were trained together with a drafter (kind `{kind}`) and the updates are merged into the
+weights, so its answers differ from the original's. Speculative decoding with the drafter is lossless with respect to this model
+only.
+
+| | |
+|---|---|
+| original | {original} |
+| revision | `{revision}` |
+| updates | LoRA of rank {rank}, alpha {alpha:g}, on {modules} |
+| drafter's weight in the updates' gradient | {heads_weight:g} |
+
+Drift from the original, on {prompts} held-out prompts and {tokens} tokens of the original's greedy answers, with 95% intervals over
+prompts:
+
+| | |
+|---|---|
+| mean KL(original \\|\\| this) per token | {kl:.4f} [{kl_low:.4f}, {kl_high:.4f}] nats |
+| same next token, given the original's answer | {agreement:.1%} [{agreement_low:.1%}, {agreement_high:.1%}] |
+| greedy answers that are identical | {identical:.1%} [{identical_low:.1%}, {identical_high:.1%}] |
+
+Measure what matters for your use before you serve it.
+"""
+
+
+def save_changed_target(target: TargetModel, folder: Path) -> None:
+    """Write the model as it is now, with its tokenizer, replacing `folder` as a whole."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    for leftover in (partial, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    text = target.model.config.get_text_config()
+    ours = vars(text).pop("headstart_long_context", None)  # a setting of the loading, not of the model
+    target.model.save_pretrained(str(partial))
+    target.tokenizer.save_pretrained(str(partial))
+    if ours is not None:
+        text.headstart_long_context = ours
+    partial.rename(folder)
+
+
+def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
+    """Say in the folder what the model was made of, and how far it has moved."""
+    write_json(
+        folder / DRIFT_FILE, {"original": original.id, "revision": original.revision, **drift.to_dict()}
+    )
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config[ENTRY] = {
+        "changed_from": original.id,
+        "revision": original.revision,
+        "trained_with": kind,
+        "lora": {name: value for name, value in plain(joint).items() if name != "mode"},
+        "drift": drift.to_dict(),
+    }
+    write_json(folder / CONFIG_FILE, config)
+    write_bytes(folder / CARD_FILE, card(original, kind, joint, drift).encode("utf-8"))
+
+
+def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> str:
+    """The text of the model card."""
+    bounds = {
+        f"{name}_{side}": getattr(drift, f"{name}_ci95")[place]
+        for name in ("kl", "agreement", "identical")
+        for place, side in enumerate(("low", "high"))
+    }
+    on_hub = original.id.count("/") == 1 and not Path(original.id).exists()
+    return CARD.format(
+        base_model=f"base_model: {original.id}\n" if on_hub else "",
+        name=original.id.rstrip("/").split("/")[-1],
+        original=f"`{original.id}`",
+        kind=kind,
+        revision=original.revision,
+        rank=joint.rank,
+        alpha=joint.alpha,
+        modules=", ".join(joint.modules) or "all linear layers of the decoder layers",
+        heads_weight=joint.heads_weight,
+        **asdict(drift),
+        **bounds,
+    )
+
+
+def plain(joint: JointConfig) -> Mapping[str, Any]:
+    """The settings as JSON values."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(joint)))
+    return found

@@ -1,0 +1,1 @@
+"""Predicting what a training takes in memory, disk and time."""

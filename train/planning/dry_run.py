@@ -1,0 +1,151 @@
+"""A drafter's step without its memory: the real loss on fake floating-point tensors of the real sizes, forward and backward.
+
+Token ids, segments and masks are real, because the losses choose positions by them; whatever is a float has a shape and a dtype
+only. So every kind is counted by the code that will train it, and no kind needs a formula. Fake tensors say they are on the CPU;
+where a kind has another path on CUDA (flex attention of block drafters), that path needs less.
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.api.batch import TrainBatch
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from train.engines.base import EngineConfig, Objective
+from train.planning.footprint import Footprint
+from train.planning.target import PlannedTarget
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """Of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes at the peak beside weights and their
+    gradients, and the largest tensor.
+    """
+
+    flops: int
+    peak: int
+    largest: int
+    largest_shape: tuple[int, ...]
+
+
+def planned_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
+    """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds that are not trained."""
+    if not get_kind(kind).trainable:
+        raise UserError(f"a drafter of kind '{kind}' has no weights of its own, so there is no training to plan.")
+    with target.mode:
+        drafter: TrainableDrafter = get_kind(kind).drafter_class(head, target.info)
+    drafter.bind(target.weights)
+    # Falling counts: any choice of a draft vocabulary costs the same.
+    drafter.choose_vocabulary(torch.arange(target.info.vocab_size).flip(0))
+    return drafter
+
+
+class _Asked(Mapping[str, Tensor]):
+    """A target's named weights, and the names of those that were asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state, self.names = state, set[str]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.state[name]
+        self.names.add(name)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
+    """Bytes of the target that a trainer holds which loads it in parts (train/target/parts.py): embedding and LM head, and the
+    weights of layers that the drafter goes on using (kinds that run the target's own layers).
+    """
+    asked = _Asked(target.weights.state)
+    planned_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
+    ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}  # one where they are tied
+    return sum(ends.values()) + sum(asked.state[name].nbytes for name in asked.names)
+
+
+def dry_step(
+    drafter: TrainableDrafter, target: PlannedTarget, engine: EngineConfig, rows: int, length: int, supervised: float
+) -> DryStep:
+    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients exist already, as in every
+    micro-batch but a step's first.
+    """
+    batch = dry_batch(drafter, target, engine.dtype, rows, length, supervised)
+    objective = Objective(drafter, engine, "cpu")
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            parameter.grad = fake(target, *parameter.shape, dtype=parameter.dtype)
+    with Footprint() as count, chosen_by_number():
+        (objective(batch) / 100).backward()
+    drafter.zero_grad(set_to_none=True)
+    return DryStep(count.flops, count.peak, count.largest, count.largest_shape)
+
+
+def dry_batch(
+    drafter: TrainableDrafter, target: PlannedTarget, dtype: torch.dtype, rows: int, length: int, supervised: float
+) -> TrainBatch:
+    """Rows of two documents each, whose last tokens are supervised."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.info.vocab_size, (rows, length), generator=generator)
+    place = torch.arange(length)
+    half = length // 2
+    positions = torch.where(place < half, place, place - half)
+    mask = positions >= round((1.0 - supervised) * half)
+    needs, hidden = drafter.needs, target.info.hidden_size
+    return TrainBatch(
+        tokens,
+        positions.expand(rows, -1),
+        (1 + (place >= half).int()).expand(rows, -1),
+        mask.expand(rows, -1),
+        fake(target, rows, length, len(needs.taps), hidden, dtype=dtype) if needs.taps else None,
+        fake(target, rows, length, hidden, dtype=dtype) if needs.last_hidden or needs.logits else None,
+        target.weights.logits if needs.logits else None,
+        seeds=torch.arange(rows),
+    )
+
+
+def fake(target: PlannedTarget, *shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    with target.mode:
+        return torch.empty(*shape, dtype=dtype)
+
+
+class _ByNumber(TorchDispatchMode):
+    """Indexing fake values by a real mask: how many are chosen is known, but fake tensors would not look."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
+            indices: list[Tensor | None] = []
+            for each in args[1]:
+                real_mask = each is not None and each.dtype == torch.bool and not isinstance(each, FakeTensor)
+                indices += each.nonzero().unbind(1) if real_mask else [each]
+            args = (args[0], indices)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def chosen_by_number() -> Iterator[None]:
+    """See `_ByNumber`."""
+    with _ByNumber():
+        yield

@@ -1,0 +1,129 @@
+"""What a piece of computation takes: floating-point operations, bytes alive at once, the largest tensor. Counted, not estimated.
+
+A dispatch mode sees every operation below autograd, backward passes and recomputations included. It works on real tensors
+and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can be counted without the memory for it
+(`train.planning.dry_run`). Not seen: what kernels take for themselves while they run, and products inside kernels that torch has no
+formula for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
+    """FLOPs of `products` products of [Q, D] with [S, D], for query [B, h, Q, D], key and value [B, h, S, D]."""
+    batch, heads, queries, size = query.shape
+    return products * 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]) // 2
+
+
+def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return _attention(query, key, value, 2)
+
+
+def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return _attention(query, key, value, 5)
+
+
+def _packed_linear(states: Tensor, _weight: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    return 2 * out_val.numel() * states.shape[-1]
+
+
+def _own_formulas() -> dict[Any, Any]:
+    """Formulas for what torch's own table leaves out: attention and packed products on the CPU."""
+    found = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found[torch.ops.mkldnn._linear_pointwise] = _packed_linear
+    return found
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up the floating-point operations of matrix products and attention, as they are really computed: `flops`.
+
+    torch's own `FlopCounterMode` keeps tensors alive in cycles until the garbage collector comes by, which changes what
+    is measured beside it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._own = _own_formulas()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.see(func, args, kwargs, out)
+        return out
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Count one operation."""
+        packet = func._overloadpacket
+        if packet in self._own:
+            self.flops += self._own[packet](*args, **kwargs, out_val=out)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+
+
+class Footprint(FlopCount):
+    """Also follows memory. `peak`: most bytes alive at once of tensors that were made inside; `largest`: bytes of the largest
+    single one, of shape `largest_shape`, made by `largest_op`. What was there before is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self.largest_shape: tuple[int, ...] = ()
+        self.largest_op = ""
+        self._inside: set[int] = set()
+        self._outside: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                self._meet(value)
+        out = func(*args, **kwargs)
+        self.see(func, args, kwargs, out)
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                self._add(value, func)
+        return out
+
+    def _meet(self, value: Tensor) -> None:
+        """Remember an argument's storage as older than the count, unless it was made inside."""
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self._inside and key not in self._outside:
+            self._outside.add(key)
+            weakref.finalize(storage, self._outside.discard, key)
+
+    def _add(self, value: Tensor, func: Any) -> None:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self._inside or key in self._outside:
+            return
+        size = storage.nbytes()
+        self._inside.add(key)
+        weakref.finalize(storage, self._drop, key, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        if size > self.largest:
+            self.largest, self.largest_shape, self.largest_op = size, tuple(value.shape), str(func)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._inside.discard(key)
+        self.live -= size

@@ -1,0 +1,324 @@
+"""`headstart train --plan`: what a training will take, before it is started: memory, disk, hours. Nothing is trained.
+
+The target's config is all that is read of it (train/planning/target.py); the drafter's step is counted by its own code without memory
+(train/planning/dry_run.py). Time is FLOPs over (peak x utilisation), the utilisation being that of a finished run, of a few real steps
+here, or an assumption for a given GPU; communication is added from the links' bandwidths. docs/scale.md has the formulas.
+
+Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online in every process; with group in
+the last ones, ahead of the others, which train; with store and remote not in this launch.
+
+Legend: P trained weights, W processes that train.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
+from inference.target.loading import TargetConfig
+from train.config import TrainingJob
+from train.distributed import World
+from train.engines.base import EngineConfig
+from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
+from train.features.group import Division, divide
+from train.features.store.size import FORMATS, bytes_per_token, store_bytes
+from train.planning.devices import GIGA, TERA, gpu
+from train.planning.dry_run import DryStep, dry_step, held_in_parts, planned_drafter
+from train.planning.target import PlannedTarget, plan_target
+from train.target.parts import refuse_parts
+
+ASSUMED_MFU = 0.35
+"""Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this size report 0.3 to 0.5)."""
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that collectives reach: an assumption."""
+RUNTIME_BYTES = 2 * GIGA
+"""What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """On what a planned training shall run, and what its time is worked out from."""
+
+    gpu: str = ""
+    """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or by a few steps here."""
+    count: int = 1
+    """Processes, one per GPU."""
+    per_machine: int = 8
+    """GPUs of one machine."""
+    network_gbytes: float = 50.0
+    """GB/s that one GPU sends to other machines (400 Gbit/s are 50)."""
+    mfu: float = ASSUMED_MFU
+    """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see docs/scale.md."""
+    tokens: int = 0
+    """Tokens of the answers, once through; 0: those of the run's packed answers."""
+    supervised: float = 0.7
+    """Share of the tokens that are supervised, where no packed answers say so (0 to 1)."""
+    measured: str = ""
+    """summary.json of a run (or its folder) with the same target and head on the hardware that is planned for."""
+    steps: int = 3
+    """Real steps that are taken here and now where neither `gpu` nor `measured` is given."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("per_machine", 1), ("tokens", 0), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"plan.{name} must be at least {least}; given: {getattr(self, name)}.")
+        for name in ("mfu", "supervised"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"plan.{name} must lie in (0, 1]; given: {getattr(self, name)}.")
+        if self.network_gbytes <= 0:
+            raise UserError(f"plan.network_gbytes must be above 0; given: {self.network_gbytes}.")
+        if self.gpu:
+            gpu(self.gpu)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s that one process reaches in training; fixed: share of a run's time that measuring and saving take."""
+
+    flops: float
+    source: str
+    fixed: float = 0.0
+
+    @classmethod
+    def of(cls, config: PlanConfig) -> Speed:
+        """From a GPU's figures."""
+        figures = gpu(config.gpu)
+        basis = "assumed" if config.mfu == ASSUMED_MFU else "given"
+        return cls(figures.peak * config.mfu, f"{config.gpu}: {figures.peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})")
+
+    @classmethod
+    def read(cls, summary: Mapping[str, Any], source: str) -> Speed:
+        """From a run's summary."""
+        if not summary.get("mfu"):
+            raise UserError(f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that run, or plan.gpu.")
+        seconds, aside = summary["wall_seconds"], summary["seconds"]
+        fixed = (aside["evaluation"] + aside["saving"]) / seconds
+        flops = summary["mfu"] * summary["peak"]["tflops"] * TERA
+        return cls(flops, f"measured: {source} ({summary['mfu']:.1%} of {summary['peak']['source']})", fixed)
+
+
+def read_summary(path: str) -> dict[str, Any]:
+    """The summary.json of a run, or of its folder; raises `UserError` when it cannot be read."""
+    file = Path(path)
+    file = file / "summary.json" if file.is_dir() else file
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {key: content[key] for key in ("mfu", "peak", "seconds", "wall_seconds")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"plan.measured '{file}' is no summary of a training ({type(error).__name__}). Give the folder of a finished "
+            "`headstart train`."
+        ) from error
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+
+def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
+    """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments), and `working` (copies and buffers
+    that the engine keeps or needs beside them).
+    """
+    whole, part = 4 * weights, -(-4 * weights // processes)
+    if engine.name == "torch" or engine.zero_stage == 0:
+        message = whole if engine.name == "torch" and processes > 1 else 0
+        return {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": message}
+    stage, bucket = engine.zero_stage, 4 * min(weights, BUCKET_ELEMENTS)
+    gathered = min(whole, LIVE_BUCKETS * bucket) if stage == 3 and processes > 1 else 0
+    on_device = {"adam": 2 * part, "master": part} if engine.offload == "none" else {"adam": 0, "master": 0}
+    return {
+        "weights": (0 if engine.offload == "all" else part) if stage == 3 else whole,
+        "gradients": whole if stage == 1 else part,
+        "adam": on_device["adam"],
+        "working": on_device["master"] + bucket + gathered,
+    }
+
+
+def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) -> int:
+    """Bytes of the frozen target on one process, whole or divided (train/target/sharding.py)."""
+    if engine.target_sharding == "none" or processes == 1:
+        return target.weight_bytes
+    rest = target.weight_bytes - target.layer_bytes
+    return rest + -(-target.layer_bytes // processes) + 2 * target.largest_layer
+
+
+def memory(
+    job: TrainingJob, target: PlannedTarget, parts: int, drafter_weights: int, dry: DryStep, needs: FeatureSpec, trainers: int
+) -> dict[str, int]:
+    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the target held in parts."""
+    rows, length = job.config.micro_batch, job.config.sequence_length
+    online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
+    found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
+    found |= {f"drafter {name}": count for name, count in state_bytes(drafter_weights, job.engine, trainers).items()}
+    # The target's own pass and the drafter's follow each other; the features are there in both.
+    features = rows * length * (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
+    passes = [features + dry.peak, *([target.activations(rows, length, needs)] if online else [])]
+    return {**found, "activations": max(passes)}
+
+
+def serving_bytes(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec) -> dict[str, int]:
+    """Bytes at the peak on a process that runs the target for others (features.mode=group)."""
+    rows, length = job.config.micro_batch, job.config.sequence_length
+    return {"target": target.weight_bytes, "activations": target.activations(rows, length, needs)}
+
+
+# ---- time --------------------------------------------------------------------------------------------------------------
+
+
+def bandwidth(config: PlanConfig) -> float:
+    """Bytes/s that a ring over all processes carries past each of them."""
+    link = gpu(config.gpu).link
+    if config.count > config.per_machine:
+        link = min(link, config.network_gbytes * GIGA * config.per_machine)
+    return link * LINK_SHARE
+
+
+def step_seconds(
+    job: TrainingJob, target: PlannedTarget, weights: int, dry: DryStep, config: PlanConfig, speed: Speed
+) -> dict[str, float]:
+    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is what it waits for the target's
+    processes: what they need longer than it, as they work `features.ahead` steps ahead.
+    """
+    division, online = division_of(job, config), job.features.mode == "online"
+    trainers = division.trainers
+    micro = job.config.global_batch // (job.config.micro_batch * trainers)
+    forward = micro * target.flops(job.config.micro_batch, job.config.sequence_length) / speed.flops
+    drafting = micro * dry.flops / speed.flops
+    served = forward * -(-trainers // division.targets) if division.targets else 0.0
+    waiting = max(0.0, served - drafting) if job.features.ahead else served
+    compute = {"target": forward if online else waiting, "drafter": drafting}
+    if trainers == 1 or not config.gpu:
+        return {**compute, "communication": 0.0}
+    carried, share = bandwidth(config), (trainers - 1) / trainers
+    reduced = 2 * share * 4 * weights / carried
+    if online and job.engine.target_sharding != "none":
+        # Layers are gathered while others are computed: what is longer counts.
+        gathered = micro * share * target.layer_bytes / carried
+        return {**compute, "communication": reduced + max(0.0, gathered - compute["target"])}
+    return {**compute, "communication": reduced}
+
+
+def division_of(job: TrainingJob, config: PlanConfig) -> Division:
+    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot be divided so."""
+    return divide(job, World(size=config.count)) if job.features.mode == "group" else Division(config.count, 0)
+
+
+# ---- features ----------------------------------------------------------------------------------------------------------
+
+
+def target_pass(job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
+    """Where the target runs, and what one pass of it over all tokens takes on devices of this speed."""
+    where = {
+        "online": "in every process; it is in the time",
+        "store": "beforehand, once over all tokens, to make the store; that is not in the time",
+        "remote": "on feature servers; neither their time nor their memory is counted",
+        "group": f"in the last {division.targets} of {division.size} processes, ahead of the {division.trainers} that train; the "
+                 "time has what these wait for it",
+    }[job.features.mode]  # fmt: skip
+    length = job.config.sequence_length
+    flops = -(-tokens // length) * target.flops(1, length)
+    return {"where": where, "flops": flops, "device_hours": flops / speed.flops / 3600}
+
+
+def reading(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float) -> dict[str, float] | None:
+    """What features that come from elsewhere take of disks or network, when a step takes `seconds`; None where there are none."""
+    if job.features.mode == "online":
+        return None
+    per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
+    step = per_token * job.config.global_batch * job.config.sequence_length
+    return {
+        "bytes_per_token": per_token, "bytes_per_step": step,
+        "process_bytes_per_second": step / seconds / trainers, "total_bytes_per_second": step / seconds,
+    }  # fmt: skip
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, Any]:
+    """The whole plan as plain values. Raises `UserError` for what cannot be dealt out or is not known."""
+    refuse_parts(job)
+    train, division = job.config, division_of(job, config)
+    trainers = division.trainers
+    if train.global_batch % (train.micro_batch * trainers):
+        raise UserError(
+            f"train.global_batch={train.global_batch} cannot be dealt to {trainers} processes in micro-batches of "
+            f"{train.micro_batch}: it must be a multiple of {train.micro_batch * trainers}."
+        )
+    tokens, supervised = amount(job, config)
+    target, needs, weights, parts_held, dry = counted(
+        job.kind, job.head, job.target, job.engine, train.micro_batch, train.sequence_length, round(supervised, 2)
+    )
+    held = memory(job, target, parts_held, weights, dry, needs, trainers)
+    beside = serving_bytes(job, target, needs) if division.targets else None
+    largest = max(sum(held.values()), sum((beside or {}).values()))
+    steps = train.steps(-(-tokens // (train.global_batch * train.sequence_length)))
+    parts = step_seconds(job, target, weights, dry, config, speed)
+    hours = steps * sum(parts.values()) / (1.0 - speed.fixed) / 3600
+    capacity = gpu(config.gpu).memory - RUNTIME_BYTES if config.gpu else None
+    rows = -(-tokens // train.sequence_length)
+    states = 12 * weights
+    return {
+        "format": 1,
+        "target": {"path": job.target.path, "parameters": target.info.parameters, "active": target.active,
+                   "bytes": target.weight_bytes},
+        "drafter": {"kind": job.kind, "trained_weights": weights},
+        "settings": {"processes": config.count, "trainers": trainers, "engine": asdict(job.engine),
+                     "features": job.features.mode, "trainer_target": job.features.trainer_target,
+                     "global_batch": train.global_batch, "micro_batch": train.micro_batch,
+                     "sequence_length": train.sequence_length},
+        "memory_bytes": {**held, "total": sum(held.values())},
+        "memory_capacity": capacity,
+        "target_process_bytes": None if beside is None else {**beside, "total": sum(beside.values())},
+        "fits": None if capacity is None else largest <= capacity,
+        "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
+        "disk_bytes": {
+            "states": states * (train.keep + 1),
+            "best": 2 * weights * target.dtype.itemsize,
+            "feature_store": {
+                fmt: store_bytes(bytes_per_token(needs, target.info, fmt), tokens, rows, 1, 1) for fmt in FORMATS
+            },
+        },
+        "flops": {"target": target.flops(train.micro_batch, train.sequence_length), "drafter": dry.flops,
+                  "per": "micro-batch"},
+        "target_pass": target_pass(job, target, tokens, division, speed),
+        "reading": reading(job, target, needs, trainers, sum(parts.values())),
+        "speed": {"flops": speed.flops, "source": speed.source},
+        "step_seconds": {**parts, "total": sum(parts.values())},
+        "tokens": tokens, "supervised": supervised, "steps": steps, "hours": hours, "device_hours": hours * config.count,
+        "tokens_per_second": train.global_batch * train.sequence_length / sum(parts.values()),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def counted(
+    kind: str, head: Any, target: TargetConfig, engine: EngineConfig, rows: int, length: int, supervised: float
+) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
+    """The target, what the drafter needs of it, its trained weights, the bytes of the target that are held in parts for it, and its
+    step. Kept: plans for several sizes share them.
+    """
+    described = plan_target(target)
+    drafter = planned_drafter(kind, head, described)
+    weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    parts = held_in_parts(kind, head, described)
+    return described, drafter.needs, weights, parts, dry_step(drafter, described, engine, rows, length, supervised)
+
+
+def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
+    """Tokens of the answers, and the share of them that is supervised: as given, or as the run's answers were packed."""
+    if config.tokens:
+        return config.tokens, config.supervised
+    for header in sorted((job.data / "packed").glob("*/packed.json")):
+        content = json.loads(header.read_text(encoding="utf-8"))
+        counts = content.get("counts") or {}
+        if content.get("key", {}).get("sequence_length") == job.config.sequence_length and counts.get("tokens"):
+            return int(counts["tokens"]), counts["supervised"] / counts["tokens"]
+    raise UserError(
+        f"how much will be trained on is not known: '{job.data}' holds no answers packed to {job.config.sequence_length} tokens. "
+        "Give plan.tokens (and plan.supervised)."
+    )

@@ -1,0 +1,89 @@
+"""`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
+
+    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights that were measured
+    <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
+    <out>/log.jsonl        one line per step and per evaluation
+    <out>/summary.json     what it cost and what came out; tau.png
+    <out>/manifest.json    written last
+
+Before the first step and after the last the training path is compared with the decoding path (`inference.parity`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference.decoding.config import DecodeConfig
+from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.target.loading import TargetConfig, pick_device
+from train.config import TrainConfig, TrainingJob, refuse_senseless
+from train.distributed import join_world
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.features.group import run_in_group
+from train.joint.config import JointConfig
+from train.joint.run import JointRun
+from train.memory import keep_freed_memory
+from train.optim import OptimConfig, ScheduleConfig
+from train.setup import Run
+from train.target.parts import refuse_parts
+
+
+def train(
+    kind: str,
+    head: Any,
+    *,
+    target: TargetConfig,
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    features: FeaturesConfig,
+    engine: EngineConfig,
+    optim: OptimConfig,
+    schedule: ScheduleConfig,
+    decode: DecodeConfig,
+    joint: JointConfig | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
+
+    Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
+    draft's shape and the sampling under which tau is measured. joint: whether the target is trained too (a new target then lies in
+    <out>/target; see train/joint/run.py). Raises `UserError` for anything that was given wrongly, and
+    `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    """
+    begun = time.perf_counter()
+    job = TrainingJob(
+        kind,
+        head,
+        target,
+        data,
+        out,
+        config,
+        features,
+        engine,
+        optim,
+        schedule,
+        decode,
+        joint or JointConfig(),
+    )
+    if (out / MANIFEST_FILE).is_file():
+        return read_manifest(out, "train")
+    refuse_senseless(job)
+    refuse_parts(job)
+    world = join_world(pick_device(target.device))
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    job = replace(job, target=replace(target, device=str(world.device)))
+    if job.joint.on:
+        return JointRun(job, world, begun).run(provenance)
+    if features.mode == "group":
+        return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
+    return Run(job, world, begun).run(provenance)
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------------

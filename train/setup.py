@@ -1,0 +1,376 @@
+"""One training, set up: the target, the data, the drafter, and what the training loop asks for on the way (tau, parity, checkpoints)."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
+from heads.api.drafter import TrainableDrafter
+from heads.api.errors import UserError
+from inference.decoding.requests import Request
+from inference.manifest import read_manifest, write_manifest
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.parity import check_parity
+from train.config import TrainingJob, require_same, run_facts
+from train.data.loader import StepLoader
+from train.data.masks import mask_report
+from train.data.pack import PackedData, parity_documents, read_documents, token_counts
+from train.distributed import World
+from train.engines.base import TrainEngine
+from train.engines.make import make_engine
+from train.features.base import Features, in_use
+from train.features.make import make_features, require_logits_only
+from train.feedback.check import require_weighed
+from train.loop import Evaluation, Progress, Trainer
+from train.on_policy import OnPolicyFeatures
+from train.optim import learning_rate
+from train.refresh import merged, prepare_start, require_reached, trial_loss
+from train.state import StateStore
+from train.stopping import Stopped, StopRequest
+from train.target.parts import loader, trial_batch
+from train.target.sharding import load_target
+from train.tracking.clock import Clock, timing_collectives
+from train.tracking.display import Display
+from train.tracking.meter import Meter
+from train.tracking.summary import SUMMARY_FILE, summarise, write_summary
+from train.tracking.tracker import LOG_FILE, Tracker
+
+logger = logging.getLogger(__name__)
+
+
+BEST, CHECKPOINTS = "best", "checkpoints"
+
+
+PARITY_DOCUMENTS = 2
+
+
+REPORTED_DOCUMENTS = 256
+
+
+class Run:
+    """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
+
+    def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
+        self.job, self.world, self.begun = job, world, begun
+        seed_everything(job.config.seed + world.rank)
+        self.target, self.access = load_target(job, world)
+        self.data = PackedData.from_manifest(job.data, self.target.info, job.config.sequence_length)
+        self.loader = StepLoader(
+            self.data,
+            job.config.global_batch,
+            job.config.micro_batch,
+            world.size,
+            world.rank,
+            job.config.seed,
+        )
+        self.steps = job.config.steps(self.loader.steps_per_epoch)
+        self.facts = run_facts(job, self.target.info, self.steps)
+        self.drafter: TrainableDrafter = new_drafter(
+            job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
+            token_counts(self.data, self.target.info.vocab_size),
+        ).float()  # fmt: skip
+        prepare_start(
+            self.drafter,
+            job.config.refresh,
+            self.target.info,
+            job.config.seed,
+            job.target,
+            loader(job),
+        )
+        self.requests = self.make_requests() if job.config.eval_every else []
+
+    def make_requests(self) -> list[Request]:
+        """The held-out prompts of every measurement; raises `UserError` when none of them fits the target."""
+        config, info = self.job.config, self.target.info
+        prompts = load_prompts(config.prompts)
+        domains = len({prompt.domain for prompt in prompts})
+        chosen = select_prompts(prompts, max(1, config.eval_prompts // domains), seed=config.seed)[
+            : config.eval_prompts
+        ]
+        decode = replace(self.job.decode, max_new_tokens=config.eval_tokens)
+        requests = to_requests(
+            chosen,
+            self.target.tokenizer,
+            decode,
+            capacity=info.max_position_embeddings,
+            overlong="skip",
+        )
+        if not requests:
+            raise UserError(
+                f"none of the prompts in {', '.join(config.prompts)} fits into the target's {info.max_position_embeddings} "
+                "positions together with its answer. Give shorter prompts, or lower train.eval_tokens."
+            )
+        return requests
+
+    def run(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Train from where the folder stands, check, and write the manifest."""
+        job, world, config = self.job, self.world, self.job.config
+        store = StateStore(job.out / CHECKPOINTS, config.keep, world)
+        snapshot = store.newest()
+        if snapshot is not None:
+            require_same(snapshot, self.facts)
+            self.drafter.load_state_dict(snapshot.weights())
+        progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
+        if world.is_main:
+            self.recover_best()
+        with Display(
+            f"training {job.kind}", self.steps, progress.step, active=world.is_main
+        ) as display:
+            self.introduce(display, progress)
+            self.check_updates()
+            clock = Clock.of(world.device)
+            with timing_collectives(clock) if world.size > 1 else nullcontext():
+                engine = make_engine(self.drafter, job.engine, job.optim, world)
+                self.check(engine.weights(), display)
+                if snapshot is not None:
+                    snapshot.restore(engine, world)
+                try:
+                    reason = self.fit(engine, store, progress, display, clock)
+                except Stopped as stopped:
+                    if world.is_main:
+                        with StopRequest():  # another signal must not change the exit status
+                            self.conclude(progress, stopped.name, display)
+                    raise
+                with clock.part("evaluation"):
+                    weights = engine.weights()
+                    self.check(weights, display)
+            if not self.requests:
+                with clock.part("saving"), self.access.led():
+                    if world.is_main:
+                        self.keep_best(weights)
+            engine.close()
+            if world.is_main:
+                self.conclude(progress, reason, display)
+        if world.is_main:
+            write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
+        world.wait()
+        return read_manifest(job.out, "train")
+
+    def conclude(self, progress: Progress, reason: str, display: Display) -> None:
+        """Write the summary and show it, also of a run that a signal has stopped."""
+        meter = self.meter
+        meter.finish()
+        content = summarise(
+            self.job,
+            progress,
+            reason,
+            self.world,
+            self.data.report,
+            meter.peak,
+            self.job.out / LOG_FILE,
+        )
+        display.console.print(write_summary(content, self.job.out))
+
+    def introduce(self, display: Display, progress: Progress) -> None:
+        """Say what is going to be trained on what."""
+        if not self.world.is_main:
+            return
+        if progress.step:
+            display.say(f"continuing after step {progress.step} of {self.steps}")
+            return
+        sample = list(islice(read_documents(self.job.data, self.target.info), REPORTED_DOCUMENTS))
+        display.console.print(str(mask_report(sample, self.target.tokenizer)), soft_wrap=True)
+        display.say(str(self.data.report))
+        weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
+        display.say(
+            f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
+            f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
+        )
+        if self.job.features.trainer_target == "parts":
+            display.say(str(self.target.weights.state))
+
+    def check_updates(self) -> None:
+        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand in for hidden states."""
+        job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
+        bfloat16 = job.engine.precision == "bfloat16"
+        if job.features.top_logits and job.features.mode != "online":
+            require_logits_only(self.drafter, job.features, self.target, self.loader.step(0)[0])
+        if self.data.extras:
+            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0].rows(1))
+            require_weighed(self.drafter, batch, device_type, bfloat16)
+        if job.config.refresh.lora_rank:
+            batch = trial_batch(job, self.target, needs, self.loader.step(0)[0])
+            require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
+
+    def features(self) -> Features:
+        """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
+        job, on_policy = self.job, self.job.config.on_policy
+        plain = make_features(
+            job.features, self.target, self.drafter.needs, job.engine.dtype, answers=job.data, loader=self.loader,
+            steps=self.steps, on_policy=on_policy.share > 0,
+        )  # fmt: skip
+        if on_policy.share == 0:
+            return plain
+        return OnPolicyFeatures(
+            plain, self.drafter, self.target.eos_token_ids, on_policy, job.engine
+        )
+
+    def fit(
+        self,
+        engine: TrainEngine,
+        store: StateStore,
+        progress: Progress,
+        display: Display,
+        clock: Clock,
+    ) -> str:
+        """Run the loop; returns why it ended."""
+        job, config = self.job, self.job.config
+        tracker = Tracker(
+            config.tracker,
+            job.out,
+            length=progress.log_bytes,
+            settings=self.facts,
+            active=self.world.is_main,
+        )
+        with tracker, in_use(self.features()) as features:
+            self.meter = Meter(
+                self.world.device, job.engine.dtype, progress.spent,
+                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main, begun=self.begun,
+            )  # fmt: skip
+            return Trainer(
+                engine=engine,
+                features=features,
+                loader=self.loader,
+                rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
+                evaluate=self.evaluate if self.requests else None,
+                keep_best=self.keep_best,
+                led=self.access.led,
+                breakable=not self.access.served,
+                store=store,
+                tracker=tracker,
+                display=display,
+                world=self.world,
+                config=config,
+                schedule=job.schedule,
+                steps=self.steps,
+                run_facts=self.facts,
+                progress=progress,
+                meter=self.meter,
+            ).run()
+
+    # ---- with weights --------------------------------------------------------------------------------------------------
+
+    def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
+        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
+        return self.fresh(type(self.drafter), weights)
+
+    def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
+        """A drafter of class `cls` with these weights."""
+        cuda = [self.target.device] if self.target.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
+            drafter = cls(self.drafter.config, self.target.info)
+        drafter.to(device=self.target.device, dtype=self.target.dtype)
+        drafter.load_state_dict(merged(weights, self.job.config.refresh))
+        refuse_unset(drafter)
+        drafter.bind(self.target.weights)
+        return drafter.eval()
+
+    def evaluate(self, weights: dict[str, Tensor]) -> Evaluation:
+        """tau of these weights with the bundled decoder on the held-out prompts."""
+        config = self.job.config
+        own = self.access.decode(self.job.decode)
+        decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
+        found = quick_tau(self.target, self.serving(weights), self.requests, decode)
+        depths = {
+            f"acceptance/depth{depth}": value for depth, value in enumerate(found.unconditional, 1)
+        }
+        return Evaluation(
+            found.tau,
+            found.ci95,
+            {"tar": found.tar, "verify_passes": found.verify_passes, **depths},
+        )
+
+    def keep_best(self, weights: dict[str, Tensor]) -> None:
+        """Replace <out>/best by a checkpoint with these weights, whole."""
+        best = self.job.out / BEST
+        fresh, old = best.with_name(f"{BEST}.partial"), best.with_name(f"{BEST}.old")
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.write_checkpoint(weights, fresh)
+        if best.exists():
+            best.rename(old)
+        fresh.rename(best)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Write what belongs into the folder of the best checkpoint."""
+        save_drafter(self.serving(weights), folder, self.target.info)
+
+    def recover_best(self) -> None:
+        """Put the former best back if a kill came between the two renames of `keep_best`."""
+        best = self.job.out / BEST
+        old = best.with_name(f"{BEST}.old")
+        if old.exists() and not best.exists():
+            old.rename(best)
+
+    def check(self, weights: dict[str, Tensor], display: Display) -> None:
+        """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
+        if not self.job.config.parity:
+            return
+        with self.access.led():
+            if self.world.is_main:
+                self.compare_paths(weights, display)
+
+    def compare_paths(self, weights: dict[str, Tensor], display: Display) -> None:
+        """Say whether training and decoding agree; raises `ParityError` where they do not."""
+        depth = self.job.decode.tree().max_depth
+        documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
+        if not documents:
+            logger.warning(
+                "no document is long enough (%d tokens) for the parity check; it is left out",
+                depth + 4,
+            )
+            return
+        report = check_parity(self.target, self.serving(weights), documents, depth)
+        display.say(
+            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} (largest relative difference "
+            f"{max(report.worst, default=0.0):.1e}, allowed {report.tolerance:.0e})"
+        )
+
+    def manifest(self, progress: Progress, reason: str) -> dict[str, Any]:
+        """What the next stage reads."""
+        measured = {
+            "step": progress.best_step,
+            "tau": progress.tau,
+            "tau_ci95": list(progress.tau_ci95),
+        }
+        return {
+            "kind": self.job.kind,
+            "head": self.facts["head"],
+            "target": self.target.info.to_dict(),
+            "data": {"path": str(self.job.data), "manifest_sha256": self.facts["data"]},
+            "checkpoint": BEST,
+            "best": measured
+            if progress.tau is not None
+            else {"step": progress.step, "tau": None, "tau_ci95": None},
+            "steps": progress.step,
+            "ended_by": reason,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "processes": self.world.size,
+            "history": LOG_FILE,
+            "summary": SUMMARY_FILE,
+            "settings": {
+                name: self.facts[name] for name in ("engine", "optim", "schedule", "train")
+            },
+        }
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # libraries draw from the global state
+    torch.manual_seed(seed)

@@ -1,0 +1,357 @@
+"""A frozen target that is too large for one device, divided among the processes of a training (ZeRO-3 without gradients).
+
+Every process keeps 1/N of each decoder layer. A layer is put together just before it runs and let go right after it; meanwhile
+the next one is on its way. Each process runs its own rows through the whole target, so data parallelism, features and taps are
+what they are with a whole target, to the last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole
+everywhere, since drafters share it. Memory per device: layers / N + two layers + the rest.
+
+Only the main process reads the target from disk, into CPU memory; the others are handed their pieces layer by layer.
+
+Putting a layer together takes all processes. Where the main process alone runs the target (measuring tau, the parity check), it
+announces each layer, and the others, waiting in `led`, send their pieces of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.target.loading import TargetConfig, load_config, load_model, require_supported
+from inference.target.model import TargetModel
+from inference.target.taps import find_decoder, find_layers
+from train.config import TrainingJob
+from train.distributed import JOIN_TIMEOUT, World
+from train.target.parts import empty_model, loader, replace_parameters
+
+_DONE = -1
+
+
+class TargetAccess:
+    """How a training reaches its target. This one: whole, in every process."""
+
+    served: ClassVar[bool] = False
+    """Whether the other processes serve the main one inside `led`."""
+
+    def decode(self, config: DecodeConfig) -> DecodeConfig:
+        """`config` as far as this target can follow it."""
+        return config
+
+    def led(self) -> AbstractContextManager[None]:
+        """Around what the main process alone does with the target. Collective."""
+        return nullcontext()
+
+
+def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
+    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it cannot be loaded so."""
+    refuse_combinations(job)
+    if job.engine.target_sharding == "none" or world.size == 1:
+        return loader(job)(job.target), TargetAccess()
+    model, parameters = share_model(job.target, world)
+    layers = find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
+    divided = DividedLayers(layers, world)
+    target = TargetModel.load(job.target, model)
+    target.info = replace(target.info, parameters=parameters)
+    target.weights.state = DividedState(model, divided)
+    return target, divided
+
+
+def refuse_combinations(job: TrainingJob) -> None:
+    """Raise `UserError` for what a target cannot do while it is divided."""
+    if job.target.tensor_parallel:
+        raise UserError(
+            "target.tensor_parallel splits a target over processes that all read the same rows, but in training every process has "
+            "rows of its own. Set target.tensor_parallel=false; engine.target_sharding=zero3 divides a large target in training."
+        )
+    if job.engine.target_sharding == "none":
+        return
+    for on, what in (
+        (job.joint.on, "joint training changes the target's own weights (joint=none)"),
+        (job.config.on_policy.share > 0, "train.on_policy runs it a different number of times in every process (share=0)"),
+        (job.decode.compile, "a compiled pass holds no messages (decode.compile=false)"),
+        (job.target.quantization not in ("auto", "none"), "packed weights cannot be divided (target.quantization=none)"),
+    ):
+        if on:
+            raise UserError(f"engine.target_sharding={job.engine.target_sharding} divides a frozen target, but {what}.")
+
+
+# ---- from the main process to all --------------------------------------------------------------------------------------
+
+
+def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
+    """The target's modules in every process, with real weights in the main process and none in the others; and the number of its
+    parameters. Collective.
+    """
+    described = load_config(config)
+    require_supported(config.path, described)
+    facts: list[Any] = [None, None, None]
+    model = None
+    if world.is_main:
+        try:
+            model = load_model(replace(config, device="cpu"))
+            _require_plain(model, config)
+            ends = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
+            facts = [[(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()], ends, None]
+        except UserError as error:
+            facts[2] = str(error)
+    dist.broadcast_object_list(facts, group=world.group)
+    named, ends, failure = facts
+    if failure is not None:
+        raise UserError(failure)
+    if model is None:
+        model = empty_model(config, described)
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = ends
+    _place(model, named, world)
+    return model, sum(prod(shape) for _, shape, _ in named)
+
+
+def _require_plain(model: Any, config: TargetConfig) -> None:
+    """Packed weights have parts that are no parameters."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(
+            f"target '{config.path}' has packed (quantised) weights, which engine.target_sharding cannot divide. Use its "
+            "unquantised checkpoint, or engine.target_sharding=none."
+        )
+
+
+def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
+    """Bring what stays whole to every process's device; give the layers' weights their dtype, without contents in the others."""
+    inside = {id(p) for p in _layers_of(model).parameters()}
+    here = dict(model.named_parameters())
+    assert list(here) == [name for name, _, _ in named], "the same class has other weights in another process"
+    fresh: dict[int, nn.Parameter] = {}
+    for name, shape, dtype in named:
+        old = here[name]
+        if id(old) in inside:
+            if not world.is_main:
+                fresh[id(old)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+            continue
+        value = torch.empty(shape, dtype=dtype, device=world.device)
+        if world.is_main:
+            value.copy_(old.detach())
+        dist.broadcast(as_bytes(value), src=0, group=world.group)
+        fresh[id(old)] = nn.Parameter(value, requires_grad=False)
+    replace_parameters(model, fresh)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(world.device).contiguous()
+    for _, buffer in model.named_buffers():
+        if buffer.numel():
+            dist.broadcast(as_bytes(buffer), src=0, group=world.group)
+
+
+def _layers_of(model: Any) -> nn.ModuleList:
+    return find_layers(find_decoder(model), model.config.get_text_config().num_hidden_layers)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same contiguous memory as bytes, [n] uint8: every backend carries those, whatever the dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# ---- divided layers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """The weights of one dtype in one layer: where each lies in their concatenation, and this process's piece of that."""
+
+    parameters: list[nn.Parameter]
+    shapes: list[tuple[int, ...]]
+    piece: Tensor
+
+    def point_into(self, whole: Tensor) -> None:
+        """Let the weights be parts of `whole`."""
+        at = 0
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = whole[at : at + prod(shape)].view(shape)
+            at += prod(shape)
+
+    def let_go(self) -> None:
+        """Leave the weights without contents."""
+        for parameter in self.parameters:
+            parameter.data = self.piece.new_empty(0)
+
+
+class DividedLayers(TargetAccess):
+    """The decoder layers of a frozen model, each divided among all processes and whole only while it runs.
+
+    Building it takes the weights from the main process's layers and installs the hooks. Collective, as is running the model: all
+    processes run it equally often, or the main process alone inside `led`.
+    """
+
+    served: ClassVar[bool] = True
+
+    def __init__(self, layers: nn.ModuleList, world: World) -> None:
+        self.world = world
+        # Messages of their own: whatever else the processes say to one another cannot come between.
+        members = list(range(world.size))
+        self.processes = dist.new_group(members, timeout=JOIN_TIMEOUT, use_local_synchronization=True)
+        self.layers = layers
+        self.units = [self._divide(layer) for layer in layers]
+        self._coming: tuple[int, list[Tensor], list[Any]] | None = None
+        self._leading = False
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: self._arrive(index))
+            layer.register_forward_hook(lambda *_, index=index: self._let_go(index), always_call=True)
+
+    def _divide(self, layer: nn.Module) -> list[_Group]:
+        """Scatter the main process's weights of a layer."""
+        parameters = sorted(layer.parameters(), key=lambda p: str(p.dtype))
+        world, groups = self.world, []
+        for dtype, alike in groupby(parameters, key=lambda p: p.dtype):
+            chosen = list(alike)
+            shapes = [tuple(p.shape) for p in chosen]
+            size = -(-sum(map(prod, shapes)) // world.size)
+            piece = torch.empty(size, dtype=dtype, device=world.device)
+            pieces = None
+            if world.is_main:
+                flat = torch.cat([p.detach().flatten() for p in chosen])
+                padded = torch.nn.functional.pad(flat, (0, size * world.size - flat.numel()))
+                pieces = [as_bytes(part) for part in padded.to(world.device).view(world.size, size).unbind()]
+            dist.scatter(as_bytes(piece), pieces, src=0, group=self.processes)
+            fresh = {id(p): nn.Parameter(piece.new_empty(0), requires_grad=False) for p in chosen}
+            replace_parameters(layer, fresh)
+            groups.append(_Group([fresh[id(p)] for p in chosen], shapes, piece))
+        return groups
+
+    # ---- all processes run the target ----------------------------------------------------------------------------------
+
+    def _start(self, index: int) -> tuple[int, list[Tensor], list[Any]]:
+        """Begin to put layer `index` together: what it will be, and what to wait for."""
+        wholes, waits = [], []
+        for group in self.units[index]:
+            whole = group.piece.new_empty(group.piece.numel() * self.world.size)
+            waits.append(
+                dist.all_gather_into_tensor(
+                    as_bytes(whole), as_bytes(group.piece), group=self.processes, async_op=True
+                )
+            )
+            wholes.append(whole)
+        return index, wholes, waits
+
+    def _arrive(self, index: int, ahead: int = 1) -> None:
+        """Before a layer runs: have it whole, and the next one on its way (`ahead` 0: none)."""
+        if self._leading:
+            self._announce(index)
+            for group, whole in zip(self.units[index], self._collect(index), strict=True):
+                group.point_into(whole)
+            return
+        coming = self._coming
+        if coming is None or coming[0] != index:
+            self._drop()
+            coming = self._start(index)
+        for wait in coming[2]:
+            wait.wait()
+        for group, whole in zip(self.units[index], coming[1], strict=True):
+            group.point_into(whole)
+        self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
+
+    def _drop(self) -> None:
+        """Let go of a layer that was on its way and is not needed: a pass ended before its last layer."""
+        if self._coming is not None:
+            for wait in self._coming[2]:
+                wait.wait()
+            self._coming = None
+
+    def _let_go(self, index: int) -> None:
+        for group in self.units[index]:
+            group.let_go()
+
+    @contextmanager
+    def whole(self, index: int) -> Iterator[None]:
+        """Layer `index` with its weights inside the block, outside of a pass."""
+        self._arrive(index, ahead=0)
+        try:
+            yield
+        finally:
+            self._let_go(index)
+
+    # ---- the main process alone does -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def led(self) -> Iterator[None]:
+        """See `TargetAccess`: the others serve the main process until its block ends, then run theirs."""
+        self._drop()
+        if not self.world.is_main:
+            self._follow()
+            yield
+            return
+        self._leading = True
+        try:
+            yield
+        finally:
+            self._leading = False
+            self._announce(_DONE)
+
+    def decode(self, config: DecodeConfig) -> DecodeConfig:
+        """See `TargetAccess`: a captured step would hold no messages, so every operation is launched."""
+        return replace(config, graph="off")
+
+    def _announce(self, index: int) -> int:
+        """Tell the others (in the main process) or be told (in the others) which layer is wanted."""
+        message = torch.tensor([index], device=self.world.device)
+        dist.broadcast(message, src=0, group=self.processes)
+        return int(message)
+
+    def _collect(self, index: int) -> list[Tensor]:
+        """Put layer `index` together in the main process; the others send their pieces and get nothing."""
+        wholes = []
+        for group in self.units[index]:
+            size, pieces = group.piece.numel(), None
+            if self.world.is_main:
+                whole = group.piece.new_empty(size * self.world.size)
+                pieces = [as_bytes(part) for part in whole.view(self.world.size, size).unbind()]
+                wholes.append(whole)
+            dist.gather(as_bytes(group.piece), pieces, dst=0, group=self.processes)
+        return wholes
+
+    def _follow(self) -> None:
+        while (index := self._announce(_DONE)) != _DONE:
+            self._collect(index)
+
+
+class DividedState(Mapping[str, Tensor]):
+    """The named weights of a target whose layers are divided; each is put together when it is asked for.
+
+    Collective: all processes ask for the same names in the same order (they build the same drafter), or the main process alone
+    inside `led`.
+    """
+
+    def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
+        self._divided = divided
+        self._parameters = dict(model.named_parameters())
+        self._layer = {
+            id(parameter): index
+            for index, groups in enumerate(divided.units)
+            for group in groups
+            for parameter in group.parameters
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        index = self._layer.get(id(parameter))
+        if index is None:
+            return parameter.detach()
+        with self._divided.whole(index):
+            return parameter.detach().clone()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -1,0 +1,142 @@
+"""The cost of a training as it goes: time by part, model FLOPs utilisation, peak memory, energy; per step and in all.
+
+FLOPs are counted (train/planning/footprint.py) in the first step of a session and in every hundredth; in between the last count stands:
+rows have one length, and only the share of supervised tokens varies. Counted are the matrix products and attention that this
+process really computes: the target's forward pass over all positions, the drafter's forward and backward pass, what is computed
+a second time included. Utilisation is their number over (the device's peak x the time of the steps, waiting included,
+measuring tau and saving excluded).
+
+Energy is read by every process for its own GPU. What was used since goes along with the sums of the next step, and of a save, so
+that the main process puts down what all of them used.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from train.planning.devices import Peak, find_peak
+from train.planning.footprint import FlopCount
+from train.tracking.clock import PARTS, Clock
+from train.tracking.energy import EnergyMeter
+
+COUNT_EVERY = 100
+ASIDE = ("evaluation", "saving")
+"""Parts that are not training."""
+
+
+class Meter:
+    """Measures one process. spent: the sums of earlier sessions, which are continued: seconds by part, `setup` (seconds before the
+    loop), `flops`, `joules` (of all processes; `unmetered` where one could not tell), `peak_memory` (bytes). main: only the main
+    process counts FLOPs. begun: `time.perf_counter()` when the training was asked for; the time since then is its setup.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        spent: dict[str, float],
+        *,
+        peak_tflops: float = 0.0,
+        clock: Clock | None = None,
+        main: bool = True,
+        begun: float | None = None,
+    ) -> None:
+        self.device, self.spent, self.main = device, spent, main
+        self._asked = (device, dtype, peak_tflops)
+        self.peak = find_peak(*self._asked) if main else Peak(0.0, "")
+        self.energy = EnergyMeter(device)
+        self.clock = clock or Clock.of(device)
+        self._flops, self._since_count, self._joules = 0.0, COUNT_EVERY, 0.0
+        if begun is not None:
+            spent["setup"] = spent.get("setup", 0.0) + time.perf_counter() - begun
+        self.clock.restart()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around what a step computes."""
+        due = self.main and self._since_count >= COUNT_EVERY
+        if not due:
+            self._since_count += 1
+            with nullcontext():
+                yield
+            return
+        # Compiled code hides its operations; the counted step runs as it is written.
+        with torch.compiler.set_stance("force_eager"), FlopCount() as count:
+            yield
+        self._flops, self._since_count = float(count.flops), 1
+
+    def step(self) -> dict[str, Any]:
+        """Figures of the step that has just ended, for its line in the log: seconds by part, mfu, peak_memory, joules."""
+        self.spent["flops"] = self.spent.get("flops", 0.0) + self._flops
+        taken = self.take()
+        figures: dict[str, Any] = {name: round(seconds, 6) for name, seconds in taken.items()}
+        seconds = sum(passed for name, passed in taken.items() if name not in ASIDE)
+        if self.peak.flops and self._flops and seconds > 0:
+            figures["mfu"] = self._flops / (seconds * self.peak.flops)
+        figures["peak_memory"] = int(self.spent["peak_memory"])
+        joules = energy_used(self.spent)
+        if joules is not None:
+            figures["joules"] = joules
+        return figures
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call, added to the sums together with memory; reads the energy too."""
+        taken, spent = self.clock.take(), self.spent
+        for name, seconds in taken.items():
+            spent[name] = spent.get(name, 0.0) + seconds
+        self._joules += self.energy.take() or 0.0
+        spent["peak_memory"] = max(spent.get("peak_memory", 0), peak_memory(self.device))
+        return taken
+
+    def own_energy(self) -> list[float]:
+        """[joules of this process's GPU up to the last reading, each handed out once; 1 if it cannot tell, else 0]: summed over all
+        processes, for `add_energy`.
+        """
+        joules, self._joules = self._joules, 0.0
+        return [joules, float(not self.energy.available)]
+
+    def add_energy(self, joules: float, silent: float) -> None:
+        """Put down what all processes used; once any of them could not tell there is no figure."""
+        if silent:
+            self.spent["unmetered"] = 1.0
+        self.spent["joules"] = self.spent.get("joules", 0.0) + joules
+
+    def finish(self) -> None:
+        """Add what is still under way, which waits for the device once, and look at a measured peak again."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.take()
+        if self.main:
+            self.peak = find_peak(*self._asked, again=True)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes so far: of tensors on a CUDA device; of the whole process (resident) on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def total_seconds(spent: dict[str, float]) -> float:
+    """All time of the training that is accounted for."""
+    return sum(spent.get(name, 0.0) for name in PARTS)
+
+
+def energy_used(spent: dict[str, float]) -> float | None:
+    """Joules of all processes' GPUs, or None where not all of them were known all the time."""
+    return None if "unmetered" in spent else spent.get("joules")
+
+
+def utilisation(spent: dict[str, float], peak: float) -> float | None:
+    """FLOPs over what the device could have done in the time of the steps; None where the peak or the FLOPs are unknown."""
+    seconds = total_seconds(spent) - sum(spent.get(name, 0.0) for name in ASIDE)
+    flops = spent.get("flops", 0.0)
+    return flops / (seconds * peak) if peak and flops and seconds > 0 else None

@@ -1,0 +1,177 @@
+"""What a run writes down while it trains: `log.jsonl`, and Weights & Biases and TensorBoard if asked for.
+
+One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
+written later is cut off first, so that nothing is there twice.
+
+The Weights & Biases run belongs to the folder: its id is written there before the run starts, so that the same command continues
+the same run however early it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError, suggest
+from inference.manifest import write_bytes
+from train.tracking.tensorboard import EventFile, scalars
+
+LOG_FILE = "log.jsonl"
+ID_FILE = "wandb-id.txt"
+WANDB_MODES = ("disabled", "offline", "online")
+_SECRET_WORDS = ("key", "token", "secret", "password", "credential")
+_PLAIN_WORDS = ("tokens", "tokenizer")
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where figures go besides log.jsonl, which is always written."""
+
+    wandb: str = "offline"
+    """disabled, offline (files below <out>/wandb, to be synchronised by hand) or online (needs a login)."""
+    project: str = "headstart"
+    """Weights & Biases project."""
+    name: str = ""
+    """Name of the run there; empty: the kind of drafter."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run there."""
+    tensorboard: bool = False
+    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
+
+    def __post_init__(self) -> None:
+        if self.wandb not in WANDB_MODES:
+            raise UserError(
+                f"train.tracker.wandb '{self.wandb}' is unknown.{suggest(self.wandb, WANDB_MODES)}"
+            )
+
+
+class Tracker:
+    """Writes figures of the main process. Use as a context manager; other processes get one with `active=False`."""
+
+    def __init__(
+        self,
+        config: TrackerConfig,
+        out: Path,
+        *,
+        length: int,
+        settings: Mapping[str, Any],
+        active: bool = True,
+    ) -> None:
+        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out."""
+        self._file: Any = None
+        self._wandb: Any = None
+        self._events: EventFile | None = None
+        if not active:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / LOG_FILE
+        self._file = path.open("ab")
+        if path.stat().st_size > length:
+            self._file.truncate(length)
+        if config.tensorboard:
+            self._events = EventFile(out, read_log(path))
+        if config.wandb != "disabled":
+            self._start_wandb(config, out, settings)
+
+    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "train.tracker.wandb is on, but wandb is not installed. Install it, or set train.tracker.wandb=disabled."
+            ) from error
+        try:
+            self._wandb = wandb.init(
+                project=config.project,
+                name=config.name or settings.get("kind"),
+                dir=str(out),
+                mode="online" if config.wandb == "online" else "offline",
+                config=without_secrets(settings),
+                tags=list(config.tags) or None,
+                id=run_id(out),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled."
+            ) from error
+
+    def write(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Append one line; it is on the disk's way when this returns (flushed, not synchronised)."""
+        if self._file is None:
+            return
+        line = {"step": step, **{name: _finite(value) for name, value in figures.items()}}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(scalars(line)), step=step)
+        if self._events is not None:
+            self._events.write(step, line)
+
+    def flush(self) -> int:
+        """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        """End the log; may be called again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_id(out: Path) -> str:
+    """The id of the folder's Weights & Biases run; a new one is written down first."""
+    path = out / ID_FILE
+    if not path.is_file():
+        write_bytes(path, f"{secrets.token_hex(4)}\n".encode())
+    return path.read_text(encoding="utf-8").strip()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All lines of a log, in order; a last line that a kill left unfinished is left out."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` without entries whose name says that they hold a key, a password or the like, at any depth."""
+    kept: dict[str, Any] = {}
+    for name, value in settings.items():
+        lowered = str(name).lower()
+        secret = any(word in lowered for word in _SECRET_WORDS) and not any(
+            word in lowered for word in _PLAIN_WORDS
+        )
+        if isinstance(value, Mapping):
+            kept[str(name)] = without_secrets(value)
+        elif not secret:
+            kept[str(name)] = value
+    return kept
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no not-a-number: None stands for them."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
