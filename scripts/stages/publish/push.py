@@ -13,8 +13,9 @@ from pathlib import Path
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.export.hub import DRAFTER, push
-from inference.export.hub_folder import Sources
+from inference.export.hub.config import DRAFTER
+from inference.export.hub.folder import Sources
+from inference.export.hub.push import push
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
 from inference.report.model import read_report
