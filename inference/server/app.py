@@ -12,12 +12,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from inference.measure.metrics import divide
-from inference.server import exposition
 from inference.server.errors import ApiError
 from inference.server.protocol import CHAT, TEXT, Asked, Envelope, parse
 from inference.server.scheduler import Done, Piece
@@ -64,7 +65,8 @@ class Routes:
 
     async def metrics(self) -> Response:
         """GET /metrics"""
-        return Response(self.service.metrics.registry.text(), media_type=exposition.CONTENT_TYPE)
+        text = generate_latest(self.service.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def api_error(self, request: Request, error: Exception) -> Response:
         """What was refused."""
