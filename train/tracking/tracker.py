@@ -1,10 +1,11 @@
 """What a run writes down while it trains: `log.jsonl`, and Weights & Biases and TensorBoard if asked for.
 
-One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
-written later is cut off first, so that nothing is there twice.
+One line is one JSON object with its `step`. A saved state remembers the log's length; when a run
+continues from it, what was written later is cut off first, so that nothing is there twice.
+TensorBoard's event files can only grow, so a new one is made from the log at every start.
 
-The Weights & Biases run belongs to the folder: its id is written there before the run starts, so that the same command continues
-the same run however early it was killed.
+The Weights & Biases run belongs to the folder: its id is written there before the run starts, so
+that the same command continues the same run however early it was killed.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError, suggest
 from inference.manifest import write_bytes
-from train.tracking.tensorboard import EventFile, scalars
 
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
+TENSORBOARD = "tensorboard"
 WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
@@ -42,7 +44,7 @@ class TrackerConfig:
     tags: tuple[str, ...] = ()
     """Tags of the run there."""
     tensorboard: bool = False
-    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
+    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it (extra `tracking`)."""
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
@@ -75,7 +77,7 @@ class Tracker:
         if path.stat().st_size > length:
             self._file.truncate(length)
         if config.tensorboard:
-            self._events = EventFile(out, read_log(path))
+            self._events = EventFile(out / TENSORBOARD, read_log(path))
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
@@ -96,7 +98,9 @@ class Tracker:
                 tags=list(config.tags) or None,
                 id=run_id(out),
                 resume="allow",
-                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, save_code=False
+                ),
             )
         except wandb.errors.Error as error:
             raise UserError(
@@ -113,7 +117,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log(dict(scalars(line)), step=step)
         if self._events is not None:
-            self._events.write(step, line)
+            self._events.write(line)
 
     def flush(self) -> int:
         """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
@@ -139,6 +143,55 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class EventFile:
+    """TensorBoard's event file of a run. lines: what the log holds already; older files in `folder` are deleted."""
+
+    def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise UserError(
+                "train.tracker.tensorboard is on, but the package tensorboard is not installed. Install it with: "
+                "pip install -e '.[tracking]' (or pip install tensorboard), or set train.tracker.tensorboard=false."
+            ) from error
+        self._event, self._summary = Event, Summary
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer = EventFileWriter(str(folder))
+        for line in lines:
+            self._add(line)
+        self._writer.flush()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line's numbers."""
+        self._add(line)
+        self._writer.flush()
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        value = self._summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
+        if values:
+            summary = self._summary(value=values)
+            self._writer.add_event(
+                self._event(wall_time=time.time(), step=line["step"], summary=summary)
+            )
+
+    def close(self) -> None:
+        """End the file."""
+        self._writer.close()
+
+
+def scalars(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Names and values of all numbers in a line of the log but the step; nested ones as `outer/inner`."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and (prefix or name != "step"):
+            yield prefix + name, float(value)
 
 
 def run_id(out: Path) -> str:
