@@ -1,4 +1,4 @@
-"""The numbers that a server shows at /metrics; docs/server.md lists them, docs/vocabulary.md defines the words."""
+"""The metrics that a server exposes at /metrics; docs/server.md lists them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerMetrics:
     """All metrics of one server, in a registry of its own; safe to use from several threads."""
 
     def __init__(self, depth: int, clock: StepClock, drafts: bool) -> None:
-        """depth: deepest level that is drafted; clock: the engine's; drafts: whether there is a drafter."""
+        """depth: deepest drafted level; clock: the engine's; drafts: whether there is a drafter."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, about: str, *labels: str) -> Counter:

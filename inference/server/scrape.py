@@ -1,4 +1,4 @@
-"""Reading what a server shows at /metrics (Prometheus' text format, 0.0.4): ours, vLLM's, SGLang's."""
+"""Reads what a server exposes at /metrics (Prometheus' text format): ours, vLLM's, SGLang's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prometheus_client.samples import Sample
 
 
 def read_samples(text: str) -> Iterator[Sample]:
-    """The samples of all metrics in the order of `text`; raises `ValueError` naming the line that is none."""
+    """The samples in `text`, in order; raises `ValueError` naming a line that is none."""
     for number, line in enumerate(text.splitlines(), 1):
-        # Line by line: a sample needs no line before it, and the parser's errors do not say where they are.
+        # Line by line: the parser's errors do not say where they are.
         try:
             families = list(text_string_to_metric_families(line))
         except ValueError as error:

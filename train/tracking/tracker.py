@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: `log.jsonl`, and Weights & Biases and TensorBoard if asked for.
+"""What a run writes while it trains: `log.jsonl`, Weights & Biases and TensorBoard if asked for.
 
 One line is one JSON object with its `step`. A saved state remembers the log's length; when a run
 continues from it, what was written later is cut off first, so that nothing is there twice.
@@ -36,7 +36,7 @@ class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
 
     wandb: str = "offline"
-    """disabled, offline (files below <out>/wandb, to be synchronised by hand) or online (needs a login)."""
+    """disabled, offline (files below <out>/wandb, for `wandb sync`) or online (needs a login)."""
     project: str = "headstart"
     """Weights & Biases project."""
     name: str = ""
@@ -54,7 +54,7 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Writes figures of the main process. Use as a context manager; other processes get one with `active=False`."""
+    """Writes figures of the main process; a context manager. Other processes: `active=False`."""
 
     def __init__(
         self,
@@ -65,7 +65,10 @@ class Tracker:
         settings: Mapping[str, Any],
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out."""
+        """length: bytes of the log that belong to what is continued (0: a new run).
+
+        settings: written to Weights & Biases, secrets left out.
+        """
         self._file: Any = None
         self._wandb: Any = None
         self._events: EventFile | None = None
@@ -86,7 +89,8 @@ class Tracker:
             import wandb
         except ImportError as error:
             raise UserError(
-                "train.tracker.wandb is on, but wandb is not installed. Install it, or set train.tracker.wandb=disabled."
+                "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
+                "train.tracker.wandb=disabled."
             ) from error
         try:
             self._wandb = wandb.init(
@@ -104,11 +108,12 @@ class Tracker:
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled."
+                f"Weights & Biases could not start: {error}. "
+                "Use train.tracker.wandb=offline or disabled."
             ) from error
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Append one line; it is on the disk's way when this returns (flushed, not synchronised)."""
+        """Append one line; it is flushed when this returns, not synchronised."""
         if self._file is None:
             return
         line = {"step": step, **{name: _finite(value) for name, value in figures.items()}}
@@ -120,7 +125,7 @@ class Tracker:
             self._events.write(line)
 
     def flush(self) -> int:
-        """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
+        """Force the log onto the disk; returns its length in bytes."""
         if self._file is None:
             return 0
         os.fsync(self._file.fileno())
@@ -146,7 +151,7 @@ class Tracker:
 
 
 class EventFile:
-    """TensorBoard's event file of a run. lines: what the log holds already; older files in `folder` are deleted."""
+    """TensorBoard's event file of a run, replacing those in `folder`. lines: of the log so far."""
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         try:
@@ -155,8 +160,8 @@ class EventFile:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise UserError(
-                "train.tracker.tensorboard is on, but the package tensorboard is not installed. Install it with: "
-                "pip install -e '.[tracking]' (or pip install tensorboard), or set train.tracker.tensorboard=false."
+                "train.tracker.tensorboard is on, but tensorboard is not installed. Install it "
+                "with `pip install -e '.[tracking]'`, or set train.tracker.tensorboard=false."
             ) from error
         self._event, self._summary = Event, Summary
         for old in folder.glob("events.out.tfevents.*"):
@@ -186,7 +191,7 @@ class EventFile:
 
 
 def scalars(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Names and values of all numbers in a line of the log but the step; nested ones as `outer/inner`."""
+    """Names and values of all numbers in a line of the log but `step`; nested as `outer/inner`."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -209,7 +214,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` without entries whose name says that they hold a key, a password or the like, at any depth."""
+    """`settings` without entries named like a key, a password or the like, at any depth."""
     kept: dict[str, Any] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
