@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from scripts.config import Settings
     from train.config import Job
     from train.planning.plan import Speed
+    from train.tracking.summary import Summary
 
 
 def run(settings: Settings) -> None:
@@ -51,7 +52,8 @@ def job_of(settings: Settings) -> Job:
 
 def speed_of(job: Job, settings: Settings) -> Speed:
     """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
-    from train.planning.plan import Speed, read_summary
+    from train.planning.plan import Speed
+    from train.tracking.summary import read_summary
 
     plan = settings.plan
     if plan.gpu:
@@ -62,10 +64,10 @@ def speed_of(job: Job, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: Job, steps: int, folder: Path) -> dict[str, Any]:
+def few_steps(job: Job, steps: int, folder: Path) -> Summary:
     """The summary of so many real steps of the training, of which nothing is kept."""
-    from train.planning.plan import read_summary
     from train.run import train
+    from train.tracking.summary import read_summary
     from train.tracking.tracker import TrackerConfig
 
     config = replace(
@@ -75,9 +77,9 @@ def few_steps(job: Job, steps: int, folder: Path) -> dict[str, Any]:
         job.kind, job.head, target=job.target, data=job.data, out=folder, config=config, features=job.features,
         engine=job.engine, optim=job.optim, schedule=job.schedule, decode=job.decode, joint=job.joint,
     )  # fmt: skip
-    found = read_summary(str(folder))
-    found["seconds"] = {**found["seconds"], "evaluation": 0.0, "saving": 0.0}  # nothing was measured, one state written
-    return found
+    found = read_summary(folder)
+    # nothing was measured, one state written
+    return found.model_copy(update={"seconds": {**found.seconds, "evaluation": 0.0, "saving": 0.0}})
 
 
 def table(content: Mapping[str, Any]) -> Table:
