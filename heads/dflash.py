@@ -31,7 +31,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
 from heads.nn import losses
-from heads.nn.attention import Place, additive, cache_attention, write_cache
+from heads.nn.attention import CachePlace, additive, cache_attention, write_cache
 from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import Anchors, KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
@@ -314,7 +314,7 @@ class Drafter(BlockModel):
         """Along every path: the carry of a node's children follows from its own token and the carry before it."""
         rule, depth = self.dependency, 0
 
-        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1  # of the children; levels come in order
             states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
@@ -323,7 +323,7 @@ class Drafter(BlockModel):
             return self._dependent(slot, states, carry, depth).expand(-1, tokens.shape[1], -1), carry
 
         nothing = given.new_zeros(given.shape[0], 1, rule.size)
-        logits, carry = step(Place.nowhere(given.device), state.root[:, None], nothing)
+        logits, carry = step(CachePlace.nowhere(given.device), state.root[:, None], nothing)
         return grow(state.plan, state.root, state.root_position, logits, carry, step, noise)
 
     def _confidence(self, proposal: Proposal, normed: Tensor) -> Tensor:

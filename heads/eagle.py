@@ -21,7 +21,6 @@ from functools import partial
 from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
@@ -92,14 +91,6 @@ class Config:
                 "head.feature_weight, head.logit_weight and head.top_k_weight must not be negative, nor all 0, and head.noise must "
                 f"not be negative; given {', '.join(map(str, weights))}."
             )
-
-
-def top_k_cross_entropy(logits: Tensor, probabilities: Tensor, count: int) -> Tensor:
-    """-sum p log q over the `count` tokens that p holds most likely (HASS): logits [K, M, V], p [M, V] -> [K, M]."""
-    best, columns = probabilities.topk(min(count, probabilities.shape[-1]), dim=-1)  # [M, k]
-    scores = logits.to(probabilities.dtype)
-    chosen = scores.gather(-1, columns.expand(logits.shape[0], -1, -1))
-    return best.sum(-1) * scores.logsumexp(-1) - torch.linalg.vecdot(chosen, best.expand_as(chosen))
 
 
 class Layer(nn.Module):
@@ -206,14 +197,13 @@ class Drafter(FeatureDrafter):
         parts = []
         if config.feature_weight > 0:
             assert batch.last_hidden is not None
-            exact = torch.promote_types(outputs.dtype, torch.float32)
-            true = batch.last_hidden.flatten(0, 1)[states_at].to(exact).expand_as(outputs)
-            distance = F.smooth_l1_loss(outputs.to(exact), true, reduction="none").mean(-1)
-            parts.append(config.feature_weight * distance)
+            true = batch.last_hidden.flatten(0, 1)[states_at]
+            parts.append(config.feature_weight * losses.feature_distance(outputs, true))
         if config.logit_weight > 0:
             parts.append(config.logit_weight * losses.soft_cross_entropy(logits, probabilities))
         if config.top_k_weight > 0:
-            parts.append(config.top_k_weight * top_k_cross_entropy(logits, probabilities, config.top_k))
+            narrowed = losses.top_k_cross_entropy(logits, probabilities, config.top_k)
+            parts.append(config.top_k_weight * narrowed)
         counts = torch.ones_like(states_at, dtype=torch.bool)
         return torch.stack(parts).sum(0), counts, losses.best_column(logits) == wanted.argmax(-1)
 

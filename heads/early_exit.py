@@ -32,7 +32,7 @@ from heads.nn.attention import packed_mask, sequence_attention
 from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
-from heads.nn.target.layers import Block, KeptLayer
+from heads.nn.target.layers import DraftLayer, KeptLayer
 
 ADAPTERS = ("none", "attention", "layer")
 
@@ -115,7 +115,7 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
 
 
 class Adapter(nn.Module):
-    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `Block` of a drafter's stack."""
+    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `DraftLayer` of a drafter's stack."""
 
     attends = True
     window = 0
@@ -218,7 +218,7 @@ class Drafter(SelfDrafter):
                 )
             init.copy(parameter, value)
 
-    def _own_blocks(self) -> Sequence[tuple[Block, int]]:
+    def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
         return () if self.adapter is None else ((self.adapter, self.exit),)
 
     def _normalise(self, states: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
 from heads.nn.attention import (
-    Place,
+    CachePlace,
     additive,
     cache_attention,
     packed_mask,
@@ -108,7 +108,7 @@ class FirstBlock(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Medusa's block: x + SiLU(U x + b), [..., H] -> [..., H]."""
 
     def __init__(self, hidden: int) -> None:
@@ -130,14 +130,14 @@ class Head(nn.Module):
     def __init__(self, hidden: int, tokens: int, layers: int, vocab: int) -> None:
         super().__init__()
         self.first = FirstBlock(hidden, tokens)
-        self.deeper = nn.ModuleList(Block(hidden) for _ in range(layers - 1))
+        self.deeper = nn.ModuleList(ResidualBlock(hidden) for _ in range(layers - 1))
         self.lm_head = nn.Linear(hidden, vocab, bias=False) if vocab else None
 
     def initialise(self, lm_head: Tensor) -> None:
         """Pass the state on to the target's LM head [V, H]."""
         self.first.initialise()
         for block in self.deeper:
-            assert isinstance(block, Block)
+            assert isinstance(block, ResidualBlock)
             block.initialise()
         if self.lm_head is not None:
             init.copy(self.lm_head.weight, lm_head)
@@ -350,11 +350,11 @@ class Drafter(FeatureDrafter):
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the draft level by level; what a node hands to its children is all that its own head read."""
 
-        def step(place: Place, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
             read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]
             return self._head_logits(read), read
 
         logits, read = step(
-            Place.nowhere(state.root.device), state.root[:, None], state.hidden[:, None]
+            CachePlace.nowhere(state.root.device), state.root[:, None], state.hidden[:, None]
         )  # the root's children
         return grow(state.plan, state.root, state.root_position, logits, read, step, noise)

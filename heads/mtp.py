@@ -78,7 +78,7 @@ class Config:
             raise UserError(f"head.beta must lie in (0, 1]; given {self.beta}.")
 
 
-class Block(nn.Module):
+class MtpBlock(nn.Module):
     """Norms of both inputs, their projection, one decoder layer and a final norm."""
 
     def __init__(self, shape: LayerShape) -> None:
@@ -122,7 +122,7 @@ class Drafter(FeatureDrafter):
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
         shape = layer_shape(config, info)
         self.mtp: nn.Module = (
-            Block(shape) if config.shared else nn.ModuleList([Block(shape) for _ in range(config.depths)])
+            MtpBlock(shape) if config.shared else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
         )
         rope = Rope(shape.head_dim, info.rope_theta)
         self.chain: Chain | ModuleChain = (
@@ -131,12 +131,12 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[MtpBlock]:
         """The blocks by depth; a shared one once."""
         return (
             [self.mtp]
-            if isinstance(self.mtp, Block)
-            else [cast(Block, block) for block in cast(nn.ModuleList, self.mtp)]
+            if isinstance(self.mtp, MtpBlock)
+            else [cast(MtpBlock, block) for block in cast(nn.ModuleList, self.mtp)]
         )
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:

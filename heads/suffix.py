@@ -129,7 +129,7 @@ class Drafter:
 
     # --- searching ------------------------------------------------------------------------------------------------
 
-    def _occurrences(self, state: State) -> Found:
+    def _occurrences(self, state: State) -> Continuations:
         """The best K occurrences of the newest tokens: the longest matches first, then the row's own, then the most recent."""
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
@@ -149,7 +149,7 @@ class Drafter:
         lengths = score // matched.shape[1]
         longest = lengths[:, :1]
         weights = torch.pow(self.config.backoff, (longest - lengths).float())  # 0 ** 0 is 1
-        return Found(self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0])
+        return Continuations(self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0])
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
         """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where nothing follows."""
@@ -196,7 +196,7 @@ class Drafter:
 
 
 @dataclass
-class Found:
+class Continuations:
     """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B] int64: the longest match."""
 
     tokens: Tensor

@@ -83,7 +83,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     the temporary file behind, see `remove_leftovers`; an error does not.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}")
+    partial = partial_of(path)
     try:
         with partial.open("xb") as file:
             file.write(content)
@@ -100,16 +100,26 @@ def remove_leftovers(folder: Path) -> None:
     and the file unchanged for `STALE_SECONDS`.
     """
     for path in folder.rglob(f"*{PARTIAL}"):
-        found = _PARTIAL_NAME.search(path.name)
-        if found is None:
-            continue
-        try:
-            here = found["host"] == socket.gethostname()
-            gone = not alive(int(found["pid"])) if here else time.time() - path.stat().st_mtime > STALE_SECONDS
-        except FileNotFoundError:  # it was just given its name
-            continue
-        if gone:
+        if path.is_file() and abandoned(path):
             path.unlink(missing_ok=True)
+
+
+def partial_of(path: Path) -> Path:
+    """A temporary name next to `path` that says which process writes it."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}")
+
+
+def abandoned(path: Path) -> bool:
+    """Whether `path` has a name of `partial_of` and its writer is gone; see `remove_leftovers`."""
+    found = _PARTIAL_NAME.search(path.name)
+    if found is None:
+        return False
+    if found["host"] == socket.gethostname():
+        return not alive(int(found["pid"]))
+    try:
+        return time.time() - path.stat().st_mtime > STALE_SECONDS
+    except FileNotFoundError:  # it was just given its name
+        return False
 
 
 def alive(pid: int) -> bool:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.api.errors import UserError
+from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.measure.metrics import GAP, PHASES, efficiency
 from inference.report_blocks import extra_tables, markdown_table
 from inference.report_schema import arm_name, read_report, validate_report
@@ -29,6 +30,7 @@ DEFINITIONS = (
 )
 
 Report = Mapping[str, Any]
+HEADLINE = "# Measured by Headstart"
 
 
 def render(reports: Sequence[Path], out: Path) -> Path:
@@ -67,7 +69,7 @@ def _folder(path: Path) -> Path:
 
 def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
     """The text of report.md: a comparison when there are several reports, then each in full."""
-    lines = ["# Measured by Headstart", "", DEFINITIONS, ""]
+    lines = [HEADLINE, "", DEFINITIONS, ""]
     if len(reports) > 1:
         lines += ["## Side by side", "", *_comparison(reports), ""]
     for image in images:
@@ -94,12 +96,13 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
 def facts(report: Report) -> list[str]:
     """Target, device, settings and command as markdown list items."""
     target, device, settings = report["target"], report["device"], report["settings"]
+    rule_note = rule_text(settings["rule"], settings["temperature"]).removeprefix(settings["rule"])
     lines = [
         f"- target: `{target['id']}` ({target['parameters']:,} parameters, {target['dtype']}, "
         f"revision `{target['revision']}`)",
         f"- device: {device['name']} ({device['kind']}, {device['threads']} threads)",
         f"- settings: temperature {settings['temperature']}, up to {settings['max_new_tokens']} new tokens, "
-        f"batch size {settings['batch_size']}, rule `{settings['rule']}`, {settings['prompts']} prompts, "
+        f"batch size {settings['batch_size']}, rule `{settings['rule']}`{rule_note}, {settings['prompts']} prompts, "
         f"seed {settings['seed']}",
     ]
     if report.get("command"):
@@ -119,14 +122,26 @@ def with_interval(value: float, interval: Sequence[float]) -> str:
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def lossless_text(lossless: Mapping[str, int]) -> str:
-    """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES"."""
+def lossless_text(lossless: Mapping[str, int], settings: Mapping[str, Any] | None = None) -> str:
+    """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES".
+
+    settings: of the report. A rule that does not promise the baseline's text is named instead: "LOSSY, 3/64 same
+    text", or "distribution kept, 3/64 same text".
+    """
     text = f"{lossless['identical']}/{lossless['sequences']}"
+    kept = promise_of(settings) if settings else TEXT
+    if kept != TEXT:
+        return f"{'LOSSY' if kept == LOSSY else 'distribution kept'}, {text} same text"
     if lossless["near_ties"]:
         text += f", {lossless['near_ties']} near tie{'s' if lossless['near_ties'] > 1 else ''}"
     if lossless["mismatches"]:
         text += f", {lossless['mismatches']} MISMATCH{'ES' if lossless['mismatches'] > 1 else ''}"
     return text
+
+
+def promise_of(settings: Mapping[str, Any]) -> str:
+    """What the rule of a report keeps of the target's text; see `inference.rules.names`."""
+    return promise(settings["rule"], settings["temperature"])
 
 
 def _main_rows(report: Report) -> list[list[str]]:
@@ -154,7 +169,7 @@ def _main_rows(report: Report) -> list[list[str]]:
                 with_interval(entry["speedup"], entry["speedup_ci95"]),
                 f"{entry['ideal_speedup']:.2f}",
                 f"{100 * efficiency(entry):.0f}%",
-                lossless_text(entry["lossless"]),
+                lossless_text(entry["lossless"], report["settings"]),
             ]
         )
     return rows
@@ -189,6 +204,9 @@ def _comparison(reports: Mapping[str, Report]) -> list[str]:
         "temperature",
         *(str(report["settings"]["temperature"]) for report in reports.values() for _ in "ab"),
     ]
+    if any(report["settings"]["rule"] != "match" for report in reports.values()):
+        used = [rule_text(r["settings"]["rule"], r["settings"]["temperature"]) for r in reports.values()]
+        rows = [["rule", *(rule for rule in used for _ in "ab")], *rows]
     return markdown_table(header, [temperatures, *rows])
 
 
@@ -241,6 +259,8 @@ def print_table(report: Report, console: Console | None = None) -> None:
         console = console if console.is_terminal else Console(width=TABLE_WIDTH)
     settings, device = report["settings"], report["device"]
     title = f"{report['target']['id']} on {device['name']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts"
+    if settings["rule"] != "match":
+        title += f", rule {rule_text(settings['rule'], settings['temperature'])}"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     shown = [place for place, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
     for column, place in enumerate(shown):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 from scripts.run import is_main_process
 
 if TYPE_CHECKING:
@@ -31,14 +32,13 @@ def run(settings: Settings) -> None:
             "import.source: give the folder to import, for instance one that `hf download` fetched."
         )
     source = Path(config.source)
-    name = settings.run.drafter or source.resolve().name
+    name = require_folder_name("run.drafter", settings.run.drafter or source.resolve().name)
     out = Path(config.out) if config.out else settings.run.directory / "train" / name / "best"
     if out.exists() and not config.overwrite:
         raise UserError(
             f"'{out}' is there already. Choose run.drafter or import.out, or replace it with import.overwrite=true."
         )
     folder = Folder.read(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
     facts = summary(import_folder(folder, TargetModel.load(settings.target), out, config.layout))
     print(f"{facts['kind']} of {facts['parameters']:,} parameters: {out}")
     for note in facts["notes"]:

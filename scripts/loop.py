@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 from scripts.drafters import SWEPT
 from scripts.rounds_config import BudgetConfig, RoundConfig
 from scripts.stages import OPTION_GROUPS, RECIPE_GROUPS, STAGES, Stage
@@ -65,6 +66,9 @@ class LoopConfig:
     """What the rounds may cost."""
 
     def __post_init__(self) -> None:
+        for key in ("measures", "sweep"):
+            for name in getattr(self, key):
+                require_folder_name(f"loop.{key}", name)
         if self.rounds < 0:
             raise UserError(f"loop.rounds must not be negative; given: {self.rounds}.")
         if self.rounds and (self.sweep or len(self.recipes) > 1):

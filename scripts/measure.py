@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 from inference.verifications import RecordsConfig
 from scripts import drafters
 from scripts.drafters import Found
@@ -41,6 +42,9 @@ class MeasureConfig:
     """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. Such as {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a decoding beside the clock."""
+
+    def __post_init__(self) -> None:
+        require_folder_name("measure.name", self.name)
 
 
 def run(settings: Settings) -> None:

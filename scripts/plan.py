@@ -21,7 +21,7 @@ from scripts.train import answers_folder, stage_folder
 
 if TYPE_CHECKING:
     from scripts.config import Settings
-    from train.config import Job
+    from train.config import TrainingJob
     from train.planning.plan import Speed
     from train.tracking.summary import Summary
 
@@ -40,17 +40,17 @@ def run(settings: Settings) -> None:
     print(f"written to {shown(path)}; the target was not loaded for this" if settings.plan.gpu else f"written to {shown(path)}")
 
 
-def job_of(settings: Settings) -> Job:
+def job_of(settings: Settings) -> TrainingJob:
     """The training that is planned."""
-    from train.config import Job
+    from train.config import TrainingJob
 
-    return Job(
+    return TrainingJob(
         settings.head.kind, settings.head.config, settings.target, answers_folder(settings), stage_folder(settings),
         settings.train, settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
     )  # fmt: skip
 
 
-def speed_of(job: Job, settings: Settings) -> Speed:
+def speed_of(job: TrainingJob, settings: Settings) -> Speed:
     """How fast it will be: by a GPU's figures, by a run's summary, or by real steps taken now."""
     from train.planning.plan import Speed
     from train.tracking.summary import read_summary
@@ -64,7 +64,7 @@ def speed_of(job: Job, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: Job, steps: int, folder: Path) -> Summary:
+def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
     """The summary of so many real steps of the training, of which nothing is kept."""
     from train.run import train
     from train.tracking.summary import read_summary

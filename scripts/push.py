@@ -70,7 +70,7 @@ def choose(run: RunConfig) -> list[Found]:
 
 def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
     """Engine -> folder that `headstart export` wrote for this drafter of the run."""
-    from inference.export.layouts.folder import EXPORT_FILE
+    from inference.folders import EXPORT_FILE
 
     return {path.parent.name: path.parent for path in (run.directory / "export" / drafter).glob(f"*/{EXPORT_FILE}")}
 

@@ -112,7 +112,7 @@ def refreshed(settings: Settings, old: Found, trained: Path, session: Mapping[st
         "drafter": {"old": shown(old.checkpoint), "new": shown(trained / manifest["checkpoint"]), "kind": old.kind},
         "target": {"old": read_config(old.checkpoint)["target"], "new": manifest["target"]},
         "settings": asdict(settings.refresh) | {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape,
-                                                "temperature": decode.temperature},
+                                                "temperature": decode.temperature, "rule": decode.rule},
         "before": asdict(before),
         "after": asdict(after),
         "goal": goal,

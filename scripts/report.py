@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
+from inference.folders import stage_of
+from inference.report import HEADLINE
 from scripts.run import RunConfig, shown
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ def run(settings: Settings) -> None:
 
     reports = [Path(item) for item in settings.report.reports] or measured(settings.run)
     out = Path(settings.report.out) if settings.report.out else settings.run.directory
+    main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
+    require_report_folder(out, main)
     text = render(reports, out)
     page = write_page(list(zip(labels(reports), reports, strict=True)), out, settings.run.directory)
-    main = reports[0] / REPORT_FILE if reports[0].is_dir() else reports[0]
     if main.resolve() != (out / REPORT_FILE).resolve():
         partial = out / (REPORT_FILE + ".partial")
         shutil.copyfile(main, partial)
@@ -50,6 +53,18 @@ def run(settings: Settings) -> None:
         print_table(read_report(path), console())
     for written in (out / REPORT_FILE, text, page, *sorted(out.glob("*.png"))):
         print(shown(written), flush=True)
+
+
+def require_report_folder(out: Path, main: Path) -> None:
+    """Raise `UserError` where rendering `main` into `out` would replace another measurement, or a file that is no report."""
+    text = out / "report.md"
+    if text.is_file() and not text.read_bytes().startswith(HEADLINE.encode()):
+        raise UserError(f"'{text}' was not written by `headstart report` and is not replaced. Choose another report.out.")
+    if main.resolve() != (out / REPORT_FILE).resolve() and stage_of(out):
+        raise UserError(
+            f"report.out: '{out}' was written by stage '{stage_of(out)}', whose {REPORT_FILE} would be replaced by another. "
+            "Choose another folder."
+        )
 
 
 def console() -> Console:

@@ -8,6 +8,7 @@ goes on from its weights. What does not pay is turned off. Everything is decided
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
+from inference.folders import RUN_FILE
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.target.model import TargetModel
 from scripts import rounds_facts as facts
@@ -43,6 +45,8 @@ GENERATED = (HARD, *MORE)
 """Switches that say what is answered."""
 SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
 """The switches of `feedback`; `train.on_policy.share` is one more."""
+COPIED = "copied_from"
+"""Key of a copied training's run.json: the round's training."""
 KEPT = ("best", "config.yaml", "run.json", "manifest.json", "summary.json", "log.jsonl")
 """What of a round's training is copied to <run>/train/<drafter>/: all but its states."""
 
@@ -112,7 +116,7 @@ class Rounds:
     def require_own(self) -> None:
         """Raise `UserError` where the best drafter's place is taken by another training."""
         out = self.settings.run.directory / "train" / self.plan.drafter
-        if out.exists() and not (self.settings.run.directory / LOOP_FILE).is_file():
+        if out.exists() and not is_copy(out, self.settings.run.directory / LOOP_FILE):
             raise UserError(
                 f"'{out}' is the training of another loop, and the rounds' best drafter belongs there. Choose another run.name."
             )
@@ -309,10 +313,26 @@ class Rounds:
                 shutil.copytree(source / name, fresh / name)
             elif (source / name).is_file():
                 shutil.copy2(source / name, fresh / name)
+        if (fresh / RUN_FILE).is_file():
+            record = json.loads((fresh / RUN_FILE).read_text(encoding="utf-8"))
+            write_json(fresh / RUN_FILE, record | {COPIED: str(source)})
         if out.exists():
             out.rename(old)
         fresh.rename(out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def is_copy(training: Path, loop_file: Path) -> bool:
+    """Whether a training's folder is a copy that rounds made: its record says so, or its weights are those of a round in
+    `loop_file`.
+    """
+    if not loop_file.is_file():
+        return False
+    record = training / RUN_FILE
+    if record.is_file() and COPIED in json.loads(record.read_text(encoding="utf-8")):
+        return True
+    rounds = json.loads(loop_file.read_text(encoding="utf-8"))["rounds"]
+    return checkpoint_hash(training / "best") in {entry["training"]["weights_sha256"] for entry in rounds}
 
 
 def switched(config: FeedbackConfig, names: list[str]) -> FeedbackConfig:

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from heads.api.errors import UserError
+from inference.folders import RUN_FILE, delete_own, require_folder_name, stage_of
 from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
 
 if TYPE_CHECKING:
     from scripts.config import Settings
 
 FORMAT = 1
-RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 PACKAGES = (
     "torch",
@@ -71,11 +70,8 @@ class RunConfig:
     """Continue in a folder although its settings or inputs have changed since."""
 
     def __post_init__(self) -> None:
-        for key, value in (("name", self.name), ("drafter", self.drafter)):
-            if "/" in value or "\\" in value or value in (".", "..") or (key == "name" and not value):
-                raise UserError(
-                    f"run.{key}: '{value}' must be a plain folder name. Folders above it are set with run.root."
-                )
+        require_folder_name("run.name", self.name)
+        require_folder_name("run.drafter", self.drafter, empty=True)
 
     @property
     def directory(self) -> Path:
@@ -109,16 +105,19 @@ class StageFolder:
 def open_folder(
     settings: Settings, path: Path, inputs: Sequence[Path] = (), *, stage_decides: bool = False
 ) -> StageFolder:
-    """Open `path` for the stage in `settings`, which reads the files `inputs`; raises `UserError` when it belongs to another run.
+    """Open `path` for the stage in `settings`, which reads the files `inputs`.
+
+    Raises `UserError` when it belongs to another run or another stage, or holds files that no stage of ours wrote.
 
     Writes run.json and config.yaml (main process only) before the stage starts, so that an interrupted run is on record as well.
     stage_decides: the stage knows itself which changes matter, so a changed folder is handed to it instead of being refused.
     """
     config = settings.run
     hashes = {shown(file): file_sha256(file) for file in inputs}
-    if config.overwrite and is_main_process():
-        delete_folder(path)
     if is_main_process():
+        if config.overwrite:
+            delete_own(path, settings.stage.name, "run.overwrite")
+        require_free(path, settings.stage.name)
         remove_leftovers(path)
     previous = read_record(path)
     if previous is not None and not config.overwrite:
@@ -135,7 +134,7 @@ def open_folder(
         "inputs": hashes,
         "choices": settings.choices,
         "seed": config.seed,
-        "sessions": [*(previous or {}).get("sessions", []), session()],
+        "sessions": [*(previous or {}).get("sessions", []), session(settings)],
     }
     if is_main_process():
         path.mkdir(parents=True, exist_ok=True)
@@ -152,16 +151,19 @@ def holds_results(path: Path) -> bool:
     )
 
 
-def delete_folder(path: Path) -> None:
-    """Delete a stage folder; refuses a folder that we did not write."""
-    if not path.exists() or not any(path.iterdir()):
-        return
-    if not (path / RUN_FILE).is_file():
+def require_free(path: Path, stage: str) -> None:
+    """Raise `UserError` for a folder that another stage, or somebody else, has written to."""
+    found = stage_of(path)
+    if found and found != stage:
         raise UserError(
-            f"run.overwrite: '{path}' has no {RUN_FILE}, so it is not a stage folder and is not deleted. "
-            "Remove it yourself."
+            f"'{path}' was written by stage '{found}'; '{stage}' does not write into it. Choose another name (run.name, "
+            "run.drafter, or the stage's own)."
         )
-    shutil.rmtree(path)
+    if not found and holds_results(path):
+        raise UserError(
+            f"'{path}' holds files, but no record of stage '{stage}', which does not write between other files. Choose another "
+            "name (run.name, run.drafter, or the stage's own), or move the files away."
+        )
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -172,7 +174,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"'{file}' is broken ({error}). Start again with run.overwrite=true.") from error
+        raise UserError(f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"'{file}' is not a run record of format {FORMAT}. Choose another run.name.")
     return content
@@ -228,15 +230,15 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, values
 
 
-def session() -> dict[str, Any]:
-    """What this process is: command, code, versions, machine."""
+def session(settings: Settings | None = None) -> dict[str, Any]:
+    """What this process is: command, code, versions, and the device that the stage's `settings` choose."""
     return {
         "started": now(),
         "command": ["headstart", *sys.argv[1:]],
         "git": git_state(),
         "python": platform.python_version(),
         "packages": versions(),
-        "device": device(),
+        "device": device(settings),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
@@ -272,16 +274,17 @@ def git_state() -> dict[str, Any]:
     }
 
 
-def device() -> dict[str, Any]:
-    """The accelerator, or the processor and its threads."""
+def device(settings: Settings | None = None) -> dict[str, Any]:
+    """The accelerator, or the processor and its threads: those that a stage with `settings` computes with."""
     import torch
 
-    if torch.cuda.is_available():
+    asked = str((settings.resolved.get("target") or {}).get("device", "")) if settings else ""
+    if torch.cuda.is_available() and asked != "cpu":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
     return {
         "kind": "cpu",
         "name": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
+        "threads": (settings.run.threads if settings else 0) or torch.get_num_threads(),
     }
 
 

@@ -29,9 +29,9 @@ from inference.target.model import TargetModel
 from inference.tune.layer_search import (
     OBJECTIVES,
     Chosen,
-    Found,
-    Part,
     SearchConfig,
+    SearchResult,
+    SkippablePart,
     Trial,
     ideal_speedup,
     measure_tau,
@@ -141,7 +141,7 @@ def choose(given: argparse.Namespace) -> tuple[list[Prompt], list[Prompt]]:
     return known, select_prompts(rest, given.held_out, seed=2) if rest and given.held_out else []
 
 
-def settings(kind: str, parts: Sequence[Part], kept: Chosen) -> dict[str, Any]:
+def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[str, Any]:
     """The head's settings for a set of parts."""
     chosen = [part for part, keep in zip(parts, kept, strict=True) if keep]
     values: dict[str, Any] = {SETTING[kind]: sorted({part.layer for part in chosen})}
@@ -158,7 +158,7 @@ def describe(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def judge(found: Found, tau: Any, config: SearchConfig) -> dict[str, Any]:
+def judge(found: SearchResult, tau: Any, config: SearchConfig) -> dict[str, Any]:
     """The found set on held-out prompts, beside what needs no search: as many layers for no higher cost, evenly spread or first."""
     layers = max(part.layer for part in found.parts) + 1
 
@@ -186,7 +186,7 @@ def judge(found: Found, tau: Any, config: SearchConfig) -> dict[str, Any]:
     return rows
 
 
-def as_row(kind: str, found: Found, trial: Trial) -> dict[str, Any]:
+def as_row(kind: str, found: SearchResult, trial: Trial) -> dict[str, Any]:
     """A trial as the report holds it."""
     return settings(kind, found.parts, trial.kept) | {
         "cost": round(trial.cost, 4),

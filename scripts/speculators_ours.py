@@ -19,7 +19,7 @@ import torch
 from scripts.config import load_settings
 from scripts.speculators_worker import Channel, peak_bytes
 from scripts.stages import STAGES
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import join_world
 from train.engines.base import TrainEngine
 from train.engines.make import make_engine
@@ -39,7 +39,7 @@ def build(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
     keep_freed_memory()
-    told = Job(
+    told = TrainingJob(
         settings.head.kind, settings.head.config, settings.target, Path(job["answers"]), Path(job["out"]), settings.train,
         settings.features, settings.engine, settings.optim, settings.schedule, settings.decode, settings.joint,
     )  # fmt: skip

@@ -31,13 +31,14 @@ TUNE_FILE = "tune.json"
 
 def run(settings: Settings) -> None:
     """Tune, write decode.yaml and tune.json, and show what was chosen."""
-    from inference.decoding.decode_file import write_tuned
+    from inference.decoding.decode_file import require_tuned, write_tuned
     from scripts.report import console
 
     if not is_main_process():
         return  # one process measures: others beside it would only disturb the clock
     found = chosen(settings)
     assert found.checkpoint is not None, "`chosen` refuses others"
+    require_tuned(found.checkpoint)
     files = [found.checkpoint / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     folder = open_folder(settings, settings.run.directory / "tune" / found.name, files, stage_decides=True)
     prepare_process(settings.run)

@@ -17,7 +17,7 @@ from scripts.run import is_main_process, open_folder, prepare_process, shown
 if TYPE_CHECKING:
     from inference.decoding.config import DecodeConfig
     from inference.staleness.config import WatchConfig
-    from inference.staleness.reference import Reference, Tally
+    from inference.staleness.reference import DomainAnswers, Reference
     from inference.staleness.sequential_test import DriftTest
     from inference.staleness.sources import Fresh
     from inference.target.model import TargetModel
@@ -54,17 +54,18 @@ def weights(found: Found) -> Path:
 
 def learn(settings: Settings, found: Found) -> int:
     """Decode the prompts with the drafter's own target and write the reference."""
-    from inference.staleness.reference import DRAFT_KEYS, WATCH_FILE, Reference
+    from inference.staleness.reference import DRAFT_KEYS, WATCH_FILE, Reference, require_reference
     from inference.target.model import TargetModel
 
     config = settings.watch
     assert found.checkpoint is not None
     path = Path(config.reference) if config.reference else found.checkpoint / WATCH_FILE
     path = path / WATCH_FILE if path.is_dir() else path
+    require_reference(path)
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
     decode = batched(drafters.draft_settings(found, settings.decode), settings)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     for fresh in decoded_now(settings, found, target, decode, changed=False):
         tally(tallies, fresh)
     draft = {key: getattr(decode, key) for key in DRAFT_KEYS if key in ("shape", "depth") or decode.shape in ("tree", "dynamic")}
@@ -99,7 +100,7 @@ def watch(settings: Settings, found: Found) -> int:
     reference = find_reference(config.reference, found.checkpoint, file_sha256(weights(found)))
     grid = reference.grid()
     test = DriftTest(grid, reference.most, reference.evidence(grid), config.tolerance, config.alarm_rate)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, DomainAnswers] = {}
     target: dict[str, Any] = {}
     if config.metrics:
         source = ", ".join(config.metrics)
@@ -131,7 +132,7 @@ def watch(settings: Settings, found: Found) -> int:
 
 
 def decode_and_feed(
-    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, Tally]
+    settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, DomainAnswers]
 ) -> tuple[str, dict[str, Any]]:
     """Decode the prompts as the reference was decoded; returns where they are from, and the target's facts."""
     from inference.target.model import TargetModel
@@ -186,7 +187,7 @@ def batched(decode: DecodeConfig, settings: Settings) -> DecodeConfig:
     return decode if asked else replace(decode, batch_size=BATCH)
 
 
-def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], stop: bool) -> None:
+def feed(test: DriftTest, tallies: dict[str, DomainAnswers], answers: Iterable[Fresh], stop: bool) -> None:
     """Give the test one answer after the other. stop: end with the first alarm."""
     for fresh in answers:
         tally(tallies, fresh)
@@ -195,11 +196,11 @@ def feed(test: DriftTest, tallies: dict[str, Tally], answers: Iterable[Fresh], s
             break
 
 
-def tally(tallies: dict[str, Tally], fresh: Fresh) -> None:
+def tally(tallies: dict[str, DomainAnswers], fresh: Fresh) -> None:
     """Count an answer to its domain."""
-    from inference.staleness.reference import Tally
+    from inference.staleness.reference import DomainAnswers
 
-    tallies.setdefault(fresh.domain, Tally()).answers.append(fresh.passes)
+    tallies.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
 
 
 def count_totals(test: DriftTest, reference: Reference, config: WatchConfig) -> None:

@@ -1,4 +1,4 @@
-"""The house's rules that a machine can check: import layers, independent kinds, light imports, short functions and files."""
+"""The rules of the code base that a machine can check: import layers and circles, independent kinds, light imports, docstrings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -17,9 +18,6 @@ from inference.kernels.dispatch import all_ops
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("heads", "inference", "train", "scripts")
-LONGEST_FUNCTION = 60
-LONGEST_KERNEL = 80  # a kernel or its launch is one function, with a stride per dimension among its arguments
-LONGEST_FILE = 400
 
 
 def sources() -> list[Path]:
@@ -99,26 +97,48 @@ def test_importing_prints_nothing_and_leaves_torch_as_it_was() -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: module_of(path))
-def test_a_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree), f"{path} opens without a docstring"
-    lines = text.count("\n")
-    assert lines <= LONGEST_FILE, f"{path} has {lines} lines; {LONGEST_FILE} are allowed"
+def imported_modules(tree: ast.AST, known: set[str]) -> set[str]:
+    """The project's modules that a file imports, wherever the import stands: also in functions and under TYPE_CHECKING."""
+    found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            allowed = LONGEST_KERNEL if "kernels" in path.parts else LONGEST_FUNCTION
-            assert length <= allowed, f"{path}: {node.name} has {length} lines; {allowed} are allowed"
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (named & known) or {node.module}
+    return found & known
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = {module_of(path) for path in sources()}
+    trees = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sources()}
+    imports = {name: imported_modules(tree, known) - {name} for name, tree in trees.items()}
+    try:
+        list(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        pytest.fail("modules import each other in a circle: " + " -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: module_of(path))
+def test_a_module_says_what_it_is_for(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{path} opens without a docstring"
 
 
 def test_nothing_points_at_one_machine_or_at_unfinished_work() -> None:
     # Spelt in pieces, so that this file does not find itself.
-    words = ["/" + folder + "/" for folder in ("work", "root", "home", "tmp")] + ["TO" + "DO", "FIX" + "ME"]
+    words = ["/" + folder + "/" for folder in ("work", "root", "home", "tmp")] + [
+        "TO" + "DO",
+        "FIX" + "ME",
+    ]
     folders = ("conf", "docs", "tests", ".ci", *PACKAGES)
-    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
-    files += [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")]
+    files = [
+        path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.is_file()
+    ]
+    files += [
+        REPOSITORY / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+    ]
     for path in files:
         if path.suffix in (".py", ".md", ".yaml", ".json", ".sh", ".slurm", ".toml", ""):
             text = path.read_text(encoding="utf-8")
@@ -133,5 +153,7 @@ def test_the_launchers_are_sound_shell() -> None:
     for script in scripts:
         assert os.access(script, os.X_OK), f"{script} is not executable"
         for checker in checkers:
-            done = subprocess.run([*checker, str(script)], capture_output=True, text=True, timeout=60)
+            done = subprocess.run(
+                [*checker, str(script)], capture_output=True, text=True, timeout=60
+            )
             assert done.returncode == 0, done.stdout + done.stderr

@@ -101,7 +101,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Everything that one training is told."""
 
     kind: str
@@ -118,7 +118,7 @@ class Job:
     joint: JointConfig = field(default_factory=JointConfig)
 
 
-def refuse_senseless(job: Job) -> None:
+def refuse_senseless(job: TrainingJob) -> None:
     """Raise `UserError` for settings that together make no training."""
     kind, mode = get_kind(job.kind), job.features.mode
     if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
@@ -135,7 +135,7 @@ def refuse_senseless(job: Job) -> None:
         )
 
 
-def run_facts(job: Job, target: TargetInfo, steps: int) -> dict[str, Any]:
+def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> dict[str, Any]:
     """What a run is: stored with every state, compared when it continues. Plain JSON values."""
     config = job.config
     facts = {

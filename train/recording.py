@@ -26,7 +26,7 @@ from inference.verifications import (
     VerificationLog,
     record_facts,
 )
-from train.data.answers import DONE, PARTS, Answer
+from train.data.answers import DONE, PARTS, StoredAnswer
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
 
@@ -57,7 +57,7 @@ class PartRecords:
         """Keep a turn that `talk` has taken until its row is written."""
         self._turns.setdefault(talk.row.index, []).append((completion, talk.offset))
 
-    def write(self, name: str, answers: Sequence[Answer]) -> None:
+    def write(self, name: str, answers: Sequence[StoredAnswer]) -> None:
         """Write the records of the rows of the part file `name`."""
         for answer in answers:
             turns = self._turns.pop(answer.index, [])

@@ -20,7 +20,7 @@ from typing import Any
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest
 from inference.target.loading import TargetConfig, pick_device
-from train.config import Job, TrainConfig, refuse_senseless
+from train.config import TrainConfig, TrainingJob, refuse_senseless
 from train.distributed import join_world
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
@@ -57,7 +57,7 @@ def train(
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
     begun = time.perf_counter()
-    job = Job(
+    job = TrainingJob(
         kind,
         head,
         target,

@@ -24,7 +24,7 @@ from inference.manifest import read_manifest, write_manifest
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
-from train.config import Job, require_same, run_facts
+from train.config import TrainingJob, require_same, run_facts
 from train.data.loader import StepLoader
 from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
@@ -35,7 +35,7 @@ from train.engines.make import make_engine
 from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
-from train.loop import Evaluation, Limits, Progress, Trainer
+from train.loop import Evaluation, Progress, Trainer
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
@@ -64,7 +64,7 @@ REPORTED_DOCUMENTS = 256
 class Run:
     """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
 
-    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
+    def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
         seed_everything(job.config.seed + world.rank)
         self.target, self.access = load_target(job, world)
@@ -254,16 +254,9 @@ class Run:
                 tracker=tracker,
                 display=display,
                 world=self.world,
-                limits=Limits(
-                    self.steps,
-                    config.eval_every,
-                    config.patience,
-                    config.save_every,
-                    config.max_seconds,
-                    config.goal,
-                    job.schedule.begin,
-                    job.schedule.end,
-                ),
+                config=config,
+                schedule=job.schedule,
+                steps=self.steps,
                 run_facts=self.facts,
                 progress=progress,
                 meter=self.meter,

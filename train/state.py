@@ -37,7 +37,7 @@ from heads.api.errors import UserError
 from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
-from train.engines.shards import FilePart, Part
+from train.engines.shards import FilePart, StatePart
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class StateStore:
         return final
 
     def _write_own(
-        self, partial: Path, weights: dict[str, Tensor], optimizer: Part, sharded: bool
+        self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
     ) -> tuple[dict[str, list[Any]], str]:
         """Write this process's files; returns size and SHA-256 of each, and what went wrong, if anything."""
         rank = self.world.rank

@@ -98,7 +98,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Place:
+class CachePlace:
     """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the rotation of
     their positions, and mask [B, P, S], additive: what they see. All empty for drafters without a cache.
     """
@@ -108,7 +108,7 @@ class Place:
     mask: Tensor
 
     @classmethod
-    def nowhere(cls, device: torch.device) -> Place:
+    def nowhere(cls, device: torch.device) -> CachePlace:
         """The place of rows that keep nothing."""
         none = torch.empty(0, device=device)
         return cls(none, (none, none), none)
@@ -116,11 +116,11 @@ class Place:
 
 @dataclass(frozen=True)
 class DraftFrame:
-    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `Place`
+    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `CachePlace`
     of R rows.
     """
 
-    place: Place
+    place: CachePlace
 
     @classmethod
     def of(cls, plan: TreePlan, memory: Memory) -> DraftFrame:
@@ -134,13 +134,13 @@ class DraftFrame:
             drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(0, 1)
             allowed = (place < 0)[:, None] | drafted  # [B, R, S]
         rotation = look_up(memory.table, base[:, None] + (plan.run_depth - 1))
-        return cls(Place(slots, rotation, additive(allowed, memory.table.dtype)))
+        return cls(CachePlace(slots, rotation, additive(allowed, memory.table.dtype)))
 
-    def at(self, level: LevelPlan) -> Place:
+    def at(self, level: LevelPlan) -> CachePlace:
         """The place of the rows run at `level`."""
         cosine, sine = self.place.rotation
         span = level.span
-        return Place(self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span])
+        return CachePlace(self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span])
 
 
 class GrowingFrame:
@@ -158,7 +158,7 @@ class GrowingFrame:
             self._place.shape[0], 1, 0, dtype=torch.bool
         )  # [B, P, rows so far]
 
-    def next(self, above: Tensor) -> Place:
+    def next(self, above: Tensor) -> CachePlace:
         """The next level's place; above [B, P] int64: the last level's row that each row descends from."""
         memory, rows = self._memory, above.shape[1]
         inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
@@ -171,7 +171,7 @@ class GrowingFrame:
         first = memory.base[:, None]
         rotation = look_up(memory.table, (first + self._level).expand(-1, rows))
         self._level += 1
-        return Place(first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype))
+        return CachePlace(first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype))
 
 
 def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None) -> Tensor:

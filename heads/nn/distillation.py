@@ -152,8 +152,8 @@ def objective(
 
 
 def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
-    """Logits at the objectives' temperature; at 1 without a pass over the vocabulary."""
-    return logits if config.temperature == 1.0 else logits / config.temperature
+    """Logits at the objectives' temperature, divided in float32; at 1 without a pass over them."""
+    return logits if config.temperature == 1.0 else losses.widen(logits) / config.temperature
 
 
 def _look(

@@ -1,8 +1,9 @@
 """Losses between a drafter's and the target's next-token distributions, and their sums over many positions.
 
 Every loss maps logits to one value per position [M]; callers add them up. All are computed in float32
-(float64 stays float64). `sum_over_rows` keeps vocabulary-wide float32 tensors to a chunk of positions at a
-time. Formulas: methods.md, 1.1 (TV) and 4.
+(float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
+vocabulary-wide float32 tensors to a chunk of positions at a time. Formulas: methods.md, 1.1 (TV)
+and 4.
 
 Legend: M positions, V vocabulary. p is the target's distribution, q the drafter's.
 """
@@ -10,7 +11,8 @@ Legend: M positions, V vocabulary. p is the target's distribution, q the drafter
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -25,32 +27,60 @@ CHUNK_ELEMENTS = 1 << 25
 into chunks.
 """
 
+Given = ParamSpec("Given")
+
+
+def full_precision(loss: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+    """Mark a loss or a divergence, whose first argument is a tensor: it runs outside of autocast.
+
+    Under autocast, dot products of float32 vectors (vecdot, matmul, einsum, ...) are taken in
+    bfloat16, which has 8 significant bits: losses would be off by several per mille, and
+    divergences, differences of such products, would come out negative. Every function of logits
+    that enters a loss carries this mark. Casting its inputs with `widen` remains its own task, so
+    that it can keep narrow logits for its backward pass.
+    """
+
+    @wraps(loss)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Tensor:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return loss(*args, **kwargs)
+
+    return run
+
+
+def widen(values: Tensor) -> Tensor:
+    """The values in float32, or float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+@full_precision
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log q(label): logits [M, V], labels [M] int64 -> [M]."""
-    return F.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none"
-    )
+    return F.cross_entropy(widen(logits), labels, reduction="none")
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum p log softmax(z) for probabilities p that sum to one, keeping z alone for the backward pass: its
-    gradient is softmax(z) - p."""
+    """-sum p log softmax(z) for probabilities p that sum to one, minus the entropy of p where it is
+    given, keeping z alone for the backward pass: its gradient is softmax(z) - p."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, probabilities: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, probabilities: Tensor, entropy: Tensor | None) -> Tensor:
         scores = logits.to(probabilities.dtype)
         norm = scores.logsumexp(-1)
         ctx.save_for_backward(logits, probabilities, norm)
-        return norm - torch.linalg.vecdot(scores, probabilities)
+        surprise = norm - torch.linalg.vecdot(scores, probabilities)
+        # A divergence is never negative, but the difference of two rounded sums can be.
+        return surprise if entropy is None else (surprise - entropy).clamp(min=0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, probabilities, norm = ctx.saved_tensors
         slope = (
             (logits.to(probabilities.dtype) - norm[..., None])
@@ -58,30 +88,64 @@ class _SoftCrossEntropy(torch.autograd.Function):
             .sub_(probabilities)
             .mul_(grad[..., None])
         )
-        return slope.to(logits.dtype), None
+        return slope.to(logits.dtype), None, None
 
 
+@full_precision
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64, summing to one,
     without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p || q) by the entropy of
     p."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities)
+    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, None)
     return loss
 
 
+@full_precision
+def top_k_cross_entropy(logits: Tensor, probabilities: Tensor, count: int) -> Tensor:
+    """-sum p log q over the `count` tokens that p holds most likely (HASS, 2408.15766).
+
+    logits [K, M, V], probabilities p [M, V] (float32 or float64) -> [K, M].
+    """
+    best, columns = probabilities.topk(min(count, probabilities.shape[-1]), dim=-1)  # [M, k]
+    scores = logits.to(probabilities.dtype)
+    chosen = scores.gather(-1, columns.expand(logits.shape[0], -1, -1))
+    covered = torch.linalg.vecdot(chosen, best.expand_as(chosen))
+    return best.sum(-1) * scores.logsumexp(-1) - covered
+
+
+@full_precision
+def feature_distance(drafted: Tensor, true: Tensor) -> Tensor:
+    """Mean SmoothL1 between drafted and true features, both [..., H] (broadcast) -> [...]."""
+    drafted, true = torch.broadcast_tensors(widen(drafted), widen(true))
+    return F.smooth_l1_loss(drafted, true, reduction="none").mean(-1)
+
+
+@full_precision
 def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(p || q) per position [M], without gradient for the target: covers every mode of the target."""
+    """KL(p || q) >= 0 per position [M], without gradient for the target: covers every mode of the
+    target."""
     log_p = _log_softmax(target_logits.detach())
     probabilities = log_p.exp()
-    return soft_cross_entropy(logits, probabilities) + torch.linalg.vecdot(probabilities, log_p)
+    entropy = -torch.linalg.vecdot(probabilities, log_p)
+    loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, entropy)
+    return loss
 
 
+@full_precision
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of two distributions given as log-probabilities [M, V] -> [M]; a measurement."""
+    log_p, log_q = widen(log_p), widen(log_q)
+    return torch.linalg.vecdot(log_p.exp(), log_p - log_q)
+
+
+@full_precision
 def reverse_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(q || p) per position [M]: concentrates on the target's main mode."""
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
+@full_precision
 def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor:
     """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per
     position [M].
@@ -96,17 +160,20 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
     ).sum(-1)
 
 
+@full_precision
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
     """TV(p, q) = 1 - sum min(p, q) per position [M]: one minus the acceptance rate of rejection sampling."""
     return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
 
 
+@full_precision
 def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
     """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one draft."""
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
+@full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha; methods.md 4). Gradients do not vanish where p and q
     hardly overlap, as those of TV do.
@@ -115,6 +182,7 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
     return -smallest.logsumexp(-1)
 
 
+@full_precision
 def annealed_lk(
     logits: Tensor, target_logits: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
 ) -> Tensor:
@@ -154,7 +222,7 @@ def best_column(logits: Tensor) -> Tensor:
     """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times slower on CPUs than in
     float32.
     """
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).argmax(-1)
+    return widen(logits).argmax(-1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

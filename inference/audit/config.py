@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heads.api.errors import UserError, suggest
+from inference.decoding.rules.names import LOSSLESS
+from inference.folders import require_folder_name
 from inference.target.loading import DTYPES
 
 CHECKS = ("invariance", "processors", "distribution")
 SHAPES = ("chain", "tree", "dynamic")
-RULES = ("match", "rejection", "block", "specinfer")
-"""The lossless ones: the others promise nothing that could be audited."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class AuditConfig:
     """Prompts, spread over the domains."""
     max_new_tokens: int = 48
     """Tokens per answer."""
-    rules: tuple[str, ...] = RULES
-    """Acceptance rules of the distribution check: match, rejection, block, specinfer."""
+    rules: tuple[str, ...] = LOSSLESS
+    """Acceptance rules of the distribution check: match, rejection, block, specinfer. The others promise nothing that could be
+    audited."""
     seeds: int = 1000
     """Answers sampled per distribution."""
     support: int = 4
@@ -53,7 +54,8 @@ class AuditConfig:
     """A distribution less likely than this is a mismatch."""
 
     def __post_init__(self) -> None:
-        allowed = {"checks": CHECKS, "precisions": tuple(DTYPES), "shapes": SHAPES, "rules": RULES}
+        require_folder_name("audit.name", self.name)
+        allowed = {"checks": CHECKS, "precisions": tuple(DTYPES), "shapes": SHAPES, "rules": LOSSLESS}
         for name, options in allowed.items():
             given = getattr(self, name)
             for item in given:

@@ -23,7 +23,7 @@ AUDIT_FILE = "audit.json"
 
 
 @dataclass
-class Row:
+class AuditRow:
     """One comparison with plain decoding. case: the processors' setting, empty for invariance.
 
     tokens_per_pass: committed per verification, to see that drafts were accepted. changed: answers that the
@@ -36,6 +36,7 @@ class Row:
     precision: str
     drafter: str
     kind: str
+    rule: str
     shape: str
     batch_size: int
     temperature: float
@@ -84,7 +85,7 @@ class Skipped:
 class Findings:
     """Everything an audit found, and on what."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AuditRow] = field(default_factory=list)
     distributions: list[DistributionRow] = field(default_factory=list)
     flips: list[FlipSummary] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -92,9 +93,9 @@ class Findings:
     device: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def failed(self) -> list[Row | DistributionRow]:
+    def failed(self) -> list[AuditRow | DistributionRow]:
         """The comparisons that show a mismatch."""
-        every: list[Row | DistributionRow] = [*self.rows, *self.distributions]
+        every: list[AuditRow | DistributionRow] = [*self.rows, *self.distributions]
         return [row for row in every if not row.passed]
 
     def skip(self, drafter: str, shape: str, error: UserError) -> None:
@@ -171,7 +172,7 @@ def validate(content: Any, source: str) -> dict[str, Any]:
     _check_keys(content, TOP, "", source, OPTIONAL)
     if content["format"] != FORMAT:
         raise UserError(f"{source}: format is {content['format']}; this version reads {FORMAT}. Audit again.")
-    for name, form in (("comparisons", Row), ("distributions", DistributionRow), ("skipped", Skipped)):
+    for name, form in (("comparisons", AuditRow), ("distributions", DistributionRow), ("skipped", Skipped)):
         for place, item in enumerate(content[name]):
             _check_keys(item, get_type_hints(form), f"{name}.{place}.", source)
     flips = {**get_type_hints(FlipSummary), "bins": list, "per_thousand": float}

@@ -28,12 +28,12 @@ from heads.api.errors import UserError
 from inference.audit.comparison import Known, audit
 from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
-from inference.audit.findings import DistributionRow, Findings, Row
+from inference.audit.findings import AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
-from inference.decoding.rules.registry import CHAINS_ONLY
+from inference.decoding.rules.names import CHAINS_ONLY
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -201,7 +201,7 @@ class _Precision:
     # ---- parts of them -----------------------------------------------------------------------------------------------------
 
     def settings(self, **changes: Any) -> DecodeConfig:
-        """The user's settings, for plain decoding unless `changes` says otherwise."""
+        """The user's settings under rule match, for plain decoding unless `changes` says otherwise."""
         common: dict[str, Any] = {
             "shape": "none",
             "rule": "match",
@@ -253,12 +253,13 @@ class _Precision:
         self.summary.add(report.tokens, report.found)
         strict = self.precision == "float64"
         self.findings.rows.append(
-            Row(
+            AuditRow(
                 check=case.check,
                 case=case.setting,
                 precision=self.precision,
                 drafter=case.drafter,
                 kind=case.kind,
+                rule=decode.rule,
                 shape=decode.shape,
                 batch_size=decode.batch_size,
                 temperature=decode.temperature,

@@ -70,6 +70,16 @@ class Tuned:
         return ""
 
 
+HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
+
+
+def require_tuned(folder: Path) -> None:
+    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing would replace it."""
+    path = folder / DECODE_FILE
+    if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
+        raise UserError(f"'{path}' was not written by `headstart tune` and is not replaced. Move it away.")
+
+
 def write_tuned(
     folder: Path,
     target: Mapping[str, str],
@@ -77,7 +87,11 @@ def write_tuned(
     rows: Sequence[Mapping[str, Any]],
     command: str,
 ) -> Path:
-    """Write `folder`/decode.yaml atomically and return its path. rows: as `inference.tune.tuner.Tuner.tune` gives them."""
+    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its path.
+
+    rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has that name.
+    """
+    require_tuned(folder)
     content = {
         "format": FORMAT,
         "target": dict(target),
@@ -94,7 +108,7 @@ def write_tuned(
             for row in rows
         ],
     }
-    text = f"# How to draft with this checkpoint, measured on this machine: {command}\n"
+    text = f"{HEADLINE}{command}\n"
     text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
     path = folder / DECODE_FILE
     write_bytes(path, text.encode("utf-8"))

@@ -50,7 +50,7 @@ SLOT_STEP = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generation:
     """One answer as text, with what it took. completion: tokens, passes and the reason it ended."""
 
     text: str
@@ -124,7 +124,7 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
-    ) -> list[Answer]:
+    ) -> list[Generation]:
         """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the prompt's place).
 
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
@@ -181,10 +181,10 @@ class Engine:
             return tuple(render_prompt(self.target.tokenizer, prompt))  # type: ignore[arg-type]
         return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
 
-    def _answer(self, completion: Completion) -> Answer:
+    def _answer(self, completion: Completion) -> Generation:
         ends = self.target.eos_token_ids
         tokens = [token for token in completion.tokens if token not in ends]
-        return Answer(self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion)
+        return Generation(self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion)
 
     # ---- token ids in, completions out -------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import yaml
 
 from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
-from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
+from inference.report import DEFINITIONS, depth_table, domain_table, facts, main_table, promise_of
 from inference.report_schema import arm_name
 
 LIBRARY = "headstart"
@@ -52,12 +53,15 @@ class Engine:
 
 @dataclass(frozen=True)
 class Training:
-    """How a drafter was trained. tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git."""
+    """How a drafter was trained. tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git;
+    tau_measured: whether tau was measured, and the best checkpoint chosen by it.
+    """
 
     steps: int
     tokens: int
     seconds: float
     revision: str
+    tau_measured: bool = True
 
 
 def measured_entries(
@@ -95,7 +99,14 @@ def card(
     own = {}
     for title, report in reports.items():
         own[title] = {**report, "drafters": measured_entries(report, weights_sha256, title)}
-    wrong = sum(entry["lossless"]["mismatches"] for report in own.values() for entry in report["drafters"])
+    lossy = sorted({report["settings"]["rule"] for report in own.values() if promise_of(report["settings"]) == LOSSY})
+    if lossy and not about.allow_mismatches:
+        raise UserError(
+            f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter is not published. Measure with "
+            "decode.rule=match, or set push.allow_mismatches=true to publish it labelled as not lossless."
+        )
+    exact = [report for report in own.values() if promise_of(report["settings"]) == TEXT]
+    wrong = sum(entry["lossless"]["mismatches"] for report in exact for entry in report["drafters"])
     if wrong and not about.allow_mismatches:
         raise UserError(
             f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this drafter is not published. "
@@ -104,7 +115,7 @@ def card(
         )
     first = next(iter(own.values()))
     lines = [front_matter(checkpoint, about), f"# {about.repo.split('/')[-1]}", ""]
-    lines += _introduction(first, checkpoint, wrong)
+    lines += _introduction(own, checkpoint, wrong)
     for title, report in own.items():
         lines += [f"## Measured: {title}", "", *facts(report), "", *main_table(report), ""]
         lines += ["Per domain: tau [interval], TAR, speedup", "", *domain_table(report), ""]
@@ -148,9 +159,14 @@ def front_matter(checkpoint: Mapping[str, Any], about: CardFacts) -> str:
     return "---\n" + yaml.safe_dump(fields, sort_keys=False) + "---\n"
 
 
-def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
-    target, entry = checkpoint["target"], report["drafters"][0]
-    lines = []
+def _introduction(reports: Mapping[str, Mapping[str, Any]], checkpoint: Mapping[str, Any], wrong: int) -> list[str]:
+    target, entry = checkpoint["target"], next(iter(reports.values()))["drafters"][0]
+    used = {(report["settings"]["rule"], report["settings"]["temperature"]) for report in reports.values()}
+    lines = [
+        f"> **Not lossless.** Measured with rule {rule_text(rule, temperature)}, temperature {temperature:g}.\n"
+        for rule, temperature in sorted(used)
+        if promise(rule, temperature) == LOSSY
+    ]
     if wrong:
         lines += [
             f"> **Not lossless.** {wrong} measured sequences differ from what the target gives without this drafter.",
@@ -165,7 +181,14 @@ def _introduction(report: Mapping[str, Any], checkpoint: Mapping[str, Any], wron
         f"- weights sha256: `{entry['draft']['weights_sha256']}`",
         "",
     ]
-    if not wrong:
+    kept = {promise(rule, temperature) for rule, temperature in used}
+    if kept == {DISTRIBUTION} or kept == {TEXT, DISTRIBUTION}:
+        lines += [
+            "Where a report names another rule than `match`, the measured text follows the target's distribution, but is not "
+            "the text that plain decoding gives for the same seed.",
+            "",
+        ]
+    if not wrong and kept == {TEXT}:
         lines += [
             "The text does not change: a draft is accepted only where it is the target's own pick, greedy or sampled with the "
             "same seed. The column *lossless* counts the measured answers that were token-identical to plain decoding; near "
@@ -241,19 +264,23 @@ def _provenance(training: Training | None, about: CardFacts) -> list[str]:
         lines.append(
             f"Trained with Headstart{f' at revision `{training.revision[:12]}`' if training.revision else ''}: "
             f"{training.steps:,} steps, {training.tokens:,} tokens, {training.seconds / 3600:.2f} hours; "
-            "the checkpoint with the best measured tau on validation prompts was kept."
+            f"the {'checkpoint with the best measured tau on validation prompts' if training.tau_measured else 'last checkpoint'} "
+            "was kept."
         )
     if about.datasets:
-        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}, answered by the target itself.")
+        lines.append(f"Prompts from {', '.join(f'`{name}`' for name in about.datasets)}.")
     return [*lines, ""] if len(lines) > 2 else []
 
 
 def _how_to_load(report: Mapping[str, Any], checkpoint: Mapping[str, Any], repo: str) -> list[str]:
     """A code block that decodes with the draft that was measured."""
     draft = report["drafters"][0]["draft"]
+    rule = report["settings"]["rule"]
     shape = f'shape="{draft["shape"]}", depth={draft["depth"]}'
     if draft["shape"] == "tree":
         shape = f'shape="tree", choices={_nested_tuple(draft.get("choices", []))}'
+    if rule != "match":
+        shape += f', rule="{rule}"'
     return [
         "## How to load",
         "",

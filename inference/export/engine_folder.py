@@ -7,7 +7,6 @@ model card read it, and an import of our own folder finds the exact configuratio
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +21,12 @@ from heads.api.errors import UserError, suggest
 from inference.decoding.decode_file import DECODE_FILE, draft_length
 from inference.export.layouts import registry
 from inference.export.layouts.base import Checkpoint, Options, Target, Written, read_checkpoint
-from inference.export.layouts.folder import CONFIG, EXPORT_FILE
+from inference.export.layouts.folder import CONFIG
+from inference.folders import EXPORT_FILE, replaced
 from inference.manifest import file_sha256
 
 FORMAT = 1
+STAGE = "export"
 WEIGHTS = "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOAT_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "float64"}
@@ -52,7 +53,7 @@ class ExportConfig:
     mask_token_id: int = -1
     """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that the tokenizer does not use."""
     overwrite: bool = False
-    """Replace the folder when it is there."""
+    """Replace the folder when it is there and an export wrote it."""
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPES:
@@ -68,9 +69,12 @@ class ExportConfig:
 
 
 def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Path) -> dict[str, Any]:
-    """Write `out` and return what `headstart_export.json` says; raises `UserError` before anything is written."""
+    """Write `out` and return what `headstart_export.json` says; raises `UserError` before anything is written.
+
+    With config.overwrite an `out` that an export wrote, and nobody has added files to, is replaced.
+    """
     layout, written = write_layout(config, checkpoint, target)
-    if out.exists() and any(out.iterdir()) and not config.overwrite:
+    if not config.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise UserError(
             f"'{out}' is there already. Choose another export.out, or replace it with export.overwrite=true."
         )
@@ -81,24 +85,19 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         next(value.dtype for value in written.tensors.values() if value.is_floating_point())
     ]
     facts = describe(config, checkpoint, target, layout, written, out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(
-        {name: value.contiguous() for name, value in written.tensors.items()},
-        partial / WEIGHTS,
-        {"format": "pt"},
-    )
-    for name, content in written.files.items():
-        (partial / name).write_bytes(content)
-    if written.tokenizer:
-        target.tokenizer.save_pretrained(str(partial))
-    (partial / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-    facts["files"] = {path.name: file_sha256(path) for path in sorted(partial.iterdir())}
-    (partial / EXPORT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
+    with replaced(out, STAGE, "export.overwrite" if config.overwrite else "export.out") as fresh:
+        save_file(
+            {name: value.contiguous() for name, value in written.tensors.items()},
+            fresh / WEIGHTS,
+            {"format": "pt"},
+        )
+        for name, content in written.files.items():
+            (fresh / name).write_bytes(content)
+        if written.tokenizer:
+            target.tokenizer.save_pretrained(str(fresh))
+        (fresh / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+        facts["files"] = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}
+        (fresh / EXPORT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return facts
 
 

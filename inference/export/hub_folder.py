@@ -10,7 +10,6 @@ It is complete or absent, and it does not leave without a report that measured e
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from heads.api.errors import UserError
 from inference.decoding.decode_file import DECODE_FILE, read_current
 from inference.export.card import CardFacts, Engine, Training, base_model, card, measured_entries
 from inference.export.engine_folder import serve
-from inference.export.layouts.folder import EXPORT_FILE
+from inference.folders import EXPORT_FILE, replaced
 from inference.manifest import (
     MANIFEST_FILE,
     file_entry,
@@ -65,26 +64,23 @@ def build_folder(sources: Sources, out: Path, facts: CardFacts) -> Path:
     exports = {name: _export(name, folder, digest, description, facts) for name, folder in sorted(sources.engines.items())}
     from inference.plots import plot_all  # matplotlib takes a second to import
 
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    images = [path.name for path in plot_all(own, partial)]
-    engines = [Engine(name, told["serve"]) for name, told in exports.items()]
-    tuned = read_current(sources.checkpoint)
-    text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint), tuned)
-    for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
-        shutil.copyfile(sources.checkpoint / name, partial / name)
-    for number, report in enumerate(loaded.values(), 1):
-        name = REPORT_FILE if number == 1 else f"report_{number}.json"
-        (partial / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for name, told in exports.items():
-        shutil.copytree(sources.engines[name], partial / name)
-        write_json(partial / name / EXPORT_FILE, told)
-    (partial / CARD_FILE).write_text(text, encoding="utf-8")
-    files = [file_entry(partial, name) for name in sorted(_plain_files(partial))]
-    write_manifest(partial, STAGE, {"kind": description["kind"], "repo": facts.repo, "files": files})
-    check_folder(partial)
-    _replace(partial, out)
+    with replaced(out, STAGE, "push") as fresh:
+        images = [path.name for path in plot_all(own, fresh)]
+        engines = [Engine(name, told["serve"]) for name, told in exports.items()]
+        tuned = read_current(sources.checkpoint)
+        text = card(loaded, digest, description, facts, images, engines, _training(sources.checkpoint), tuned)
+        for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
+            shutil.copyfile(sources.checkpoint / name, fresh / name)
+        for number, report in enumerate(loaded.values(), 1):
+            name = REPORT_FILE if number == 1 else f"report_{number}.json"
+            (fresh / name).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for name, told in exports.items():
+            shutil.copytree(sources.engines[name], fresh / name)
+            write_json(fresh / name / EXPORT_FILE, told)
+        (fresh / CARD_FILE).write_text(text, encoding="utf-8")
+        files = [file_entry(fresh, name) for name in sorted(_plain_files(fresh))]
+        write_manifest(fresh, STAGE, {"kind": description["kind"], "repo": facts.repo, "files": files})
+        check_folder(fresh)
     return out
 
 
@@ -129,7 +125,7 @@ def _training(checkpoint: Path) -> Training | None:
         return None
     told = read_manifest(folder, "train")
     git = told.get("provenance", {}).get("git", {})
-    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")))
+    return Training(told["steps"], told["tokens"], told["seconds"], str(git.get("revision", "")), told["best"]["tau"] is not None)
 
 
 def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, Any]) -> None:
@@ -149,16 +145,6 @@ def _titled(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         title = f"temperature {report['settings']['temperature']:g}, {report['device']['name']}"
         named[title if title not in named else f"{title} ({len(named) + 1})"] = dict(report)
     return named
-
-
-def _replace(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`, replacing only a folder that was built here."""
-    if out.exists():
-        ours = out.is_dir() and all((out / name).is_file() for name in (CARD_FILE, REPORT_FILE, WEIGHTS_FILE))
-        if not ours and any(out.iterdir() if out.is_dir() else [out]):
-            raise UserError(f"'{out}' exists and is not a Hub folder of ours; it is left alone. Choose another folder.")
-        shutil.rmtree(out)
-    os.replace(partial, out)
 
 
 def check_folder(folder: Path) -> dict[str, int]:

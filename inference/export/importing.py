@@ -14,15 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.api.checkpoint import build_config, load_weights, save_drafter
+from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
 from heads.api.registry import get_kind
+from inference.decoding.decode_file import DECODE_FILE
 from inference.export.layouts import causal, dflash_reading, eagle, eagle3, medusa, mtp, speculators
 from inference.export.layouts.base import Imported
 from inference.export.layouts.folder import Folder, Receiver
+from inference.folders import replaced
+from inference.manifest import file_entry, write_manifest
+from inference.staleness.reference import WATCH_FILE
 from inference.target.model import TargetModel
 
+STAGE = "import"
+LATER_FILES = (DECODE_FILE, WATCH_FILE)
+"""What other stages put next to a checkpoint about these very weights; it goes with them."""
 READERS: dict[str, tuple[Callable[[Folder], bool], Callable[[Folder, Receiver], Imported]]] = {
     "speculators": (speculators.matches, speculators.read),
     "mtp": (mtp.matches, mtp.read),
@@ -48,7 +55,7 @@ class ImportConfig:
     out: str = ""
     """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best, where measuring finds it."""
     overwrite: bool = False
-    """Replace the checkpoint when it is there."""
+    """Replace the checkpoint when it is there and was imported."""
 
     def __post_init__(self) -> None:
         if self.layout != "auto" and self.layout not in READERS:
@@ -58,7 +65,11 @@ class ImportConfig:
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
-    """Write `out` from a folder, for `target`; raises `UserError`, before anything is written, for one that is none of ours."""
+    """Write `out` from a folder, for `target`, replacing an earlier import.
+
+    Raises `UserError`, before anything is written, for a folder of no layout that we read, and for an `out` that was
+    not imported.
+    """
     name = layout if layout != "auto" else recognise(folder)
     found = READERS[name][1](folder, Receiver(target.info, target.weights))
     kind = get_kind(found.kind)
@@ -72,14 +83,11 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
-    partial = out.with_name(out.name + ".partial")
-    save_drafter(drafter, partial, target.info, tensors)
-    load_weights(drafter, partial / "model.safetensors")  # finite, complete, and readable
-    if out.exists():
-        for item in out.iterdir():
-            item.unlink()
-        out.rmdir()
-    partial.rename(out)
+    with replaced(out, STAGE, "import.overwrite", beside=LATER_FILES) as fresh:
+        save_drafter(drafter, fresh, target.info, tensors)
+        load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
+        files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]
+        write_manifest(fresh, STAGE, {"kind": found.kind, "source": str(folder.path.resolve()), "files": files})
     return found
 
 

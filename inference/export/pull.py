@@ -19,12 +19,14 @@ from heads.api.errors import UserError, suggest
 from inference.export.hub import REPO_NAME, hub_address, transfer_for
 from inference.export.hub_errors import Exchange, explained
 from inference.export.hub_folder import check_listed
-from inference.export.layouts.folder import EXPORT_FILE
-from inference.manifest import MANIFEST_FILE
+from inference.folders import EXPORT_FILE, require_folder_name
+from inference.manifest import MANIFEST_FILE, write_json
 
 OWN = "headstart"
 """Of `pull.what`: the checkpoint of our own."""
 EVERYTHING = "all"
+PARTIAL_FILE = ".headstart-pull.json"
+"""Marks a folder in which a pull's files arrive; it goes when they are all there."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class PullConfig:
     def __post_init__(self) -> None:
         if self.repo and not REPO_NAME.fullmatch(self.repo):
             raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
+        require_folder_name("pull.what", self.what)
 
 
 def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Path:
@@ -57,7 +60,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(f"'{out}' exists already and is left alone. Delete it, or choose another folder with pull.out.")
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_folder(out)
     endpoint = hub_address()
     names, commit = _listing(config, endpoint)
     if not {WEIGHTS_FILE, MANIFEST_FILE} <= set(names):
@@ -66,15 +69,31 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
             "Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
+    write_json(partial / PARTIAL_FILE, {"stage": "pull", "repo": config.repo})
     _fetch(config, endpoint, commit, wanted, partial)
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes on what it has fetched
     check_listed(partial, wanted)
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
+    (partial / PARTIAL_FILE).unlink()
     os.replace(partial, out)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     console.print(f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}", soft_wrap=True)
     return out
+
+
+def partial_folder(out: Path) -> Path:
+    """The folder next to `out` in which files arrive; raises `UserError` when it is there and no pull has made it."""
+    if out.name in ("", ".."):
+        raise UserError(f"pull.out: '{out}' is not a name for a new folder. Give a folder with a name.")
+    partial = out.with_name(out.name + ".partial")
+    taken = partial.is_symlink() or partial.is_file() or (partial.is_dir() and any(partial.iterdir()))
+    if taken and not (partial / PARTIAL_FILE).is_file():
+        raise UserError(
+            f"'{partial}', where the files are to arrive, exists and was not made by `headstart pull`. Remove it, or choose "
+            "another folder with pull.out."
+        )
+    return partial
 
 
 def _part(config: PullConfig, names: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ class Record:
 
 
 @dataclass
-class Records:
+class AnswerLog:
     """The records of a running measurement. A prompt counts as done when every arm has answered it."""
 
     directory: Path
@@ -37,7 +37,7 @@ class Records:
     done: dict[tuple[str, int], dict[str, Record]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> Records:
+    def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
         """Continue the measurement in `directory` if it has the same fingerprint and was not finished; else
         begin.
         """

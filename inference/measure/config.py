@@ -6,15 +6,18 @@ import importlib.metadata
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import CostConfig
+from inference.decoding.rules.names import TEXT, promise
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.measure.baselines import BaselinesConfig
 from inference.measure.breakdown.config import LostConfig
 from inference.measure.datasets import DatasetConfig
@@ -23,8 +26,10 @@ from inference.measure.prompts import Prompt, select_prompts
 
 BASELINE = "baseline"
 OWN_NOISE = " (own noise)"
-SHARED_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
-"""What all arms of one report must agree on: the drafter must not change the task."""
+SHARED_SETTINGS = (
+    *(item.name for item in fields(SamplingSettings)), "max_new_tokens", "seed", "rule", "typical_epsilon", "typical_delta",
+)  # fmt: skip
+"""What all arms of one report must agree on: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
 
 
@@ -45,7 +50,7 @@ class BenchConfig:
     repeats: int = 1
     """How often every prompt is measured. More repeats steady the clock; answers do not change."""
     compare_noise: bool = True
-    """Above temperature 0: measure every trained drafter also with its own noise instead of the target's."""
+    """Above temperature 0, rule match: measure every trained drafter also with its own noise instead of the target's."""
     seed: int = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -69,27 +74,65 @@ class BenchConfig:
 
 
 
+@dataclass(frozen=True)
+class ReportSettings:
+    """The block `settings` of report.json. It is made of the settings that decoded, never written by hand."""
+
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+    rule: str
+    seed: int
+    prompts: int
+
+    @classmethod
+    def of(cls, decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
+        """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by its name.
+
+        Raises `UserError` where two arms differ in what one report must have in common.
+        """
+        require_same_task(decodes)
+        names = [item.name for item in fields(cls) if item.name != "prompts"]
+        values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
+        assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
+        return cls(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
+
+
+def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by name."""
+    (first, expected), *others = decodes.items()
+    for name, decode in others:
+        for key in SHARED_SETTINGS:
+            if getattr(decode, key) != getattr(expected, key):
+                raise UserError(
+                    f"'{first}' decodes with {key}={getattr(expected, key)}, '{name}' with {key}={getattr(decode, key)}. One "
+                    "report compares drafters on the same task: give all the same."
+                )
+
+
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     """The arms as they are measured: batch size 1, and each trained drafter also with its own noise if asked
     for.
     """
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
+    for arm in arms:
+        require_same_task({arms[0].name: arms[0].decode, arm.name: arm.decode})
+    decode = arms[0].decode
+    if config.lost.enabled and promise(decode.rule, decode.temperature) != TEXT:
+        raise UserError(
+            f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at temperature "
+            f"{decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
+        )
     result = []
     for arm in arms:
-        for name in SHARED_SETTINGS:
-            first, here = getattr(arms[0].decode, name), getattr(arm.decode, name)
-            if first != here:
-                raise UserError(
-                    f"'{arms[0].name}' decodes with {name}={first}, '{arm.name}' with {name}={here}. One report compares "
-                    "drafters on the same task: give all the same."
-                )
         if arm.decode.shape == "none":
             raise UserError(
                 f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or a tree."
             )
         result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
-        both = config.compare_noise and arm.decode.temperature > 0 and arm.decode.share_noise
+        sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"  # other rules share no noise
+        both = config.compare_noise and sampled and arm.decode.share_noise
         if both and isinstance(arm.drafter, TrainableDrafter):
             own = replace(arm.decode, batch_size=1, share_noise=False)
             result.append(replace(arm, name=arm.name + OWN_NOISE, decode=own))

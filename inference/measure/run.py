@@ -39,13 +39,22 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.rules.registry import get_rule
+from inference.decoding.sampling.noise import Stream
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
-from inference.measure.answers import Record, Records
+from inference.measure.answers import AnswerLog, Record
 from inference.measure.baselines import Peer, make_peers
 from inference.measure.breakdown.block import Sample, lost_block
 from inference.measure.breakdown.transcripts import discard_transcripts
-from inference.measure.config import BASELINE, BenchConfig, check_arms, process_facts, split_prompts
+from inference.measure.config import (
+    BASELINE,
+    BenchConfig,
+    ReportSettings,
+    check_arms,
+    process_facts,
+    split_prompts,
+)
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.optional_blocks import Loop, baseline_block, device_blocks, mean_length, served_loops
@@ -59,6 +68,8 @@ from inference.verifications import RecordsConfig
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
 REPORT_FILE = "report.json"
+NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
+"""A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own, or no noise."""
 
 
 def quick_tau(
@@ -96,7 +107,7 @@ def measure(
     speedup exceeds tau.
     """
     session = _Session.prepare(config, target, arms, prompts)
-    records = Records.open(out, session.fingerprint(), session.names)
+    records = AnswerLog.open(out, session.fingerprint(), session.names)
     with ExitStack() as stack:
         for (
             arm
@@ -218,7 +229,7 @@ class _Session:
             for request in self.warmup:
                 peer.answer(request)
 
-    def run(self, records: Records, console: Console | None) -> None:
+    def run(self, records: AnswerLog, console: Console | None) -> None:
         """Decode what is not on record yet: all arms in turn for every prompt, the order rotating."""
         columns = (
             TextColumn("measuring"),
@@ -260,7 +271,8 @@ class _Session:
 
     def facts(self) -> dict[str, Any]:
         """The blocks of report.json that are known before anything is measured."""
-        info, decode = self.target.info, self.arms[0].decode
+        info = self.target.info
+        decodes = {name: engine.decode for name, engine in self.engines.items()}
         return {
             "target": {
                 "id": info.id,
@@ -269,17 +281,10 @@ class _Session:
                 "parameters": info.parameters,
             },
             "device": device_facts(self.target.device),
-            "settings": {
-                "temperature": decode.temperature,
-                "max_new_tokens": decode.max_new_tokens,
-                "batch_size": 1,
-                "rule": "match",
-                "seed": decode.seed,
-                "prompts": len(self.requests),
-            },
+            "settings": asdict(ReportSettings.of(decodes, len(self.requests))),
         }
 
-    def totals(self, records: Records, name: str) -> Totals:
+    def totals(self, records: AnswerLog, name: str) -> Totals:
         domains = {prompt.id: prompt.domain for prompt in self.prompts}
         outcomes = [
             Outcome(
@@ -291,7 +296,7 @@ class _Session:
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
-    def results(self, records: Records) -> dict[str, Any]:
+    def results(self, records: AnswerLog) -> dict[str, Any]:
         """The `baseline` and `drafters` blocks. Raises `WeakBaselineError` instead of reporting the
         impossible.
         """
@@ -311,7 +316,7 @@ class _Session:
             )
         return {"baseline": metrics.baseline_numbers(baseline), "drafters": drafters}
 
-    def extras(self, records: Records, results: Mapping[str, Any]) -> dict[str, Any]:
+    def extras(self, records: AnswerLog, results: Mapping[str, Any]) -> dict[str, Any]:
         """The optional blocks that `bench` asks for, measured now that the arms are done."""
         requests = {prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)}
         lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
@@ -339,7 +344,7 @@ class _Session:
             "depth": tree.max_depth,
             "nodes": tree.num_nodes,
             "name": arm.name,
-            "noise": "shared" if arm.decode.share_noise else "none",
+            "noise": NOISE[get_rule(arm.decode.rule, tree, share_noise=arm.decode.share_noise).drafts],
         }
         if arm.decode.shape == "tree":
             draft["choices"] = [list(path) for path in arm.decode.choices]
@@ -348,7 +353,7 @@ class _Session:
         parameters = sum(p.numel() for p in drafter.parameters()) if trained else 0
         return {"kind": drafter.kind, "path": arm.path, "parameters": parameters, "draft": draft}
 
-    def audit(self, records: Records, arm: Arm) -> AuditReport:
+    def audit(self, records: AnswerLog, arm: Arm) -> AuditReport:
         """Compare an arm's answers with the baseline's."""
         place = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         plain = {(record.prompt, record.repeat): record.tokens for record in records.of(BASELINE)}
@@ -362,9 +367,10 @@ class _Session:
             width=max(2, self.engines[arm.name].tree.num_nodes),
         )
 
-    def conditions(self, records: Records) -> dict[str, Any]:
+    def conditions(self, records: AnswerLog) -> dict[str, Any]:
         """The `run` block: how it was measured, and details that the agreed keys have no place for."""
         baseline, decode = self.totals(records, BASELINE), self.arms[0].decode
+        typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         arms = {}
         for arm in self.arms:
             totals, report = self.totals(records, arm.name), self.audits[arm.name]
@@ -378,6 +384,7 @@ class _Session:
         return {
             "bench": asdict(self.config),
             "sampling": asdict(decode.sampling()),
+            **({"typical": typical} if decode.rule == "typical" else {}),
             "warmup_prompts": len(self.warmup),
             "baseline_prefill_seconds": float(baseline.seconds["prefill"].sum()),
             "arms": arms,

@@ -15,6 +15,7 @@ from heads.api.drafter import forget
 from inference.decoding.arm import Arm
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.folders import require_folder_name
 from inference.measure.answers import Record
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
@@ -41,7 +42,7 @@ def write_records(
     for arm in arms:
         engine = Engine(target, arm.drafter, arm.decode, details=True)
         log = VerificationLog(
-            out / RECORDS / arm.name.replace("/", "_"),
+            out / RECORDS / require_folder_name("measure.drafters", arm.name.replace("/", "_")),
             record_facts(engine, arm.name, arm.weights_sha256),
             config.max_bytes,
             config.redact,

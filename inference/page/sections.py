@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from inference.decoding.rules.names import TEXT, rule_text
 from inference.measure.metrics import efficiency
 from inference.page.charts import SHAPES, Axes, Dot, Line, dots, lines
 from inference.page.data import Entry, Run
 from inference.page.markup import Content, Html, folded, interval, join, number, table, tag
-from inference.report import draft_text, lossless_text
+from inference.report import draft_text, lossless_text, promise_of
 from inference.report_schema import arm_name
 
 DRAWN = SHAPES
@@ -56,7 +55,7 @@ def summary(run: Run, place: int) -> Html:
         tag("span", report["target"]["id"], class_="path"),
         f" {number(best['speedup'])} times as fast at temperature {settings['temperature']:g}: "
         f"{number(best['tau'])} tokens per verification instead of one. ",
-        _lossless(run.drafters),
+        _lossless(run),
     ]
     tiles = [
         _tile("Speedup", f"{number(best['speedup'])}×", f"95% interval {interval(*best['speedup_ci95'])}"),
@@ -66,9 +65,7 @@ def summary(run: Run, place: int) -> Html:
             number(best["tokens_per_second"], 0),
             f"without a drafter {number(tokens, 0)}",
         ),
-        _tile(
-            "Same text", lossless_text(best["lossless"]), "answers equal to plain decoding, token by token"
-        ),
+        _tile("Same text", lossless_text(best["lossless"], settings), "answers equal to plain decoding, token by token"),
     ]
     return section(
         "summary", place, "Summary", tag("dl", tiles, class_="tiles"), _ranking(run), lead=tag("span", says)
@@ -83,8 +80,11 @@ def _drafts(entry: Entry) -> str:
     return f"trees of {draft['nodes']} nodes, {draft['depth']} deep"
 
 
-def _lossless(entries: Sequence[Entry]) -> str:
-    wrong = [arm_name(entry) for entry in entries if entry["lossless"]["mismatches"]]
+def _lossless(run: Run) -> str:
+    settings = run.report["settings"]
+    if promise_of(settings) != TEXT:
+        return f"Drafts are kept by rule {rule_text(settings['rule'], settings['temperature'])}."
+    wrong = [arm_name(entry) for entry in run.drafters if entry["lossless"]["mismatches"]]
     if wrong:
         return f"Answers differ from plain decoding for {', '.join(wrong)}: see the last column."
     return "No answer of any drafter differs from plain decoding beyond the number format's own ties."
@@ -119,7 +119,7 @@ def _ranking(run: Run) -> Html:
                 f"{number(entry['ideal_speedup'])}×",
                 f"{100 * efficiency(entry):.0f}%",
                 number(entry["memory_bytes"]["drafter"] / 1e6, 1),
-                lossless_text(entry["lossless"]),
+                lossless_text(entry["lossless"], run.report["settings"]),
             ]
         )
     plain_row = [

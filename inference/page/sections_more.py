@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from inference.decoding.rules.names import rule_text
 from inference.page.charts import Axes, Dot, Line, dots, lines
 from inference.page.data import Page, Run, Training
 from inference.page.markup import Content, Html, folded, interval, number, table, tag
@@ -163,7 +164,8 @@ def _conditions(run: Run) -> str:
     settings = run.report["settings"]
     drafts = sorted({draft_text(entry) for entry in run.drafters})
     shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"
-    return f"Temperature {settings['temperature']:g}, {shapes}, {settings['prompts']} prompts."
+    rule = "" if settings["rule"] == "match" else f"rule {rule_text(settings['rule'], settings['temperature'])}, "
+    return f"Temperature {settings['temperature']:g}, {rule}{shapes}, {settings['prompts']} prompts."
 
 
 def _cell(entry: Any) -> str:
@@ -184,12 +186,13 @@ def method(page: Page) -> Html:
     for run in page.runs:
         report = run.report
         target, device, settings = report["target"], report["device"], report["settings"]
+        rule = rule_text(settings["rule"], settings["temperature"])
         facts = [
             ("Target", f"{target['id']}, {target['parameters']:,} parameters, {target['dtype']}"),
             ("Revision", target["revision"]),
             ("Device", f"{device['name']} ({device['kind']}, {device['threads']} threads)"),
             ("Settings", f"temperature {settings['temperature']:g}, up to {settings['max_new_tokens']} new tokens, batch size "
-             f"{settings['batch_size']}, rule {settings['rule']}, {settings['prompts']} prompts, seed {settings['seed']}"),
+             f"{settings['batch_size']}, rule {rule}, {settings['prompts']} prompts, seed {settings['seed']}"),
             ("Command", report.get("command", "")),
             ("Versions", ", ".join(f"{name} {value}" for name, value in _pairs(report.get("versions")))),
         ]  # fmt: skip

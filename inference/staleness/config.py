@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heads.api.errors import UserError
+from inference.folders import require_folder_name
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class WatchConfig:
     """Of the order in which prompts are decoded."""
 
     def __post_init__(self) -> None:
+        require_folder_name("watch.name", self.name)
         if self.records and self.metrics:
             raise UserError("watch.records and watch.metrics are both given; watch one of them at a time.")
         if self.learn and (self.records or self.metrics):

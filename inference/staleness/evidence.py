@@ -77,7 +77,7 @@ def shift_below(share: float) -> int:
     return floor(log(share) / log(1.0 + STEP) + 1e-9)
 
 
-class Evidence(Protocol):
+class RatioEvidence(Protocol):
     """What is known about one acceptance."""
 
     accepted: float
@@ -119,11 +119,11 @@ class Bets:
         self.accepted, self.passes, self.answers = self.accepted + accepted, self.passes + passes, self.answers + 1
 
     def below(self) -> Floats:
-        """See `Evidence`."""
+        """See `RatioEvidence`."""
         return log_mean(self._below)
 
     def above(self) -> Floats:
-        """See `Evidence`."""
+        """See `RatioEvidence`."""
         return log_mean(self._above)
 
 
@@ -156,11 +156,11 @@ class Sums:
         self.accepted, self.passes = accepted, passes
 
     def below(self) -> Floats:
-        """See `Evidence`."""
+        """See `RatioEvidence`."""
         return self._mixture(self.grid.lower * self.passes - self.accepted)
 
     def above(self) -> Floats:
-        """See `Evidence`; at infinity nothing is held."""
+        """See `RatioEvidence`; at infinity nothing is held."""
         return np.append(self._mixture(self.accepted - self.grid.values * self.passes), -np.inf)
 
     def _mixture(self, excess: Floats) -> Floats:
@@ -177,7 +177,7 @@ def log_mean(values: Floats) -> Floats:
     return np.asarray(top + np.log(np.exp(values - top).mean(0)))
 
 
-def interval(evidence: Evidence, grid: Grid, miss: float) -> tuple[float, float]:
+def interval(evidence: RatioEvidence, grid: Grid, miss: float) -> tuple[float, float]:
     """The acceptances that the evidence does not contradict, at a chance of at most `miss` that the truth is ever left out."""
     least = log(2.0 / miss)
     low = grid.upper[:-1][evidence.above()[:-1] >= least]

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
+from inference.decoding.rules.names import TEXT, promise
 from inference.manifest import write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.report_schema import arm_name, read_report
-from inference.staleness.evidence import Bets, Evidence, Grid, Sums
+from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 
 FORMAT = 1
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
@@ -34,7 +35,7 @@ LEAST_ANSWERS = 8
 
 
 @dataclass
-class Tally:
+class DomainAnswers:
     """The answers of one domain: of each, the drafted tokens that its first passes accepted."""
 
     answers: list[list[int]] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Reference:
     draft: dict[str, Any]
     temperature: float
     tokens: int
-    tallies: dict[str, Tally]
+    tallies: dict[str, DomainAnswers]
     depth: int
     source: str
     system: str = ""
@@ -104,7 +105,7 @@ class Reference:
         """The acceptances that are considered."""
         return Grid(self.depth)
 
-    def evidence(self, grid: Grid) -> dict[str, Evidence]:
+    def evidence(self, grid: Grid) -> dict[str, RatioEvidence]:
         """Domain -> evidence; raises `UserError` when there is no domain with enough answers."""
         if not self.domains:
             raise UserError(
@@ -146,7 +147,7 @@ class Reference:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["stage"] != "watch" or content["format"] != FORMAT:
                 raise KeyError("format")
-            tallies = {str(name): Tally(**lists) for name, lists in content["domains"].items()}
+            tallies = {str(name): DomainAnswers(**lists) for name, lists in content["domains"].items()}
             found = cls(
                 dict(content["target"]), dict(content["drafter"]), dict(content["draft"]), float(content["temperature"]),
                 int(content["tokens"]), tallies, int(content["depth"]), str(path), str(content["system"]),
@@ -197,6 +198,20 @@ def find_reference(given: str, drafter: Path, weights_sha256: str) -> Reference:
     return found
 
 
+def require_reference(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is no reference; writing a reference would replace it."""
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8"))["stage"] == "watch"
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise UserError(
+            f"watch.reference: '{path}' is there and is no reference, so it is not replaced. Give another file, or remove it."
+        )
+
+
 def from_report(path: Path, weights_sha256: str) -> Reference:
     """The reference in a measurement's folder: its records, where they lie beside report.json, else the report's figures."""
     report = read_report(path)
@@ -207,6 +222,11 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
             "drafter's report as watch.reference, or make a reference with watch.learn=true."
         )
     entry, settings = entries[0], report["settings"]
+    if promise(settings["rule"], settings["temperature"]) != TEXT:
+        raise UserError(
+            f"'{path}' was measured with rule '{settings['rule']}', which accepts other drafts than rule match. Measure with "
+            "decode.rule=match, or make a reference with watch.learn=true."
+        )
     about = {"kind": entry["kind"], "weights_sha256": weights_sha256}
     draft = {key: entry["draft"][key] for key in ("shape", "depth", "choices") if key in entry["draft"]}
     if draft["shape"] == "dynamic":
@@ -231,13 +251,13 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
 
 def tallies_of(
     records: Path, arm: str, depth: int, most: int, domains: Mapping[str, str]
-) -> dict[str, Tally]:
+) -> dict[str, DomainAnswers]:
     """Domain -> answers of one arm in a measurement's records; repeats of a prompt count once. Empty without its domains."""
-    found: dict[str, Tally] = {}
+    found: dict[str, DomainAnswers] = {}
     seen: set[str] = set()
     for record in read_records(records):
         if record.arm == arm and record.prompt in domains and record.prompt not in seen:
             seen.add(record.prompt)
             passes = first_passes((accepted for accepted, _, _ in record.passes), depth, most)
-            found.setdefault(domains[record.prompt], Tally()).answers.append(passes)
+            found.setdefault(domains[record.prompt], DomainAnswers()).answers.append(passes)
     return found

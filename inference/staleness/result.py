@@ -14,7 +14,7 @@ from rich.table import Table
 
 from inference.manifest import write_json
 from inference.staleness.evidence import interval
-from inference.staleness.reference import Reference, Tally
+from inference.staleness.reference import DomainAnswers, Reference
 from inference.staleness.sequential_test import ALARM, MISS, OVERALL, Change, DriftTest
 
 STALENESS_FILE = "staleness.json"
@@ -27,7 +27,7 @@ SAYS = {
 
 
 def content(
-    test: DriftTest, reference: Reference, tallies: Mapping[str, Tally], target: Mapping[str, Any], source: str
+    test: DriftTest, reference: Reference, tallies: Mapping[str, DomainAnswers], target: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
     """The content of staleness.json. tallies: the fresh answers by domain, empty for totals; target: the fresh target's facts."""
     changes = test.changes()

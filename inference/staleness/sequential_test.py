@@ -20,7 +20,7 @@ from math import inf, log
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.staleness.evidence import Bets, Evidence, Grid, interval, ratio, shift_below
+from inference.staleness.evidence import Bets, Grid, RatioEvidence, interval, ratio, shift_below
 
 MISS = 0.05
 """Intervals leave the truth out with at most this chance."""
@@ -57,11 +57,11 @@ class DriftTest:
 
     grid: Grid
     most: int
-    reference: Mapping[str, Evidence]
+    reference: Mapping[str, RatioEvidence]
     tolerance: float
     alarm_rate: float
-    fresh: dict[str, Evidence] = field(default_factory=dict)
-    unknown: dict[str, Evidence] = field(default_factory=dict)
+    fresh: dict[str, RatioEvidence] = field(default_factory=dict)
+    unknown: dict[str, RatioEvidence] = field(default_factory=dict)
     answers: int = 0
     alarm_after: int | None = None
     """Fresh answers seen at the first alarm."""
@@ -92,12 +92,12 @@ class DriftTest:
         else:
             self._bets(self.unknown, domain).add(accepted, passes)
 
-    def _bets(self, place: dict[str, Evidence], domain: str) -> Bets:
+    def _bets(self, place: dict[str, RatioEvidence], domain: str) -> Bets:
         bets = place.setdefault(domain, Bets(self.grid, self.most))
         assert isinstance(bets, Bets), "answers and totals cannot be mixed"
         return bets
 
-    def replace(self, domain: str, evidence: Evidence) -> None:
+    def replace(self, domain: str, evidence: RatioEvidence) -> None:
         """Put newer totals of a domain in place of the former ones, and look."""
         if domain in self.reference:
             self.fresh[domain] = evidence
@@ -158,7 +158,7 @@ def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
     return float(np.average(values, weights=weights))
 
 
-def fallen(reference: Evidence, fresh: Evidence, shift: int) -> float:
+def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
     """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the reference's.
 
     The reference's acceptance lies in one of the grid's cells, from one point to the next; the evidence is taken at the end of the
@@ -170,14 +170,14 @@ def fallen(reference: Evidence, fresh: Evidence, shift: int) -> float:
     return float((above + below[at]).min())
 
 
-def risen(reference: Evidence, fresh: Evidence, shift: int) -> float:
+def risen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
     """Logarithm of the evidence that the fresh acceptance lies above `ratio(shift)` of the reference's."""
     below, above = reference.below()[:-1], fresh.above()
     cells = np.arange(len(below))
     return float((below + above[np.clip(cells + shift, 0, len(above) - 1)]).min())
 
 
-def ratio_interval(pairs: list[tuple[Evidence, Evidence]], miss: float) -> tuple[float, float] | None:
+def ratio_interval(pairs: list[tuple[RatioEvidence, RatioEvidence]], miss: float) -> tuple[float, float] | None:
     """Interval of fresh / reference - 1 that all pairs of (reference, fresh) share; None where there is no such ratio."""
     least, span = log(2.0 / miss), len(pairs[0][0].below())
 

@@ -21,7 +21,7 @@ from inference.target.model import TargetModel
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
-from inference.traffic.simulate import Costs, Job, Served, concurrency, draw_commits, simulate
+from inference.traffic.simulate import Costs, Served, SimulatedRequest, concurrency, draw_commits, simulate
 from inference.tune.config import TuneConfig
 from inference.tune.tuner import Tuner
 
@@ -41,14 +41,14 @@ class Way:
     kept: Mapping[str, Sequence[int]]
     memory: Mapping[str, int]
 
-    def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[Job]:
+    def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[SimulatedRequest]:
         """The traffic as this way decodes it."""
         rng = np.random.default_rng(seed)
         return [
-            Job(item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)) for item in arrivals
+            SimulatedRequest(item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)) for item in arrivals
         ]
 
-    def speed(self, jobs: Sequence[Job], rows: int) -> float:
+    def speed(self, jobs: Sequence[SimulatedRequest], rows: int) -> float:
         """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left out."""
         passes = sum(len(job.commits) for job in jobs)
         tokens = sum(sum(job.commits) for job in jobs)
@@ -146,7 +146,7 @@ def advise(ways: Sequence[Way], arrivals: Sequence[Arrival], rows: int, seed: in
     }
 
 
-def seen_by_users(jobs: Sequence[Job], served: Sequence[Served]) -> dict[str, Any]:
+def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) -> dict[str, Any]:
     """Tokens per second from the first arrival to the last answer, and quantiles of latency and of the wait for the first token."""
     tokens = sum(job.arrival.answer for job in jobs)
     whole = [item.end - job.arrival.time for job, item in zip(jobs, served, strict=True)]

@@ -46,7 +46,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedRequest:
     """A request and how it will be decoded. commits: tokens of each of its verifications; the first token comes with the prompt."""
 
     arrival: Arrival
@@ -70,7 +70,7 @@ class _Row:
     length: int
 
 
-def simulate(jobs: Sequence[Job], costs: Costs) -> list[Served]:
+def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
     """When every request was served. jobs: in the order of their arrival."""
     first, end = [0.0] * len(jobs), [0.0] * len(jobs)
     cumulated = [np.concatenate([[0], np.cumsum(job.commits)]) for job in jobs]
@@ -120,7 +120,7 @@ def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) 
     return tuple(drawn)
 
 
-def concurrency(jobs: Sequence[Job], served: Sequence[Served], shares: Sequence[float]) -> list[int]:
+def concurrency(jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]) -> list[int]:
     """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there was any."""
     changes = sorted(
         [(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served]

@@ -132,7 +132,7 @@ class StepCosts:
         ratios = {phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase]) for phase in low.ratios}
         return ratios, low.other + share * (high.other - low.other)
 
-    def calibrate(self, family: str, rows: int, runs: Sequence[Run]) -> None:
+    def calibrate(self, family: str, rows: int, runs: Sequence[TimedRun]) -> None:
         """Take over what the clock booked while drafts of a family were decoded in `rows` rows. Sums over the runs: the ratio of a
         draft that costs next to nothing says little about one that costs much.
         """
@@ -151,7 +151,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what the clock booked."""
 
     draft: Draft

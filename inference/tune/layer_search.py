@@ -44,7 +44,7 @@ LEAST = 1e-2
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class SkippablePart:
     """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its share of what one token costs the
     target, the unskippable rest (LM head) excluded.
     """
@@ -105,22 +105,22 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All trials in their order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SkippablePart, ...]
     trials: tuple[Trial, ...]
 
     @property
     def best(self) -> Trial:
         return max(self.trials, key=lambda trial: trial.value)
 
-    def kept(self, trial: Trial) -> list[Part]:
+    def kept(self, trial: Trial) -> list[SkippablePart]:
         """The parts that a trial kept."""
         return [part for part, keep in zip(self.parts, trial.kept, strict=True) if keep]
 
 
-def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[Part, ...], float]:
+def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[SkippablePart, ...], float]:
     """The parts of a target and the fixed cost (its LM head), in shares of the weights that decoding one token reads.
 
     sublayers: attention and MLP of a layer can be left out separately.
@@ -136,17 +136,17 @@ def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[Part, 
     head = target.weights.lm_head.numel()
     total = sum(sizes.values()) + head
     if sublayers:
-        return tuple(Part(layer, what, size / total) for (layer, what), size in sizes.items()), head / total
+        return tuple(SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items()), head / total
     layers = (
-        Part(layer, "layer", (sizes[layer, "attention"] + sizes[layer, "mlp"]) / total)
+        SkippablePart(layer, "layer", (sizes[layer, "attention"] + sizes[layer, "mlp"]) / total)
         for layer in range(info.num_layers)
     )
     return tuple(layers), head / total
 
 
 def search_layers(
-    parts: Sequence[Part], evaluate: Evaluate, config: SearchConfig, start: Iterable[Chosen] = ()
-) -> Found:
+    parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, start: Iterable[Chosen] = ()
+) -> SearchResult:
     """Try sets of parts for the best speedup. start: sets that are tried first, before evenly spread ones and prefixes.
 
     Raises `UserError` when there are fewer than two parts, none with attention, or no set within the cost allowed.
@@ -178,7 +178,7 @@ def search_layers(
             _value(tau, _cost(kept, parts, config), config) for tau, kept in zip(taus, pool, strict=True)
         ]
         _try(pool[int(np.argmax(expected))], parts, evaluate, config, trials)
-    return Found(tuple(parts), tuple(trials.values()))
+    return SearchResult(tuple(parts), tuple(trials.values()))
 
 
 def measure_tau(
@@ -196,7 +196,7 @@ def ideal_speedup(tau: float, depth: int, cost: float) -> float:
 
 
 def _try(
-    kept: Chosen, parts: Sequence[Part], evaluate: Evaluate, config: SearchConfig, trials: dict[Chosen, Trial]
+    kept: Chosen, parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, trials: dict[Chosen, Trial]
 ) -> None:
     cost = _cost(kept, parts, config)
     if kept in trials or not _drafts(kept, parts) or cost > config.most_cost:
@@ -210,16 +210,16 @@ def _value(tau: float, cost: float, config: SearchConfig) -> float:
     return float(tau) if config.objective == "tau" else ideal_speedup(tau, config.depth, cost)
 
 
-def _drafts(kept: Chosen, parts: Sequence[Part]) -> bool:
+def _drafts(kept: Chosen, parts: Sequence[SkippablePart]) -> bool:
     """Whether a set keeps any attention, and leaves out anything."""
     return any(keep and part.attends for keep, part in zip(kept, parts, strict=True)) and not all(kept)
 
 
-def _cost(kept: Chosen, parts: Sequence[Part], config: SearchConfig) -> float:
+def _cost(kept: Chosen, parts: Sequence[SkippablePart], config: SearchConfig) -> float:
     return config.fixed_cost + sum(part.cost for keep, part in zip(kept, parts, strict=True) if keep)
 
 
-def _seeds(parts: Sequence[Part]) -> list[Chosen]:
+def _seeds(parts: Sequence[SkippablePart]) -> list[Chosen]:
     """Where a search starts: layers left out evenly, at several shares; the first layers alone; single parts left out."""
     layers = max(part.layer for part in parts) + 1
     found: list[Chosen] = []
@@ -232,7 +232,7 @@ def _seeds(parts: Sequence[Part]) -> list[Chosen]:
     return list(dict.fromkeys(found))
 
 
-def _pool(parts: Sequence[Part], trials: dict[Chosen, Trial], rng: np.random.Generator) -> list[Chosen]:
+def _pool(parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.random.Generator) -> list[Chosen]:
     """Sets that were not tried: one part more or less than the best sets, one exchanged, and random changes of two to four."""
     elite = sorted(trials.values(), key=lambda trial: -trial.value)[:ELITE]
     found: dict[Chosen, None] = {}
@@ -250,7 +250,7 @@ def _pool(parts: Sequence[Part], trials: dict[Chosen, Trial], rng: np.random.Gen
     return list(found)
 
 
-def _random_set(parts: Sequence[Part], config: SearchConfig, rng: np.random.Generator) -> Chosen:
+def _random_set(parts: Sequence[SkippablePart], config: SearchConfig, rng: np.random.Generator) -> Chosen:
     """A random set that fills what may be spent, or a random share of it when speed is the objective."""
     budget = min(config.most_cost, 1.0)
     if config.objective == "speedup":

@@ -28,7 +28,7 @@ from inference.measure.profile import Turn, take_turns
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
-from inference.tune.costs import Run, StepCosts, measure_curves
+from inference.tune.costs import StepCosts, TimedRun, measure_curves
 from inference.tune.drafts import described
 from inference.tune.survey import Survey, Task, survey
 from inference.tune.workload import Answered, Steps, batch_steps
@@ -128,11 +128,11 @@ class Tuner:
         drafts = representatives([item.draft for item in self.predictions(temperature, batch, costs)])
         count = len(self.task.requests)
         blocks = [[(turn * batch + place) % count for place in range(batch)] for turn in range(CALIBRATION_TURNS)]
-        runs: dict[str, list[Run]] = {}
+        runs: dict[str, list[TimedRun]] = {}
         for draft, turns in self.run(drafts, temperature, batch, blocks, CALIBRATION_TOKENS).items():
             done = [batch_steps(answered(turn), batch) for turn in turns]
             steps = sum(done[1:], done[0])
-            run = Run(draft, steps.mean_length, self.nodes(draft, steps), _booked(turns))
+            run = TimedRun(draft, steps.mean_length, self.nodes(draft, steps), _booked(turns))
             runs.setdefault(draft.family, []).append(run)
         for family, found in runs.items():
             costs.calibrate(family, batch, found)

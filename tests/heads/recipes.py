@@ -6,6 +6,7 @@ recipes themselves are tested and not look-alikes. `test_contract.py` checks tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,21 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
 """Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""
 
 
-def build(name: str, target: Any, seed: int = 0, shaken: float = 0.02, whole_vocabulary: bool = False) -> Any:
-    """A fresh drafter of recipe `name` for `target`; `shaken` out of its initial values, so that zeros take part.
+def build(
+    name: str,
+    target: Any,
+    seed: int = 0,
+    shaken: float = 0.02,
+    whole_vocabulary: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> Any:
+    """A fresh drafter of recipe `name`, its configuration with `changes`, for `target`; `shaken`
+    out of its initial values, so that zeros take part.
 
     A draft vocabulary, where there is one, is chosen from falling token counts.
     """
     kind, config = recipe(name, whole_vocabulary)
+    config = replace(config, **(changes or {}))
     counts = torch.arange(target.info.vocab_size).flip(0)
     drafter = new_drafter(kind, config, target.info, target.weights, seed, token_counts=counts)
     if isinstance(drafter, TrainableDrafter):

@@ -12,7 +12,8 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
-from heads.eagle import Config, Drafter, top_k_cross_entropy
+from heads.eagle import Config, Drafter
+from heads.nn import losses
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -118,8 +119,8 @@ def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, optio
 def test_top_k_loss_over_the_whole_vocabulary_is_the_soft_cross_entropy() -> None:
     logits, p = torch.randn(2, 5, 11).double(), torch.randn(5, 11).double().softmax(-1)
     expected = -(p * logits.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(top_k_cross_entropy(logits, p, 99), expected)
-    assert bool((top_k_cross_entropy(logits, p, 3) < expected).all())
+    torch.testing.assert_close(losses.top_k_cross_entropy(logits, p, 99), expected)
+    assert bool((losses.top_k_cross_entropy(logits, p, 3) < expected).all())
 
 
 def test_noise_is_bounded_seeded_and_only_in_training(target: MicroTarget) -> None:

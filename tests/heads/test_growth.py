@@ -20,7 +20,7 @@ from heads.api.drafter import Proposal
 from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn import attention
-from heads.nn.attention import Place
+from heads.nn.attention import CachePlace
 from heads.nn.drafting.growth import fill, grow
 from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 from heads.nn.rope import Rope
@@ -71,7 +71,7 @@ class TableDrafter:
             )
             return torch.stack([torch.stack(row) for row in logits]), carry
 
-        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             paths = [
                 [(*(t for t in path if t >= 0), token) for path, token in zip(above, new, strict=True)]
                 for above, new in zip(carry.tolist(), tokens.tolist(), strict=True)

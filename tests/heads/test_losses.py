@@ -1,4 +1,4 @@
-"""Losses against their textbook formulas, their gradients against finite differences."""
+"""Losses against their textbook formulas, their gradients against finite differences; autocast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from heads.nn import losses
+from heads.nn.block.confidence import confidence_loss
+from heads.nn.block.losses import Objective, log_probability
+from heads.nn.distillation import OBJECTIVES, ObjectiveConfig, objective
 
 PAIRS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "forward_kl": (losses.forward_kl, lambda q, p: (p * (p / q).log()).sum()),
@@ -108,6 +111,88 @@ def test_half_precision_is_computed_in_float32() -> None:
         torch.testing.assert_close(value, loss(drafted.float(), target.float()))
     labels = torch.tensor([0, 1, 2, 3, 4])
     assert losses.cross_entropy(drafted, labels).dtype == torch.float32
+
+
+def soft(logits: Tensor) -> Tensor:
+    return losses.widen(logits).softmax(-1)
+
+
+def mixed(name: str, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """One objective of distilled drafters."""
+    config = ObjectiveConfig(**{"forward_kl": 0.0, name: 0.7, "temperature": temperature})
+    return lambda q, p: objective(config, q, p, p.argmax(-1), None)
+
+
+UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{name: loss for name, (loss, _) in PAIRS.items() if name != "soft_cross_entropy"},
+    "soft_cross_entropy": lambda q, p: losses.soft_cross_entropy(q, soft(p)),
+    "cross_entropy": lambda q, p: losses.cross_entropy(q, p.argmax(-1)),
+    "annealed_lk": losses.annealed_lk,
+    "top_k_cross_entropy": lambda q, p: losses.top_k_cross_entropy(q[None], soft(p), 9)[0],
+    "feature_distance": losses.feature_distance,
+    "kl_divergence": lambda q, p: losses.kl_divergence(soft(p).log(), soft(q).log()),
+    "confidence_loss": lambda q, p: confidence_loss(q[:, 0], soft(p)[:, 0]),
+    "log_probability": lambda q, p: log_probability(q, p.argmax(-1)),
+    "block_objective": lambda q, p: Objective(0.3, 0.5, 0.4, 0.2, 0.1)(q, p.argmax(-1), p),
+    **{f"distilled_{name}": mixed(name, 1.0) for name in OBJECTIVES},
+    **{f"distilled_{name}_at_0.7": mixed(name, 0.7) for name in OBJECTIVES if name != "ce"},
+}
+"""Losses and divergences of (drafted logits, target's logits), of any dtype."""
+
+
+def sharp_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits of the size that language models have, the drafted ones near the target's."""
+    generator = torch.Generator().manual_seed(1)
+    target = 10 + 5 * torch.randn(64, 300, generator=generator)
+    drafted = target + 0.3 * torch.randn(64, 300, generator=generator)
+    return drafted.to(dtype), target.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_value_and_gradient_under_autocast_equal_float64s(name: str, dtype: torch.dtype) -> None:
+    loss, (drafted, target) = UNDER_AUTOCAST[name], sharp_logits(dtype)
+    exact = drafted.double().requires_grad_()
+    expected = loss(exact, target.double())
+    given = drafted.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(given, target)
+    assert found.dtype == torch.float32
+    # Losses are differences of sums of the logits' size: up to 40, where float32 steps by 4e-6.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
+    if not expected.requires_grad:
+        return
+    found.sum().backward()
+    expected.sum().backward()
+    # The gradient has the logits' dtype.
+    rounding = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}[dtype]
+    assert (given.grad.double() - exact.grad).norm() <= rounding * exact.grad.norm()
+
+
+@pytest.mark.parametrize("divergence", [losses.forward_kl, UNDER_AUTOCAST["kl_divergence"]])
+def test_forward_kl_under_autocast_is_positive(
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    drafted, target = sharp_logits(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bool((divergence(drafted, target) > 0).all())
+
+
+def test_forward_kl_of_nearly_equal_distributions_is_not_negative_and_has_its_gradient() -> None:
+    """Its value is the difference of two rounded sums, whose error exceeds it here."""
+    _, target = sharp_logits(torch.float32)
+    drafted = (target + 1e-4 * torch.randn(target.shape)).requires_grad_()
+    found = losses.forward_kl(drafted, target)
+    assert bool((found >= 0).all())
+    found.sum().backward()
+    torch.testing.assert_close(drafted.grad, drafted.detach().softmax(-1) - target.softmax(-1))
+
+
+def test_losses_do_not_end_the_autocast_around_them() -> None:
+    drafted, target = sharp_logits(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses.forward_kl(drafted, target)
+        assert (drafted @ target.T).dtype == torch.bfloat16
 
 
 def test_cross_entropy_is_the_surprise_of_the_label() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, TokenTree
-from heads.mtp import Block, Config, Drafter
+from heads.mtp import Config, Drafter, MtpBlock
 from inference.parity import check_parity
 from tests.heads.explicit import (
     DOCUMENTS,
@@ -41,12 +41,12 @@ def make(target: MicroTarget, **options: object) -> Drafter:
     return drafter.eval()
 
 
-def joined(drafter: Drafter, block: Block, token: int, state: Tensor) -> Tensor:
+def joined(drafter: Drafter, block: MtpBlock, token: int, state: Tensor) -> Tensor:
     embedded = rms(block.pre_fc_norm_embedding.weight, drafter.target.embedding[token])
     return block.fc.weight @ torch.cat([embedded, rms(block.pre_fc_norm_hidden.weight, state)])
 
 
-def output_of(block: Block, residual: Tensor, position: int, seen: Rows) -> Tensor:
+def output_of(block: MtpBlock, residual: Tensor, position: int, seen: Rows) -> Tensor:
     """Normalised output of one row; its own keys and values are appended to `seen`."""
     layer = block.layer
     query, key, value = project(layer.self_attn, rms(layer.input_layernorm.weight, residual), position)

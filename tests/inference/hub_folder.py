@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from inference.export.hub import PushConfig
 from inference.export.hub_folder import Sources, build_folder
-from inference.export.layouts.folder import EXPORT_FILE
+from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
 from inference.report_schema import write_report
 from tests.inference.example_report import example_report, merged

@@ -15,6 +15,7 @@ from heads.api.errors import UserError
 from heads.medusa import Config as MedusaConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
 from inference.export.card import CardFacts, card
 from inference.export.hub import PushConfig
 from inference.measure.config import BenchConfig
@@ -83,6 +84,25 @@ def test_the_statement_on_losslessness_follows_the_measurement() -> None:
     assert "**Not lossless.** 4 measured sequences" in labelled
     assert "60/64, 4 MISMATCHES" in labelled
     assert "The text does not change" not in labelled
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_card_says_what_the_measured_rule_promises(rule: str) -> None:
+    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
+    counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
+    report = report_of(DIGEST, {"lossless": counts})
+    report["settings"] |= {"rule": rule, "temperature": 1.0}
+    kept = promise(rule, 1.0)
+    if kept == LOSSY:
+        with pytest.raises(UserError, match=f"measured with rule {rule}, which is lossy"):
+            written(report)
+    text = written(report, CardFacts("someone/x", allow_mismatches=kept == LOSSY))[1]
+    assert ("**Not lossless.**" in text) == (kept == LOSSY)
+    assert ("The text does not change" in text) == (kept == TEXT)
+    assert ("but is not the text that plain decoding gives" in text) == (kept == DISTRIBUTION)
+    assert ("MISMATCH" in text) is False
+    assert (f'rule="{rule}"' in text) == (rule != "match")
+    assert f"rule `{rule}`" in text
 
 
 def test_a_report_that_lacks_the_drafter_is_refused() -> None:

@@ -306,8 +306,12 @@ def test_building_again_replaces_only_what_was_built(measured: tuple[Path, Path]
     mine = tmp_path / "thesis"
     mine.mkdir()
     (mine / "chapter1.md").write_text("years of work", encoding="utf-8")
-    with pytest.raises(UserError, match="is not a Hub folder of ours"):
+    with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
         build(measured[0], [measured[1]], mine, REAL)
+    (out / "chapter2.md").write_text("more of it", encoding="utf-8")
+    with pytest.raises(UserError, match=r"holds files that stage 'push' did not write: chapter2\.md"):
+        build(measured[0], [measured[1]], out, REAL)
+    assert (out / "chapter2.md").read_text(encoding="utf-8") == "more of it"
     assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from heads.api.errors import UserError
 from inference.export.hub import PushConfig, push
 from inference.export.hub_folder import Sources
-from inference.export.pull import PullConfig, pull
+from inference.export.pull import PullConfig, partial_folder, pull
 from inference.manifest import file_sha256
 from tests.inference.hub_folder import write_checkpoint, write_export, write_measured
 from tests.inference.hub_stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
@@ -122,3 +122,13 @@ def test_a_public_drafter_needs_no_token(
     listed = {entry["file"]: entry["sha256"] for entry in json.loads((out / "manifest.json").read_text())["files"]}
     assert file_sha256(out / "config.json") == listed["config.json"]
     assert GOOD_TOKEN not in "".join(hub.requests)
+
+
+def test_somebody_elses_folder_is_not_filled_and_renamed(pushed: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "it.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("ten years")
+    assert "was not made by `headstart pull`" in refused(PullConfig(repo=REPO), tmp_path / "it")
+    assert fetched(partial) == {"thesis.txt": b"ten years"}
+    with pytest.raises(UserError, match="is not a name for a new folder"):
+        partial_folder(Path())

@@ -40,6 +40,35 @@ def test_a_folder_records_what_made_it(in_folder: Path) -> None:
     assert not list(Path("out").glob("*.partial"))
 
 
+def test_a_record_names_the_threads_and_the_device_that_the_stage_computes_with(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is written before the process sets its threads, and where there is a GPU that the stage does not use."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some GPU")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    given = settings(RunConfig(threads=7), target={"device": "cpu"})
+    found = open_folder(given, Path("out")).record["sessions"][0]["device"]
+    assert (found["kind"], found["threads"]) == ("cpu", 7)
+    found = open_folder(settings(RunConfig(), target={"device": "auto"}), Path("other")).record["sessions"][0]["device"]
+    assert found == {"kind": "cuda", "name": "some GPU", "count": 1}
+
+
+def test_another_stages_folder_is_refused_whatever_is_accepted(in_folder: Path) -> None:
+    open_folder(settings(RunConfig()), Path("out")).finish()
+    record = json.loads(Path("out/run.json").read_text())
+    Path("out/run.json").write_text(json.dumps(record | {"stage": "train"}))
+    for run in (RunConfig(), RunConfig(accept_changes=True)):
+        with pytest.raises(UserError, match=r"'out' was written by stage 'train'; 'report' does not write into it"):
+            open_folder(settings(run), Path("out"), stage_decides=True)
+    with pytest.raises(UserError, match="stage 'train' wrote it, not 'report'"):
+        open_folder(settings(RunConfig(overwrite=True)), Path("out"))
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("ten years")
+    with pytest.raises(UserError, match="holds files, but no record of stage 'report'"):
+        open_folder(settings(RunConfig()), Path("mine"))
+
+
 def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
     given = settings(RunConfig(), optim={"lr": 0.1})
     open_folder(given, Path("out"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.staleness.evidence import Bets, Evidence, Grid
+from inference.staleness.evidence import Bets, Grid, RatioEvidence
 from inference.staleness.sequential_test import DriftTest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -49,7 +49,7 @@ def test_streams_alarm_where_the_watch_does(chance: float) -> None:
     found = []
     for _ in range(4):
         after = streams.one(rng)
-        evidence: dict[str, Evidence] = {
+        evidence: dict[str, RatioEvidence] = {
             name: Bets(GRID, MOST, [known[name][i] for i in chosen]) for name, (chosen, _) in streams.drawn.items()
         }
         test = DriftTest(GRID, MOST, evidence, PLAN.tolerance, PLAN.alarm_rate)

@@ -20,7 +20,7 @@ from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import World, join_world
 from train.engines.base import EngineConfig
 from train.target.sharding import DividedLayers, load_target
@@ -28,10 +28,10 @@ from train.target.sharding import DividedLayers, load_target
 REQUESTS = [Request(i, (3, 4 + i, 5), i, 8) for i in range(2)]
 
 
-def job_of(folder: str, sharding: str) -> Job:
+def job_of(folder: str, sharding: str) -> TrainingJob:
     """A training of the target in `folder`, of which only the target matters."""
     given = {**settings(Path(folder)), "target": TargetConfig(folder, device="cpu")}
-    return Job(**{**given, "out": Path(folder)}) if sharding == "none" else replace(
+    return TrainingJob(**{**given, "out": Path(folder)}) if sharding == "none" else replace(
         job_of(folder, "none"), engine=EngineConfig(target_sharding=sharding)
     )
 

@@ -14,7 +14,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.manifest import read_manifest, write_manifest
 from train.data import packed_file
-from train.data.answers import Answer, PartWriter, merge_parts
+from train.data.answers import PartWriter, StoredAnswer, merge_parts
 from train.data.pack import PackedData
 from train.data.packed_file import best_fit
 
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_packed_elsewhere(tmp_path, monkeypat
 
 def test_one_row_may_hold_several_documents(tmp_path):
     with PartWriter(tmp_path, 100, 1000) as writer:
-        writer.add(Answer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,)))
+        writer.add(StoredAnswer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,)))
     merged = merge_parts(tmp_path, 1, shard_rows=2)
     write_manifest(tmp_path, "generate", {"target": INFO.to_dict(), "shards": merged.shards})
     expected = PackedData([([1, 2, 3], [(1, 3)]), ([4, 5, 6, 7], [(2, 4)])], 8)
@@ -168,7 +168,7 @@ def generated(folder, rows, **target):
     """A finished generate stage with the given (tokens, spans) answers."""
     with PartWriter(folder, 100, 1000) as writer:
         for index, (tokens, spans) in enumerate(rows):
-            writer.add(Answer(f"r{index}", index, "chat", tuple(tokens), tuple(spans), "stop"))
+            writer.add(StoredAnswer(f"r{index}", index, "chat", tuple(tokens), tuple(spans), "stop"))
     merged = merge_parts(folder, len(rows), shard_rows=2)
     write_manifest(folder, "generate", {"target": {**INFO.to_dict(), **target}, "shards": merged.shards})
 

@@ -64,7 +64,7 @@ def ignore(phase: str, rows: int) -> None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoredAnswer:
     """What became of one input row. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
     tokens the second and later documents begin, when turns had to become documents of their own; reason: if not done; cut: tokens
     that a truncation policy took away."""
@@ -82,7 +82,7 @@ class Answer:
     cut: int = 0
 
 
-Before = Callable[[str, list[Answer]], None]
+Before = Callable[[str, list[StoredAnswer]], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class PartWriter:
         self.folder = out / PARTS
         self.rows, self.seconds, self.before = rows, seconds, before
         self.written = 0
-        self._waiting: list[Answer] = []
+        self._waiting: list[StoredAnswer] = []
         self._last = time.monotonic()
 
     def __enter__(self) -> PartWriter:
@@ -117,7 +117,7 @@ class PartWriter:
     ) -> None:
         self.flush()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: StoredAnswer) -> None:
         """Take an answer; it is safe on disk after the next flush."""
         self._waiting.append(answer)
         if len(self._waiting) >= self.rows or time.monotonic() - self._last >= self.seconds:

@@ -26,7 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from inference.manifest import write_bytes, write_json
+from heads.api.errors import UserError
+from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
@@ -55,7 +56,7 @@ class Input:
 
 
 @dataclass
-class Block:
+class InputBlock:
     """What one block leaves: rows of the table, keys and signatures of the usable ones."""
 
     table: list[dict[str, str]] = field(default_factory=list)
@@ -135,8 +136,8 @@ class Reader:
             progress(state["rows"])
         return state["rows"], mixture
 
-    def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> Block:
-        made = Block()
+    def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> InputBlock:
+        made = InputBlock()
         for row in rows:
             content = {} if isinstance(row, SkippedRow) else row.content
             made.table.append(
@@ -167,7 +168,7 @@ class Reader:
     def _needs_text(self) -> bool:
         return self.held_out is not None or self.data.deduplicate != "none"
 
-    def _add_keys(self, made: Block, row: Row, texts: list[str]) -> None:
+    def _add_keys(self, made: InputBlock, row: Row, texts: list[str]) -> None:
         made.numbers.append(row.index)
         made.ids.append(_hash(row.id))
         if self.data.deduplicate == "none":
@@ -178,7 +179,7 @@ class Reader:
         if self.data.deduplicate == "near":
             made.signatures.append(signature(content))
 
-    def _write_keys(self, made: Block, rows: int) -> None:
+    def _write_keys(self, made: InputBlock, rows: int) -> None:
         numbers = np.array(made.numbers, dtype=np.int64)
         self.keys.add("id", np.array(made.ids, dtype=np.uint64), numbers)
         if self.data.deduplicate != "none":
@@ -234,6 +235,14 @@ def read_rows(folder: Path, rank: int, world: int, done: NDArray[np.bool_]) -> I
         for row in table.take([index - first for index in wanted]).to_pylist():
             index = wanted.pop(0)
             yield _row(index, row, int(verdict[index]))
+
+
+def require_own_input(folder: Path) -> None:
+    """Raise `UserError` where `folder` holds something that reading never writes: reading other rows replaces the folder."""
+    ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
+            raise UserError(f"'{path}' was not written by generation, which would replace '{folder}'. Give another folder.")
 
 
 def remove_rows(folder: Path) -> None:

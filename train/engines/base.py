@@ -25,7 +25,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
 from heads.nn.checkpointing import compiling, recomputing
 from train.distributed import World
-from train.engines.shards import AnyPart, Part, collect, distribute, whole_spans
+from train.engines.shards import AnyPart, StatePart, collect, distribute, whole_spans
 from train.optim import OptimConfig, make_optimizer, set_rate
 
 NAMES = ("deepspeed", "torch")
@@ -129,7 +129,7 @@ class TrainEngine(Protocol):
         process."""
         ...
 
-    def optimizer_state(self) -> Part:
+    def optimizer_state(self) -> StatePart:
         """AdamW's state by weight, this process's part; empty before the first step."""
         ...
 
@@ -212,7 +212,7 @@ class TorchEngine:
         """See `TrainEngine`."""
         return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
 
-    def optimizer_state(self) -> Part:
+    def optimizer_state(self) -> StatePart:
         """See `TrainEngine`: everything, in every process."""
         return collect(self.optimizer, whole_spans(self.trained))
 

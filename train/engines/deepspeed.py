@@ -33,8 +33,8 @@ from train.distributed import World, join_world
 from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
 from train.engines.shards import (
     AnyPart,
-    Part,
     Span,
+    StatePart,
     collect,
     distribute,
     piece_spans,
@@ -222,9 +222,9 @@ class DeepSpeedEngine:
         )
         return optimizer
 
-    def optimizer_state(self) -> Part:
+    def optimizer_state(self) -> StatePart:
         """See `TrainEngine`."""
-        whole = Part()
+        whole = StatePart()
         for group, spans in enumerate(self._spans()):
             with self._at_hand(group, changed=False):
                 part = collect(self._adam(), spans)

@@ -46,7 +46,7 @@ class Span:
 
 
 @dataclass
-class Part:
+class StatePart:
     """AdamW's state of some runs, in memory. runs: weight -> (start, shape of the whole weight)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Part:
 
 
 class FilePart:
-    """The same as `Part`, on disk: only what is asked for is read. Raises `UserError` for a file that is not one of ours."""
+    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a file that is not one of ours."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -87,22 +87,22 @@ class FilePart:
         return int(self._file.get_slice(name).get_shape()[0])
 
     def count(self, weight: str) -> int:
-        """See `Part`."""
+        """See `StatePart`."""
         return self._counts[weight]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See `Part`."""
+        """See `StatePart`."""
         view = self._file.get_slice(name)
         value: Tensor = view[start:stop] if view.get_shape() else self._file.get_tensor(name)
         return value
 
 
-AnyPart = Part | FilePart
+AnyPart = StatePart | FilePart
 
 
-def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> Part:
+def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePart:
     """Copies of AdamW's state of `spans` on the CPU; spans that have none yet are left out."""
-    part = Part()
+    part = StatePart()
     for span in spans:
         state = optimizer.state.get(span.tensor)
         if not state:

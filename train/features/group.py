@@ -25,7 +25,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import read_manifest
 from inference.target.model import TargetModel
-from train.config import Job
+from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
 from train.features.base import DescribedTarget, OnlineFeatures
@@ -66,7 +66,7 @@ class Division:
 
 
 def run_in_group(
-    job: Job, world: World, train: Callable[[World], dict[str, Any]]
+    job: TrainingJob, world: World, train: Callable[[World], dict[str, Any]]
 ) -> dict[str, Any]:
     """Train in the first processes, run the target in the last ones; returns the manifest in all of them.
 
@@ -100,7 +100,7 @@ def run_in_group(
     return read_manifest(job.out, "train")
 
 
-def divide(job: Job, world: World) -> Division:
+def divide(job: TrainingJob, world: World) -> Division:
     """The processes' roles; raises `UserError` when there are too few, or when the engine takes all of them for trainers."""
     division = Division(world.size, job.features.targets)
     if division.trainers < 1 or division.trainers < division.targets:

@@ -18,9 +18,9 @@ from typing import Any
 
 from heads.api.target_info import TargetInfo
 from inference.manifest import read_manifest, write_bytes
-from train.feedback.build import Source
+from train.feedback.build import AnswerSource
 from train.feedback.config import FeedbackConfig
-from train.feedback.evidence import Records
+from train.feedback.evidence import VerificationRecords
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def write_branches(
     found: dict[str, dict[str, Any]] = {}
     ends = set[int]()
     for answers, records in folders:
-        verifications = Records(records, info)
-        for document in Source(answers, records).documents(info):
+        verifications = VerificationRecords(records, info)
+        for document in AnswerSource(answers, records).documents(info):
             if document.row["finish"] == "stop":
                 ends.add(int(document.tokens[-1]))
             found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}

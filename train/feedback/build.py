@@ -37,12 +37,12 @@ from inference.manifest import (
 )
 from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
-from train.data.answers import DONE, PACKED, SHARD_SCHEMA, SHARDS
+from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
 from train.feedback.config import FeedbackConfig
-from train.feedback.evidence import Evidence, Records, evidence_of
-from train.feedback.weights import Tally, Weighing, replayed
+from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
+from train.feedback.weights import Weighing, WeightTotals, replayed
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Document:
     row: dict[str, Any]
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
-    evidence: Evidence
+    evidence: TokenEvidence
 
     @property
     def cost(self) -> float:
@@ -68,7 +68,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Source:
+class AnswerSource:
     """A folder of answers with its records (None: without), or a folder of records alone."""
 
     answers: Path | None
@@ -76,7 +76,7 @@ class Source:
 
     def check(self, info: TargetInfo) -> dict[str, str]:
         """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another target."""
-        files = Records(self.records, info).files
+        files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
             files = [self.answers / MANIFEST_FILE, *files]
@@ -84,7 +84,7 @@ class Source:
 
     def documents(self, info: TargetInfo) -> Iterator[Document]:
         """Every document, in order."""
-        records = Records(self.records, info)
+        records = VerificationRecords(self.records, info)
         rows = self._answers(info) if self.answers is not None else self._sequences(info)
         for row in rows:
             tokens = np.asarray(row["tokens"], np.int32)
@@ -144,6 +144,8 @@ def build(
         if "feedback" not in manifest:
             raise UserError(f"'{out}' holds answers that are no feedback, and is not overwritten. Give another folder.")
         (out / MANIFEST_FILE).unlink()
+    if (out / SETTINGS).is_file():
+        raise UserError(f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give another folder.")
     for name in (SHARDS, PACKED):
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)
@@ -170,12 +172,12 @@ def build(
 
 def _open(
     records: Sequence[Path], answers: Sequence[Path], config: FeedbackConfig, info: TargetInfo | None
-) -> tuple[list[Source], TargetInfo, dict[str, Any]]:
+) -> tuple[list[AnswerSource], TargetInfo, dict[str, Any]]:
     """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
             raise UserError("feedback.sequences takes documents from records: give their folders, as feedback.records.")
-        return [Source(None, folder) for folder in records], info, {
+        return [AnswerSource(None, folder) for folder in records], info, {
             "round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"},
         }  # fmt: skip
     if not answers:
@@ -186,12 +188,12 @@ def _open(
     info = TargetInfo.from_dict(manifests[0]["target"])
     facts = {name: manifests[0].get(name, {}) for name in ("target", "sampling", "data")}
     facts = {"round": 1 + max(manifest.get("round", 0) for manifest in manifests), **facts}
-    return [Source(folder, own) for folder, own in zip_longest(answers, records)], info, facts
+    return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
 
 
-def _tally(sources: Sequence[Source], info: TargetInfo, config: FeedbackConfig) -> tuple[Tally, list[float], int]:
+def _tally(sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig) -> tuple[WeightTotals, list[float], int]:
     """The sums over all documents, the cost of each that has records, and how many there are."""
-    tally, costs, seen = Tally(), [], 0
+    tally, costs, seen = WeightTotals(), [], 0
     for source in sources:
         for document in source.documents(info):
             seen += 1
@@ -214,7 +216,7 @@ def _limit(costs: list[float], share: float) -> float:
     return sorted(costs, reverse=True)[count - 1] if count else float("inf")
 
 
-def _report(tally: Tally, weighing: Weighing, writer: _Writer) -> dict[str, Any]:
+def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> dict[str, Any]:
     total = max(1, sum(one.supervised for one in tally.domains.values()))
     domains = {
         name: {

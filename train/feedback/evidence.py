@@ -27,7 +27,7 @@ COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "l
 
 
 @dataclass
-class Evidence:
+class TokenEvidence:
     """Of one document. depth [N] int16: at which depth a token was tested (0: it was not); failed [N] bool: it was the first error
     there; chance [N] float32: the chance that rejection sampling would have kept it, min(1, q / p) (1 where not tested);
     roots [N] int16: error depth of the draft behind a root, -1 where nothing failed, 0 where no draft began; passes, committed:
@@ -43,23 +43,23 @@ class Evidence:
     unfit: int = 0
 
     @classmethod
-    def nothing(cls, length: int) -> Evidence:
+    def nothing(cls, length: int) -> TokenEvidence:
         """Of a document without records."""
         return cls(
             np.zeros(length, np.int16), np.zeros(length, bool), np.ones(length, np.float32), np.zeros(length, np.int16)
         )
 
-    def part(self, begin: int, end: int) -> Evidence:
+    def part(self, begin: int, end: int) -> TokenEvidence:
         """That of the tokens [begin, end)."""
         own = slice(begin, end)
-        return Evidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
+        return TokenEvidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
 
 
-def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> Evidence:
+def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens contradict is left out and counted:
     it is of another answer to the same prompt.
     """
-    found, length = Evidence.nothing(len(tokens)), len(tokens)
+    found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
         root, kept, error = row["position"], row["accepted"], row["error_depth"]
         at = root + kept + 1
@@ -87,7 +87,7 @@ def _chance(log_q: float | None, log_p: float | None) -> float:
     return math.exp(min(0.0, log_q - log_p))
 
 
-class Records:
+class VerificationRecords:
     """The verifications of a folder by sequence. A folder that is not there is empty. Raises `UserError` for damaged records, or
     those of a target with another tokenizer.
     """

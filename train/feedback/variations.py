@@ -21,7 +21,7 @@ from inference.decoding.requests import Request
 from inference.manifest import write_bytes
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel
-from train.feedback.build import Source
+from train.feedback.build import AnswerSource
 from train.feedback.config import FeedbackConfig
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def write_variations(
 def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame) -> Iterator[dict[str, Any]]:
     """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
-        for document in Source(answers, records).documents(target.info):
+        for document in AnswerSource(answers, records).documents(target.info):
             text = frame.text_of(document.row["tokens"][: document.row["spans"][0][0]])
             if text:
                 yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}

@@ -11,7 +11,7 @@ The same for roots: 1 + root_weight v_d / v_1 where the draft failed at depth d.
 times (1 / tau - 1 / best tau that drafts of this length can have); it weighs by that over its share of the supervised tokens.
 
 Every weight is then divided by the mean over all supervised tokens, so that the loss keeps its scale. These means follow from sums
-that one pass over the records gives (`Tally`); no weight is held in memory.
+that one pass over the records gives (`WeightTotals`); no weight is held in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from train.feedback.config import FeedbackConfig
-from train.feedback.evidence import Evidence
+from train.feedback.evidence import TokenEvidence
 
 DEEPEST = 512
 """More than any drafted chain or tree is deep."""
@@ -49,7 +49,7 @@ class DomainTally:
 
 
 @dataclass
-class Tally:
+class WeightTotals:
     """Sums over all documents. tested, passed [DEEPEST]: tokens by depth."""
 
     domains: dict[str, DomainTally] = field(default_factory=lambda: defaultdict(DomainTally))
@@ -58,7 +58,7 @@ class Tally:
     unfit: int = 0
     errors: int = 0
 
-    def add(self, domain: str, found: Evidence, supervised: NDArray[np.bool_]) -> None:
+    def add(self, domain: str, found: TokenEvidence, supervised: NDArray[np.bool_]) -> None:
         """Take one document; supervised [N] bool: as it will be trained."""
         at = self.domains[domain]
         at.supervised += int(supervised.sum())
@@ -101,7 +101,7 @@ class Weighing:
     root_mean: float
 
     @classmethod
-    def of(cls, config: FeedbackConfig, tally: Tally) -> Weighing:
+    def of(cls, config: FeedbackConfig, tally: WeightTotals) -> Weighing:
         """The weighing that gives tokens, and roots, a mean of 1 over all that is supervised."""
         cost, factors = tally.going_on(), domain_factors(config, tally)
         tokens = max(1, sum(one.supervised for one in tally.domains.values()))
@@ -116,7 +116,7 @@ class Weighing:
         heavier = 1.0 + error * float(tally.missing @ self.cost) / max(1, tally.supervised)
         return self.factors[domain] * heavier / self.token_mean
 
-    def tokens(self, domain: str, found: Evidence) -> NDArray[np.float32]:
+    def tokens(self, domain: str, found: TokenEvidence) -> NDArray[np.float32]:
         """Weights [N] of a document's tokens."""
         weights = np.ones(len(found.depth))
         if self.config.token_weights:
@@ -124,13 +124,13 @@ class Weighing:
             weights += self.config.error_weight * missing * self.cost[found.depth]
         return (weights * (self.factors[domain] / self.token_mean)).astype(np.float32)
 
-    def roots(self, found: Evidence) -> NDArray[np.float32]:
+    def roots(self, found: TokenEvidence) -> NDArray[np.float32]:
         """Weights [N] of the drafts that begin at a document's tokens."""
         weights = 1.0 + self.config.root_weight * self.cost[np.maximum(found.roots, 0)]
         return (weights / self.root_mean).astype(np.float32)
 
 
-def domain_factors(config: FeedbackConfig, tally: Tally) -> dict[str, float]:
+def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, float]:
     """The factor of each domain's weights; raises `UserError` for a traffic of domains that the answers do not have."""
     names = list(tally.domains)
     plain = dict.fromkeys(names, 1.0)
@@ -156,7 +156,7 @@ def domain_factors(config: FeedbackConfig, tally: Tally) -> dict[str, float]:
     return factors
 
 
-def replayed(found: Evidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
+def replayed(found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
     """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end from their roots on, and what is
     near. (A block is drafted from its root, so a head that drafts blocks sees the error only where the root counts.) A document
     without records keeps all.

@@ -61,7 +61,7 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What was asked for, and this process's place among the others."""
 
     config: GenerateConfig

@@ -20,14 +20,14 @@ from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.target.model import TargetModel
-from train.data.answers import FAILED, INPUT, SKIPPED, Answer, PartWriter
+from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
 from train.data.ingest import read_rows
 from train.data.sources import Row, SkippedRow
 from train.data.tables import BadRowError
 from train.generate.backends.base import Backend
 from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
-from train.generate.config import Job
+from train.generate.config import GenerateJob
 from train.generate.sampling import SamplingConfig, backend_of
 from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused, Talk, keep_answer
@@ -49,14 +49,14 @@ class OwnDecoder:
         return sample_answers(self.engine, requests)
 
 
-def load_target(job: Job) -> AnyTarget:
+def load_target(job: GenerateJob) -> AnyTarget:
     """The target, with its weights only when our own decoder is to run it."""
     if job.config.answers == "sample" and backend_of(job.decode) == "own" and job.backend is None:
         return TargetModel.load(own_device(job.target, job.state))
     return TargetFacts.load(job.target)
 
 
-def open_backend(job: Job, target: AnyTarget) -> Backend:
+def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
     """Whoever samples, ready to; raises `UserError` when it cannot be used."""
     if job.backend is not None:
         return job.backend
@@ -71,7 +71,7 @@ def open_backend(job: Job, target: AnyTarget) -> Backend:
     return ServerPool(job.decode, target)
 
 
-def open_records(job: Job, backend: Backend) -> PartRecords | None:
+def open_records(job: GenerateJob, backend: Backend) -> PartRecords | None:
     """Where this process records its verifications, if it does."""
     if not job.config.records.enabled:
         return None
@@ -79,7 +79,7 @@ def open_records(job: Job, backend: Backend) -> PartRecords | None:
     return PartRecords(job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes)
 
 
-def answer_rows(job: Job, target: AnyTarget, done: NDArray[np.bool_]) -> None:
+def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:
     """Write an answer, a failure or a skip for each of this process's rows; an interruption writes
     what is finished."""
     console = console_of(quiet=not job.state.is_main_process)
@@ -107,7 +107,7 @@ def answer_rows(job: Job, target: AnyTarget, done: NDArray[np.bool_]) -> None:
 class Answering:
     """One process's work on its rows."""
 
-    def __init__(self, job: Job, target: AnyTarget) -> None:
+    def __init__(self, job: GenerateJob, target: AnyTarget) -> None:
         self.job, self.target = job, target
         self.tokens = self.seen = 0
         self._backend: Backend | None = None
@@ -126,7 +126,7 @@ class Answering:
             self._records = open_records(self.job, self._backend)
         return self._backend
 
-    def _before(self, name: str, answers: list[Answer]) -> None:
+    def _before(self, name: str, answers: list[StoredAnswer]) -> None:
         if self._records is not None:
             self._records.write(name, answers)
 
@@ -151,7 +151,7 @@ class Answering:
                 else:
                     talks[row.index] = Talk(row, self.target, self.job.data, self.job.decode)
             except (BadRowError, UserError) as error:
-                self._write(Answer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error)))
+                self._write(StoredAnswer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error)))
         return talks
 
     def _round(self, talks: Mapping[int, Talk]) -> dict[int, Talk]:
@@ -187,7 +187,7 @@ class Answering:
         if self._records is not None:
             self._records.take(talk, outcome)
 
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: StoredAnswer) -> None:
         self.writer.add(answer)
         elapsed = self.progress.tasks[-1].elapsed or 0.0
         speed = f"{self.tokens / elapsed:,.0f} tokens/s" if elapsed and self.tokens else ""

@@ -45,9 +45,9 @@ from train.data.answers import (
 )
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
-from train.data.ingest import Input, ingest, remove_rows
+from train.data.ingest import Input, ingest, remove_rows, require_own_input
 from train.generate.backends.base import Backend
-from train.generate.config import GenerateConfig, Job
+from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
 from train.memory import give_back_freed_memory
@@ -83,7 +83,7 @@ def generate(
     """
     if config.records.enabled:
         require_drafts(decode, config.drafter)
-    job = Job(config, data, decode, target, out, join_processes(target), backend, watch)
+    job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
     state = job.state
     with ExitStack() as stack:
         on_main(state, lambda: stack.enter_context(output_lock(out, exclusive=True)))
@@ -107,7 +107,7 @@ def generate(
         return manifest
 
 
-def read_input(job: Job, target: AnyTarget, again: bool = False) -> Input:
+def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
     """Read the sources into the output folder, once; says what was left out. again: once more, quietly, for missing answers."""
     console = console_of(again)
     held_out = load_held_out(job.data)
@@ -136,7 +136,7 @@ def read_input(job: Job, target: AnyTarget, again: bool = False) -> Input:
 # ---- the input, and whether the output folder belongs to it ------------------------------------------------
 
 
-def settings_of(job: Job, model: AnyTarget, read: Input) -> dict[str, Any]:
+def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
     """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they may change
     between resumptions."""
     template = str(model.tokenizer.chat_template or "")
@@ -168,6 +168,7 @@ def refuse_foreign(out: Path) -> None:
             f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
             "another folder."
         )
+    require_own_input(out / INPUT)
 
 
 def prepare_output(
@@ -240,7 +241,7 @@ def _short(value: Any) -> str:
 
 
 def finish(
-    job: Job,
+    job: GenerateJob,
     model: AnyTarget,
     settings: Mapping[str, Any],
     read: Input,

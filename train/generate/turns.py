@@ -18,7 +18,7 @@ from inference.target.chat import (
     render_conversation,
     render_prompt,
 )
-from train.data.answers import Answer
+from train.data.answers import StoredAnswer
 from train.data.config import DataConfig
 from train.data.conversation import apply_reasoning, fit_document, fit_prompt, places_to_answer
 from train.data.sources import Row
@@ -108,14 +108,14 @@ class Talk:
         if self.data.reasoning == "last":
             self.messages[: place + 1] = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")[:-1]
 
-    def answer(self, status: str = "done", reason: str = "") -> Answer:
+    def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
         """The row's answer; a row with at least one answered turn is done, whatever became of later ones."""
         row = self.row
         seed = prompt_seed(self.decode.seed, row.id)
         if not self.documents:
-            return Answer(row.id, row.index, row.domain, seed=seed, status=status, reason=reason)
+            return StoredAnswer(row.id, row.index, row.domain, seed=seed, status=status, reason=reason)
         tokens, spans, parts = joined(list(zip(self.documents, self.spans, strict=True)))
-        return Answer(row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut)
+        return StoredAnswer(row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut)
 
     def _prompt(self) -> tuple[list[int], int]:
         """The prompt's tokens and how many were cut."""
@@ -160,7 +160,7 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 """Stands for the answer that comes next, before which the reasoning of earlier ones is dropped."""
 
 
-def keep_answer(row: Row, target: Facts, data: DataConfig) -> Answer:
+def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
     """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it has none
     that can be located."""
     if row.messages is not None:
@@ -178,7 +178,7 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> Answer:
         cut = sum(removed for _, _, removed in fitted)
         found = [(tokens, spans) for tokens, spans, _ in fitted]
     tokens, spans, parts = joined(found)
-    return Answer(row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut)
+    return StoredAnswer(row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut)
 
 
 def joined(documents: Sequence[tuple[list[int], list[Span]]]) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:

@@ -23,10 +23,10 @@ from heads.api.checkpoint import WEIGHTS_FILE, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.target.drift import measure_drift
+from inference.measure.drift import measure_drift
 from inference.target.loading import describe
 from inference.target.model import TargetModel
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import World
 from train.features.base import Features
 from train.joint.backbone import Backbone
@@ -41,7 +41,7 @@ UNFINISHED = "unfinished joint training"
 """The revision that a drafter is bound to until its target is saved."""
 
 
-def refuse_combinations(job: Job) -> None:
+def refuse_combinations(job: TrainingJob) -> None:
     """Raise `UserError` for settings that joint training does not go with."""
     if job.engine.name == "deepspeed" and job.engine.zero_stage == 3:
         raise UserError(
@@ -68,7 +68,7 @@ class JointRun(Run):
 
     drafter: JointDrafter
 
-    def __init__(self, job: Job, world: World, begun: float | None = None) -> None:
+    def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         refuse_combinations(job)
         super().__init__(job, world, begun)
         require_trainable_features(self.drafter)

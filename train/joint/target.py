@@ -2,7 +2,7 @@
 
 <out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA settings, the drift
 <out>/target/README.md        the same for people
-<out>/target/drift.json       the measured drift alone (`inference.target.drift`)
+<out>/target/drift.json       the measured drift alone (`inference.measure.drift`)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from heads.api.target_info import TargetInfo
 from inference.manifest import write_bytes, write_json
-from inference.target.drift import Drift
+from inference.measure.drift import Drift
 from inference.target.model import TargetModel
 from train.joint.config import JointConfig
 

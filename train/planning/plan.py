@@ -20,7 +20,7 @@ from typing import Any
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import World
 from train.engines.base import EngineConfig
 from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
@@ -133,7 +133,7 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
 
 
 def memory(
-    job: Job, target: PlannedTarget, parts: int, drafter_weights: int, dry: DryStep, needs: FeatureSpec, trainers: int
+    job: TrainingJob, target: PlannedTarget, parts: int, drafter_weights: int, dry: DryStep, needs: FeatureSpec, trainers: int
 ) -> dict[str, int]:
     """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the target held in parts."""
     rows, length = job.config.micro_batch, job.config.sequence_length
@@ -146,7 +146,7 @@ def memory(
     return {**found, "activations": max(passes)}
 
 
-def serving_bytes(job: Job, target: PlannedTarget, needs: FeatureSpec) -> dict[str, int]:
+def serving_bytes(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec) -> dict[str, int]:
     """Bytes at the peak on a process that runs the target for others (features.mode=group)."""
     rows, length = job.config.micro_batch, job.config.sequence_length
     return {"target": target.weight_bytes, "activations": target.activations(rows, length, needs)}
@@ -164,7 +164,7 @@ def bandwidth(config: PlanConfig) -> float:
 
 
 def step_seconds(
-    job: Job, target: PlannedTarget, weights: int, dry: DryStep, config: PlanConfig, speed: Speed
+    job: TrainingJob, target: PlannedTarget, weights: int, dry: DryStep, config: PlanConfig, speed: Speed
 ) -> dict[str, float]:
     """Seconds of one step on one process that trains, by part. In features.mode=group `target` is what it waits for the target's
     processes: what they need longer than it, as they work `features.ahead` steps ahead.
@@ -188,7 +188,7 @@ def step_seconds(
     return {**compute, "communication": reduced}
 
 
-def division_of(job: Job, config: PlanConfig) -> Division:
+def division_of(job: TrainingJob, config: PlanConfig) -> Division:
     """Who trains, and who runs the target for the others; raises `UserError` where processes cannot be divided so."""
     return divide(job, World(size=config.count)) if job.features.mode == "group" else Division(config.count, 0)
 
@@ -196,7 +196,7 @@ def division_of(job: Job, config: PlanConfig) -> Division:
 # ---- features ----------------------------------------------------------------------------------------------------------
 
 
-def target_pass(job: Job, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
+def target_pass(job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
     """Where the target runs, and what one pass of it over all tokens takes on devices of this speed."""
     where = {
         "online": "in every process; it is in the time",
@@ -210,7 +210,7 @@ def target_pass(job: Job, target: PlannedTarget, tokens: int, division: Division
     return {"where": where, "flops": flops, "device_hours": flops / speed.flops / 3600}
 
 
-def reading(job: Job, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float) -> dict[str, float] | None:
+def reading(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float) -> dict[str, float] | None:
     """What features that come from elsewhere take of disks or network, when a step takes `seconds`; None where there are none."""
     if job.features.mode == "online":
         return None
@@ -225,7 +225,7 @@ def reading(job: Job, target: PlannedTarget, needs: FeatureSpec, trainers: int, 
 # ---- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def make_plan(job: Job, config: PlanConfig, speed: Speed) -> dict[str, Any]:
+def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, Any]:
     """The whole plan as plain values. Raises `UserError` for what cannot be dealt out or is not known."""
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
@@ -294,7 +294,7 @@ def counted(
     return described, drafter.needs, weights, parts, dry_step(drafter, described, engine, rows, length, supervised)
 
 
-def amount(job: Job, config: PlanConfig) -> tuple[int, float]:
+def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
     """Tokens of the answers, and the share of them that is supervised: as given, or as the run's answers were packed."""
     if config.tokens:
         return config.tokens, config.supervised

@@ -41,7 +41,7 @@ from inference.target.loading import (
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.revision import hub_commit
-from train.config import Job
+from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.features.base import OnlineFeatures
 from train.features.store.batches import moved
@@ -49,12 +49,12 @@ from train.features.store.batches import moved
 WHOLE = "features.trainer_target=whole"
 
 
-def loader(job: Job) -> Callable[[TargetConfig], TargetModel]:
+def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
     """What loads a target as this training holds it."""
     return load_parts if job.features.trainer_target == "parts" else TargetModel.load
 
 
-def refuse_parts(job: Job) -> None:
+def refuse_parts(job: TrainingJob) -> None:
     """Raise `UserError` for everything that a trainer with parts of its target cannot do, all at once."""
     if job.features.trainer_target == "whole":
         return
@@ -288,7 +288,7 @@ class StoredWeights(Mapping[str, Tensor]):
 # ---- what is tried before the first step -------------------------------------------------------------------------------
 
 
-def trial_batch(job: Job, target: TargetModel, needs: FeatureSpec, packed: PackedBatch) -> TrainBatch:
+def trial_batch(job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch) -> TrainBatch:
     """A batch to try the loss with: `packed` with the target's features, or with random ones where it cannot compute them."""
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":

@@ -29,7 +29,7 @@ from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig, load_config, load_model, require_supported
 from inference.target.model import TargetModel
 from inference.target.taps import find_decoder, find_layers
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import JOIN_TIMEOUT, World
 from train.target.parts import empty_model, loader, replace_parameters
 
@@ -51,7 +51,7 @@ class TargetAccess:
         return nullcontext()
 
 
-def load_target(job: Job, world: World) -> tuple[TargetModel, TargetAccess]:
+def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
     """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it cannot be loaded so."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
@@ -65,7 +65,7 @@ def load_target(job: Job, world: World) -> tuple[TargetModel, TargetAccess]:
     return target, divided
 
 
-def refuse_combinations(job: Job) -> None:
+def refuse_combinations(job: TrainingJob) -> None:
     """Raise `UserError` for what a target cannot do while it is divided."""
     if job.target.tensor_parallel:
         raise UserError(

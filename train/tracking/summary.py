@@ -20,7 +20,7 @@ from rich.table import Table
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.target.memory import gib
-from train.config import Job
+from train.config import TrainingJob
 from train.data.pack import PackReport
 from train.distributed import World
 from train.loop import Progress
@@ -131,7 +131,7 @@ def read_summary(path: str | Path) -> Summary:
 
 
 def summarise(
-    job: Job,
+    job: TrainingJob,
     progress: Progress,
     reason: str,
     world: World,

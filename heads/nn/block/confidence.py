@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from heads.api.errors import UserError
 from heads.nn import init
+from heads.nn.losses import full_precision, widen
 
 COOLEST, HOTTEST, STEPS = 0.2, 5.0, 65
 """Temperatures that calibration tries: from, to, how many (evenly on a logarithmic scale)."""
@@ -50,11 +51,12 @@ class ConfidenceHead(nn.Module):
         return (log_odds.float() / self.temperatures[depth - 1].float()).sigmoid()
 
 
+@full_precision
 def confidence_loss(log_odds: Tensor, acceptance: Tensor) -> Tensor:
     """Binary cross entropy [R] of log-odds [R] against chances of acceptance [R], without gradient for those."""
-    exact = torch.promote_types(log_odds.dtype, torch.float32)
-    wanted = acceptance.detach().to(exact).clamp(0, 1)
-    return F.binary_cross_entropy_with_logits(log_odds.to(exact), wanted, reduction="none")
+    log_odds = widen(log_odds)
+    wanted = acceptance.detach().to(log_odds).clamp(0, 1)
+    return F.binary_cross_entropy_with_logits(log_odds, wanted, reduction="none")
 
 
 def survival(log_odds: Tensor, temperatures: Tensor) -> Tensor:

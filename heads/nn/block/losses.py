@@ -110,8 +110,8 @@ def d_pace(right: Tensor, valid: Tensor) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1)
 
 
+@losses.full_precision
 def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
     """log softmax(logits)[label] [R] without gradient, for logits [R, V] and labels [R]."""
-    scores = logits.detach()
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = losses.widen(logits.detach())
     return scores.gather(-1, labels[:, None])[:, 0] - scores.logsumexp(-1)

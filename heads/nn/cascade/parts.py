@@ -25,7 +25,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 
 
 @dataclass
-class Part:
+class CascadePart:
     """One part: the drafter, its description without references to other folders, and the folder its weights come from, if any."""
 
     drafter: Any
@@ -33,7 +33,7 @@ class Part:
     folder: Path | None
 
 
-def build_part(given: Mapping[str, Any], info: TargetInfo) -> Part:
+def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
     """Build the drafter of one description, its weights still unset; raises `UserError` when it describes none."""
     keys = [key for key in ("checkpoint", "kind") if key in given]
     if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
@@ -51,7 +51,7 @@ def build_part(given: Mapping[str, Any], info: TargetInfo) -> Part:
         name, settings = str(given["kind"]), {key: value for key, value in given.items() if key != "kind"}
     kind = get_kind(name)
     drafter = kind.drafter_class(build_config(name, {k: _frozen(v) for k, v in settings.items()}), info)
-    return Part(drafter, {"kind": name, **vars(drafter.config)}, folder)
+    return CascadePart(drafter, {"kind": name, **vars(drafter.config)}, folder)
 
 
 def _frozen(value: Any) -> Any:
@@ -59,20 +59,20 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def modules_of(parts: list[Part]) -> nn.ModuleDict:
+def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
     """The parts that have tensors, by their number."""
     return nn.ModuleDict(
         {str(i): part.drafter for i, part in enumerate(parts) if isinstance(part.drafter, nn.Module)}
     )
 
 
-def bind_part(part: Part, weights: TargetWeights) -> None:
+def bind_part(part: CascadePart, weights: TargetWeights) -> None:
     """`TrainableDrafter.bind`, where the part has it."""
     if isinstance(part.drafter, TrainableDrafter):
         part.drafter.bind(weights)
 
 
-def initialise_part(part: Part, weights: TargetWeights, generator: torch.Generator) -> None:
+def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:
     """Load the part's weights from its folder, or set them afresh."""
     if not isinstance(part.drafter, TrainableDrafter):
         return

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
-from heads.nn.attention import DraftFrame, GrowingFrame, Memory, Place
+from heads.nn.attention import CachePlace, DraftFrame, GrowingFrame, Memory
 from heads.nn.drafting.plan import DynamicPlan, Plan
 
-Step = Callable[[Place, Tensor, Tensor], tuple[Tensor, Tensor]]
+Step = Callable[[CachePlace, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Runs drafted nodes: (place, tokens [B, P], carry [B, P, H] of their parents) -> their children's
 logits [B, P, V'] and carry.
 """
@@ -61,7 +61,7 @@ def grow(
         if level.depth > 1:
             drafted = drafted if level.rows is None else drafted[:, level.rows]
             carry = carry if level.carry is None else carry[:, level.carry]
-            place = Place.nowhere(root.device) if frame is None else frame.at(level)
+            place = CachePlace.nowhere(root.device) if frame is None else frame.at(level)
             logits, carry = step(place, drafted, carry)
             drawn.append(logits)
         positions = (root_position + level.depth)[:, None].expand(-1, logits.shape[1])
@@ -121,7 +121,7 @@ def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class ChosenTree:
     """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among all
     candidates, ascending; extended [B, E] int64: the candidates whose children were considered, level by
     level, the root first; candidates: C.
@@ -134,7 +134,7 @@ class Found:
     candidates: int
 
 
-def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Found:
+def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
     """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best nodes of
     every level.
 
@@ -163,7 +163,7 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Fo
     is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, kept, True)
     node = is_kept.cumsum(1) - 1  # of every kept candidate
     tree = TokenTree.from_parents(node.gather(1, torch.cat(parents, 1).gather(1, kept)), shape.max_depth)
-    return Found(torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count)
+    return ChosenTree(torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count)
 
 
 def candidates(
@@ -202,7 +202,7 @@ def _grow_dynamic(
         nonlocal logits, carry
         if depth > 1:
             above = places // shape.width  # the run row, one level up, that each node was drawn from
-            place = Place.nowhere(root.device) if frame is None else frame.next(above)
+            place = CachePlace.nowhere(root.device) if frame is None else frame.next(above)
             logits, carry = step(place, tokens, carry[rows, above])
             drawn.append(logits)
         positions = (root_position + depth)[:, None].expand(-1, logits.shape[1])

@@ -22,8 +22,8 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.nn.attention import (
+    CachePlace,
     Memory,
-    Place,
     additive,
     cache_attention,
     chained_attention,
@@ -179,7 +179,7 @@ class Chain:
         # A node at depth d stands one position before its own token, at root_position + d - 1.
         memory = Memory(state.root_position, self._table(state), state.keys.shape[1])
 
-        def step(place: Place, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             return self._advance(state, place, rows, tokens, feature)
 
         shown, first = self.network.emit(state.output)
@@ -187,7 +187,7 @@ class Chain:
         return grow(state.plan, state.root, state.root_position, logits, first, step, noise, columns, memory)
 
     def _advance(
-        self, state: State, place: Place, rows: Tensor, tokens: Tensor, feature: Tensor
+        self, state: State, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's logits and features."""
         net = self.network

@@ -24,8 +24,8 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.nn.attention import (
+    CachePlace,
     Memory,
-    Place,
     additive,
     cache_attention,
     packed_mask,
@@ -129,7 +129,7 @@ class ModuleChain:
         mask = additive(place <= slots[..., None], states.dtype)  # [B, W, S]
         at_last = []
         for index in range(len(state.keys)):
-            output = self._run(state, index, embedded, states, Place(slots, rotation, mask), rows[:, None])
+            output = self._run(state, index, embedded, states, CachePlace(slots, rotation, mask), rows[:, None])
             at_last.append(output[rows, last])
             states = torch.cat([state.outputs[:, :, index], output[:, :-1]], 1)
         state.outputs.copy_(torch.stack(at_last, 1)[:, None])
@@ -143,7 +143,7 @@ class ModuleChain:
         memory = Memory(state.root_position, self._table(state), state.keys[0].shape[1])
         depth = 0
 
-        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1
             # carry [B, P, E-j+1, H]: what modules j..E gave at the nodes' parents, which modules j+1..E read here.
@@ -160,7 +160,7 @@ class ModuleChain:
         )
 
     def _run(
-        self, state: State, index: int, embedded: Tensor, states: Tensor, place: Place, rows: Tensor
+        self, state: State, index: int, embedded: Tensor, states: Tensor, place: CachePlace, rows: Tensor
     ) -> Tensor:
         """Module `index` (0-based) over its cache at `place` -> normalised outputs [B, P, H]."""
 

@@ -25,8 +25,8 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init
 from heads.nn.attention import (
+    CachePlace,
     Memory,
-    Place,
     additive,
     cache_attention,
     packed_mask,
@@ -238,7 +238,7 @@ class SmallLM(TrainableDrafter):
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
 
-        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
             for index in range(len(self.model.layers)):
                 states = self._layer(state, index, states, place.rotation, rows, place.slots, place.mask)

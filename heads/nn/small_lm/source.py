@@ -37,7 +37,7 @@ C = TypeVar("C", bound=NetworkConfig)
 
 
 @dataclass(frozen=True)
-class Source:
+class StartingModel:
     """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash: of the drafter's target,
     if the folder is a drafter's checkpoint; None for a model, whose own tokenizer is compared.
     """
@@ -48,7 +48,7 @@ class Source:
     any_tokenizer: bool
 
 
-def resolve(config: C, info: TargetInfo) -> tuple[Source | None, C]:
+def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
     """The folder of `from_model`, and the configuration with what that decides in the place of its name."""
     if not config.from_model:
         return None, config
@@ -62,7 +62,7 @@ def resolve(config: C, info: TargetInfo) -> tuple[Source | None, C]:
     return source, replace(config, from_model="", any_tokenizer=False, **source.sizes)
 
 
-def read_source(folder: Path, any_tokenizer: bool = False) -> Source:
+def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
     """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot be a start."""
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -78,10 +78,10 @@ def read_source(folder: Path, any_tokenizer: bool = False) -> Source:
         ) from error
     if "kind" in values:
         return _drafter_source(folder, any_tokenizer)
-    return Source(folder, _model_sizes(folder, values), None, any_tokenizer)
+    return StartingModel(folder, _model_sizes(folder, values), None, any_tokenizer)
 
 
-def _drafter_source(folder: Path, any_tokenizer: bool) -> Source:
+def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
     content = read_config(folder)
     stored = {name: value for name, value in content["config"].items() if name in SIZES}
     if "from_target_layers" not in stored or "tie_embeddings" not in stored:
@@ -90,7 +90,7 @@ def _drafter_source(folder: Path, any_tokenizer: bool) -> Source:
             "of kind distilled or pard."
         )
     sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-    return Source(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
+    return StartingModel(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
 
 
 def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _model_rotary(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-def fill_from(module: nn.Module, source: Source, info: TargetInfo) -> None:
+def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> None:
     """Set every parameter of a small language model from the source's tensor of the same name.
 
     Vocabulary rows beyond the target's are left out, missing ones are the mean of all. Raises `UserError` for another tokenizer
@@ -207,7 +207,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _require_tokenizer(source: Source, info: TargetInfo) -> None:
+def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
     """Refuse a source that reads other token ids than the target, unless that was asked for."""
     if source.any_tokenizer:
         return

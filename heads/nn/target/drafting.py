@@ -28,8 +28,8 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn.attention import (
+    CachePlace,
     Memory,
-    Place,
     additive,
     cache_attention,
     chained_attention,
@@ -40,7 +40,7 @@ from heads.nn.drafting.growth import grow
 from heads.nn.drafting.plan import Plan, PlanCache, last_valid
 from heads.nn.rope import Rope, Rotation, look_up
 from heads.nn.target.layers import (
-    Block,
+    DraftLayer,
     KeptLayer,
     MakeProduct,
     SharedLinear,
@@ -91,7 +91,7 @@ class SelfDrafter(TrainableDrafter):
         self._plans = PlanCache()
         self._target: TargetWeights | None = None
         self._final_norm = torch.empty(0)
-        self._blocks: list[Block] = []
+        self._blocks: list[DraftLayer] = []
         self._sources: list[int] = []  # per block that attends: where its input stands among the taps
 
     def bind(self, weights: TargetWeights) -> None:
@@ -115,7 +115,7 @@ class SelfDrafter(TrainableDrafter):
         """How products with the target's weights are made."""
         return SharedLinear
 
-    def _own_blocks(self) -> Sequence[tuple[Block, int]]:
+    def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
         """Blocks of the drafter behind the target's, each with the tap that its input is for what is committed; they attend."""
         return ()
 
@@ -220,7 +220,7 @@ class SelfDrafter(TrainableDrafter):
         memory = Memory(state.root_position + 1, self._table(state), state.keys[0].shape[1])
         level = 0
 
-        def step(place: Place, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
             level += 1
             positions = (state.root_position[:, None] + level).expand_as(place.slots)

@@ -53,7 +53,7 @@ class KeptLayer:
     mlp: bool = True
 
 
-class Block(Protocol):
+class DraftLayer(Protocol):
     """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own behind them.
 
     attends: whether it has attention, and so keys and values; window: latest positions it sees, 0 for all. cache_shape: (g, D)
@@ -119,7 +119,7 @@ class MLPPart:
 
 @dataclass(frozen=True)
 class TargetLayer:
-    """One of the target's layers, or what is kept of it; a `Block`."""
+    """One of the target's layers, or what is kept of it; a `DraftLayer`."""
 
     attention: AttentionPart | None
     mlp: MLPPart | None

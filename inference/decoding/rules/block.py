@@ -33,7 +33,7 @@ from inference.decoding.rules.weights import Chain, weighs
 from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
-class Block:
+class BlockVerification:
     """See the module. Chains only."""
 
     name: ClassVar[str] = "block"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
 from inference.decoding.rules.base import Rule
-from inference.decoding.rules.block import Block
+from inference.decoding.rules.block import BlockVerification
 from inference.decoding.rules.match import Match
+from inference.decoding.rules.names import CHAINS_ONLY, RULES
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.specinfer import SpecInfer
 from inference.decoding.rules.typical import Typical
 
-RULES = ("match", "rejection", "block", "specinfer", "typical")
-CHAINS_ONLY = ("rejection", "block")
+__all__ = ["CHAINS_ONLY", "RULES", "check_shape", "get_rule"]
 
 
 def get_rule(
@@ -29,7 +29,7 @@ def get_rule(
     if name == "rejection":
         return Rejection()
     if name == "block":
-        return Block()
+        return BlockVerification()
     if name == "specinfer":
         return SpecInfer(shape)
     return Typical(epsilon, delta)

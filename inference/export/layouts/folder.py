@@ -17,8 +17,9 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
+from inference.folders import EXPORT_FILE
 
-CONFIG, EXPORT_FILE = "config.json", "headstart_export.json"
+CONFIG = "config.json"
 PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
     "training_args.bin",

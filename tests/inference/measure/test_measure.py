@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,16 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
+from inference.decoding.rules.names import RULES
+from inference.decoding.rules.registry import get_rule
 from inference.measure import run as measure_module
-from inference.measure.config import BenchConfig, check_arms, split_prompts
+from inference.measure.breakdown.config import LostConfig
+from inference.measure.config import BenchConfig, ReportSettings, check_arms, split_prompts
 from inference.measure.metrics import WeakBaselineError
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure, quick_tau
+from inference.page.page import write_page
+from inference.report import print_table, render
 from inference.report_schema import read_report
 from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, RecordsConfig, read_table
@@ -192,6 +199,64 @@ def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], t
     assert ngram["memory_bytes"]["target"] > 0 < ngram["memory_bytes"]["kv"]
     assert report["run"]["arms"]["ngram"]["prefill_seconds"] == pytest.approx(8 * 0.004)
     assert report["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_report_names_the_rule_that_ran_and_what_it_promises(
+    target: TargetModel, tmp_path: Path, rule: str, temperature: float
+) -> None:
+    """Every rule of the registry: report.json, report.md, the terminal's table and the page say which, and what it keeps."""
+    drafter = new_drafter("medusa", MedusaConfig(num_heads=3), target.info, target.weights, seed=1)
+    decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=temperature, seed=4, rule=rule)
+    config = BenchConfig(prompts_per_domain=1)
+    measure(config, target, [Arm("medusa", drafter, decode)], prompts(), tmp_path, console=QUIET)
+    report = read_report(tmp_path)
+    ran = get_rule(rule, decode.tree())
+    assert report["settings"] == {
+        "temperature": temperature, "max_new_tokens": 12, "batch_size": 1, "rule": ran.name, "seed": 4, "prompts": 2,
+    }  # fmt: skip
+    assert report["run"].get("typical") == ({"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None)
+    noise = [item["draft"]["noise"] for item in report["drafters"]]
+    own = {"match": "shared", "typical": "none"}.get(rule, "own")
+    assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
+    lossy = temperature > 0 and not ran.lossless
+    shown = Console(record=True, width=200, file=io.StringIO())
+    print_table(report, shown)
+    text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
+    for printed in (text, shown.export_text(), page.read_text()):
+        assert ("LOSSY" in printed) == lossy
+        assert rule in printed or rule == "match"
+    assert "MISMATCH" not in text or rule == "match"
+    if rule == "typical" and not lossy:
+        assert "typical` (lossy above temperature 0)" in text
+    if temperature == 0 or rule == "match":
+        assert all(item["lossless"]["mismatches"] == 0 for item in report["drafters"])
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "match"])
+def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp_path: Path, rule: str) -> None:
+    other = replace(arms[1], decode=replace(DECODE, rule=rule))
+    with pytest.raises(UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"):
+        check_arms(BenchConfig(), [arms[0], other])
+    with pytest.raises(UserError, match=f"'a' decodes with rule=match, 'b' with rule={rule}"):
+        ReportSettings.of({"a": DECODE, "b": other.decode}, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("repetition_penalty", 1.3), ("logit_bias", ((3, 1.0),)), ("bad_words", ((5,),)), ("typical_epsilon", 0.2)],
+)
+def test_arms_with_other_processors_do_not_stand_in_one_report(arms: list[Arm], key: str, value: Any) -> None:
+    other = replace(arms[1], decode=replace(DECODE, **{key: value}))
+    with pytest.raises(UserError, match=f"decodes with {key}=.*give all the same"):
+        check_arms(BenchConfig(), [arms[0], other])
+
+
+def test_what_is_lost_is_not_split_for_another_rule(arms: list[Arm]) -> None:
+    sampled = replace(arms[0], decode=replace(DECODE, rule="rejection", temperature=1.0))
+    with pytest.raises(UserError, match=r"bench\.lost splits what rule match reaches, but decode\.rule is 'rejection'"):
+        check_arms(BenchConfig(lost=LostConfig(enabled=True)), [sampled])
 
 
 def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heads.api.errors import UserError
-from inference.staleness.evidence import Bets, Evidence, Grid, Sums, ratio, shift_below
+from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums, ratio, shift_below
 from inference.staleness.sequential_test import (
     ALARM,
     FINE,
@@ -26,7 +26,7 @@ CHANCES = {"code": 0.55, "prose": 0.4}
 
 
 def make(reference: dict[str, list[tuple[int, int]]], tolerance: float = 0.05, alarm_rate: float = 0.01) -> DriftTest:
-    known: dict[str, Evidence] = {name: Bets(GRID, MOST, answers) for name, answers in reference.items()}
+    known: dict[str, RatioEvidence] = {name: Bets(GRID, MOST, answers) for name, answers in reference.items()}
     return DriftTest(GRID, MOST, known, tolerance, alarm_rate)
 
 
@@ -154,7 +154,7 @@ def test_ratio_intervals_reach_to_the_ends_where_nothing_is_known() -> None:
 
 
 def test_totals_are_looked_at_in_turn() -> None:
-    known: dict[str, Evidence] = {"": Sums(GRID, 2600.0, 2000.0, 5.0, 2000.0)}
+    known: dict[str, RatioEvidence] = {"": Sums(GRID, 2600.0, 2000.0, 5.0, 2000.0)}
     test = DriftTest(GRID, MOST, known, 0.05, 0.01)
     for passes in (100, 1000, 3000):
         test.replace("", Sums(GRID, 1.29 * passes, passes, 5.0, 2000.0))

@@ -9,7 +9,7 @@ import pytest
 from inference.decoding.draft import NONE, Draft
 from inference.traffic.advice import Way, advise, seen_by_users
 from inference.traffic.arrivals import Arrival
-from inference.traffic.simulate import Costs, Job, Served
+from inference.traffic.simulate import Costs, Served, SimulatedRequest
 
 ROWS = 8
 PLAIN = Way("none", NONE, Costs((0.010,) * ROWS, (0.0,) * ROWS, 0.001, 0.0), {"": [1]}, {"cache": 100, "weights": 0})
@@ -52,7 +52,7 @@ def test_a_domain_has_its_own_acceptance() -> None:
 
 
 def test_what_users_see_is_counted_from_their_arrival() -> None:
-    jobs = [Job(Arrival(0.0, 3, 5), (4,)), Job(Arrival(2.0, 3, 5), (4,))]
+    jobs = [SimulatedRequest(Arrival(0.0, 3, 5), (4,)), SimulatedRequest(Arrival(2.0, 3, 5), (4,))]
     seen = seen_by_users(jobs, [Served(1.0, 3.0), Served(4.0, 5.0)])
     assert seen["tokens_per_second"] == 2.0
     assert seen["latency"]["p50"] == 3.0 and seen["first_token"]["p50"] == 1.5

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from inference.traffic.arrivals import Arrival
-from inference.traffic.simulate import Costs, Job, Served, concurrency, draw_commits, simulate
+from inference.traffic.simulate import Costs, Served, SimulatedRequest, concurrency, draw_commits, simulate
 
 
-def slowly(jobs: Sequence[Job], costs: Costs) -> list[Served]:
+def slowly(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
     """The obvious simulator: one verification at a time, every row looked at."""
     first, end = {}, {}
     waiting: deque[int] = deque()
@@ -46,13 +46,13 @@ def slowly(jobs: Sequence[Job], costs: Costs) -> list[Served]:
     return [Served(first[job], end[job]) for job in range(len(jobs))]
 
 
-def traffic(count: int, rate: float, seed: int) -> list[Job]:
+def traffic(count: int, rate: float, seed: int) -> list[SimulatedRequest]:
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
     jobs = []
     for time in times - times[0]:
         prompt, answer = int(rng.integers(5, 90)), int(rng.integers(1, 60))
-        jobs.append(Job(Arrival(float(time), prompt, answer), draw_commits(answer, [1, 1, 2, 3, 4], rng)))
+        jobs.append(SimulatedRequest(Arrival(float(time), prompt, answer), draw_commits(answer, [1, 1, 2, 3, 4], rng)))
     return jobs
 
 
@@ -74,13 +74,13 @@ def test_leaping_is_stepping(rate: float, seed: int) -> None:
 
 
 def test_one_request_alone_by_hand() -> None:
-    (served,) = simulate([Job(Arrival(0.0, 100, 6), (2, 3))], Costs((0.5,), (0.01,), 1.0, 0.001))
+    (served,) = simulate([SimulatedRequest(Arrival(0.0, 100, 6), (2, 3))], Costs((0.5,), (0.01,), 1.0, 0.001))
     assert served.first == pytest.approx(1.0 + 0.001 * 100)
     assert served.end == pytest.approx(served.first + (0.5 + 0.01 * 100) + (0.5 + 0.01 * 102), rel=0.01)
 
 
 def test_who_finds_no_row_waits_and_an_idle_server_stands_still() -> None:
-    jobs = [Job(Arrival(0.0, 1, 3), (1, 1)), Job(Arrival(0.0, 1, 2), (1,)), Job(Arrival(100.0, 1, 1), ())]
+    jobs = [SimulatedRequest(Arrival(0.0, 1, 3), (1, 1)), SimulatedRequest(Arrival(0.0, 1, 2), (1,)), SimulatedRequest(Arrival(100.0, 1, 1), ())]
     served = simulate(jobs, Costs((1.0,), (0.0,), 0.5, 0.0))
     assert [(item.first, item.end) for item in served] == [(0.5, 2.5), (3.0, 4.0), (100.5, 100.5)]
     assert concurrency(jobs, served, [0.5, 0.95]) == [2, 2]  # two from 0 to 2.5, one to 4.0, one for 0.5

@@ -17,8 +17,8 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.tune.layer_search import (
     Chosen,
-    Part,
     SearchConfig,
+    SkippablePart,
     ideal_speedup,
     measure_tau,
     parts_of,
@@ -28,10 +28,10 @@ from scripts.search_layers import main, settings
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
 
-PARTS = tuple(Part(layer, "layer", 0.08) for layer in range(10))
+PARTS = tuple(SkippablePart(layer, "layer", 0.08) for layer in range(10))
 
 
-def planned(seed: int, parts: tuple[Part, ...] = PARTS) -> Any:
+def planned(seed: int, parts: tuple[SkippablePart, ...] = PARTS) -> Any:
     """tau of a set whose acceptance falls by every part left out, more if parts near it are gone too, and by chance: not what
     the search's model assumes.
     """
@@ -100,7 +100,7 @@ def test_a_small_space_is_searched_through_and_ends() -> None:
 
 
 def test_sets_without_attention_are_not_tried() -> None:
-    parts = tuple(Part(layer, what, 0.1) for layer in range(3) for what in ("attention", "mlp"))
+    parts = tuple(SkippablePart(layer, what, 0.1) for layer in range(3) for what in ("attention", "mlp"))
     found = search_layers(parts, lambda kept: 1.0, SearchConfig(40, 2))
     assert all(any(part.attends for part in found.kept(trial)) for trial in found.trials)
     assert len(found.trials) > 20
@@ -154,10 +154,10 @@ def test_tau_is_measured_by_decoding(kind: str) -> None:
 
 
 def test_parts_become_a_heads_settings() -> None:
-    whole = tuple(Part(layer, "layer", 0.1) for layer in range(4))
+    whole = tuple(SkippablePart(layer, "layer", 0.1) for layer in range(4))
     kept = (True, False, True, True)
     assert settings("distilled", whole, kept) == {"from_target_layers": [0, 2, 3]}
-    halves = tuple(Part(layer, what, 0.1) for layer in range(2) for what in ("attention", "mlp"))
+    halves = tuple(SkippablePart(layer, what, 0.1) for layer in range(2) for what in ("attention", "mlp"))
     assert settings("early_exit", halves, (True, False, True, True)) == {
         "layers": [0, 1],
         "without_attention": [],

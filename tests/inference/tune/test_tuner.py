@@ -22,7 +22,7 @@ from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
-from inference.tune.costs import Run, StepCosts
+from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey
 from inference.tune.tuner import PREDICTION_ERROR, Tuner, answered, choose, representatives, weighed
 from inference.tune.workload import batch_steps
@@ -249,10 +249,10 @@ def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
     assert found.phases(draft, 2, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.0})
     clock = StepClock(torch.device("cpu"))
     clock.passes, clock.seconds = 10, {"prefill": 9.0, "draft": 0.6, "verify": 0.3, "commit": 0.9, "other": 0.05}
-    found.calibrate("chain", 1, [Run(draft, 30, 0, clock)])
+    found.calibrate("chain", 1, [TimedRun(draft, 30, 0, clock)])
     assert found.phases(draft, 1, 50) == pytest.approx({"draft": 0.06, "verify": 0.03, "commit": 0.09, "other": 0.005})
     clock.seconds = {"prefill": 9.0, "draft": 1.2, "verify": 0.3, "commit": 0.9, "other": 0.15}
-    found.calibrate("chain", 3, [Run(draft, 30, 0, clock)])
+    found.calibrate("chain", 3, [TimedRun(draft, 30, 0, clock)])
     assert found.phases(draft, 2, 10)["draft"] == pytest.approx(0.09)  # between the two
     assert found.phases(draft, 2, 10)["other"] == pytest.approx(0.01)
     assert found.phases(draft, 16, 10)["other"] == pytest.approx(0.015)
@@ -260,10 +260,10 @@ def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
     slow, quick = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
     slow.passes, slow.seconds = 10, {"draft": 0.9, "verify": 0.3, "commit": 0.3, "other": 0.3}
     quick.passes, quick.seconds = 30, {"draft": 0.3, "verify": 0.9, "commit": 0.9, "other": 0.1}
-    found.calibrate("chain", 1, [Run(draft, 30, 0, slow), Run(draft, 30, 0, quick)])
+    found.calibrate("chain", 1, [TimedRun(draft, 30, 0, slow), TimedRun(draft, 30, 0, quick)])
     assert found.phases(draft, 1, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.01})
     quick.seconds = {"draft": 0.003, "verify": 0.3, "commit": 0.003, "other": 0.1}
-    found.calibrate("none", 1, [Run(NONE, 30, 0, quick)])
+    found.calibrate("none", 1, [TimedRun(NONE, 30, 0, quick)])
     assert found.phases(NONE, 1, 30) == pytest.approx({"draft": 0.0, "verify": 0.01, "commit": 0.0, "other": 0.106 / 30})
 
 

@@ -19,8 +19,8 @@ from tests.train.engines.test_engine import difference, reference
 from train.distributed import World
 from train.engines.shards import (
     FilePart,
-    Part,
     Span,
+    StatePart,
     collect,
     distribute,
     piece_spans,
@@ -123,7 +123,7 @@ def test_on_disk_it_is_the_same(tmp_path: Path) -> None:
 def test_a_state_from_before_the_first_update_changes_nothing() -> None:
     named = {"a": nn.Parameter(torch.zeros(2))}
     optimizer = adam(named)
-    distribute(optimizer, whole_spans(named), {"a": (2,)}, [Part()])
+    distribute(optimizer, whole_spans(named), {"a": (2,)}, [StatePart()])
     assert not optimizer.state
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         distribute(holder, spans, SHAPES, [part])
     halves = [collect(holder, spans) for holder, spans in zip(holders, (first, second), strict=True)]
     with pytest.raises(UserError, match=r"incomplete: of 'b' 1 of 7 elements"):
-        distribute(optimizer, whole, SHAPES, [halves[0], Part(halves[1].tensors, {n: halves[1].runs[n] for n in "cd"})])
+        distribute(optimizer, whole, SHAPES, [halves[0], StatePart(halves[1].tensors, {n: halves[1].runs[n] for n in "cd"})])
     (tmp_path / "odd.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="is no optimiser state"):
         FilePart(tmp_path / "odd.safetensors")

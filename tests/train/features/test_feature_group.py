@@ -83,18 +83,18 @@ def test_roles() -> None:
 
 
 def test_senseless_divisions_are_refused(micro: Path) -> None:
-    from train.config import Job
+    from train.config import TrainingJob
 
     made = settings(micro)
     made |= {"features": FeaturesConfig(mode="group", targets=2), "out": micro / "x"}
     with pytest.raises(UserError, match=r"of 2 processes, features\.targets=2 run the target, which leaves 0 to train"):
-        divide(Job(**made), World(0, 2))
+        divide(TrainingJob(**made), World(0, 2))
     divided = settings(micro, engine={"target_sharding": "zero3"})["engine"]
     with pytest.raises(UserError, match=r"engine\.target_sharding=zero3 divides the target among all processes"):
-        divide(Job(**{**made, "engine": divided, "features": FeaturesConfig(mode="group")}), World(0, 2))
+        divide(TrainingJob(**{**made, "engine": divided, "features": FeaturesConfig(mode="group")}), World(0, 2))
     other = settings(micro, name="deepspeed")
     with pytest.raises(UserError, match=r"features\.mode=group needs engine=torch: DeepSpeed takes every process"):
-        divide(Job(**{**made, "engine": other["engine"], "features": FeaturesConfig(mode="group")}), World(0, 2))
+        divide(TrainingJob(**{**made, "engine": other["engine"], "features": FeaturesConfig(mode="group")}), World(0, 2))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp8", "int8", "int4"])

@@ -15,7 +15,7 @@ from inference.target.model import TargetModel
 from inference.verifications import VerificationLog, record_facts
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
-from train.data.answers import Answer, PartWriter, merge_parts
+from train.data.answers import PartWriter, StoredAnswer, merge_parts
 
 DOMAINS = ("code", "chat")
 KIND = "layer_skip"
@@ -57,7 +57,7 @@ def write_answers(folder: Path, completions: tuple[Completion, ...]) -> Path:
         for number, one in enumerate(completions):
             tokens, begin = tokens_of(one), len(one.request.tokens)
             spans = ((begin, len(tokens)),)
-            writer.add(Answer(name_of(one), number, domain_of(one), tuple(tokens), spans, one.finish, one.request.seed))
+            writer.add(StoredAnswer(name_of(one), number, domain_of(one), tuple(tokens), spans, one.finish, one.request.seed))
     merged = merge_parts(folder, len(completions), shard_rows=3)
     facts = {"round": 0, "target": target().info.to_dict(), "sampling": {"temperature": 0.0}, "data": {}, "shards": merged.shards}
     write_manifest(folder, "generate", facts)

@@ -21,7 +21,7 @@ from train.data.pack import PackedData
 from train.data.sources import Row, Source
 from train.feedback import build
 from train.feedback.config import FeedbackConfig
-from train.feedback.evidence import Evidence, Records, evidence_of
+from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -32,8 +32,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def evidence(answers: Path, records: Path) -> list[tuple[dict[str, Any], Evidence]]:
-    known = Records(records, target().info)
+def evidence(answers: Path, records: Path) -> list[tuple[dict[str, Any], TokenEvidence]]:
+    known = VerificationRecords(records, target().info)
     return [(row, evidence_of(np.array(row["tokens"], np.int32), known.of(row["id"]))) for row in rows_of(answers)]
 
 
@@ -45,7 +45,7 @@ def _at(row: dict[str, Any]) -> list[float]:
     return [row["weights"][at] for at in supervised(row)]
 
 
-def costs(found: list[Evidence]) -> list[float]:
+def costs(found: list[TokenEvidence]) -> list[float]:
     """v_d / v_1, by a plain count. costs[d], d from 1."""
     deepest = max(int(one.depth.max()) for one in found)
     tested = [sum(int((one.depth == d).sum()) for one in found) for d in range(deepest + 2)]

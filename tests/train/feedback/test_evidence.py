@@ -12,13 +12,13 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion
 from tests.train.feedback.recorded import decoded, name_of, target, tokens_of, write_records
-from train.feedback.evidence import Evidence, Records, evidence_of
+from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
 
 
-def walked(one: Completion) -> Evidence:
+def walked(one: Completion) -> TokenEvidence:
     """The same from the passes: token by token, each with the pass that committed it."""
     tokens, root = tokens_of(one), len(one.request.tokens)
-    found = Evidence.nothing(len(tokens))
+    found = TokenEvidence.nothing(len(tokens))
     for record in one.passes:
         details = record.details
         assert details is not None
@@ -48,7 +48,7 @@ def test_every_token_has_the_depth_and_chance_of_the_pass_that_tested_it(
     kind: str, temperature: float, tmp_path: Path
 ) -> None:
     completions = decoded(kind, temperature)
-    records = Records(write_records(tmp_path, completions, kind), target().info)
+    records = VerificationRecords(write_records(tmp_path, completions, kind), target().info)
     assert len(records) == sum(len(one.passes) for one in completions)
     errors = 0
     for one in completions:
@@ -64,7 +64,7 @@ def test_every_token_has_the_depth_and_chance_of_the_pass_that_tested_it(
 
 def test_records_of_another_answer_to_the_same_prompt_say_nothing(tmp_path: Path) -> None:
     completions = decoded("eagle3")
-    records = Records(write_records(tmp_path, completions, "eagle3"), target().info)
+    records = VerificationRecords(write_records(tmp_path, completions, "eagle3"), target().info)
     tokens = np.array(tokens_of(completions[0]), np.int32)
     tokens[len(completions[0].request.tokens) + 1 :] += 1
     found = evidence_of(tokens, records.of(name_of(completions[0])))
@@ -74,14 +74,14 @@ def test_records_of_another_answer_to_the_same_prompt_say_nothing(tmp_path: Path
 
 def test_no_records_say_nothing(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "nowhere"):
-        records = Records(folder, target().info)
+        records = VerificationRecords(folder, target().info)
         assert len(records) == 0 and records.of("x") == [] and records.files == []
 
 
 def test_redacted_records_still_say_where_drafts_failed(tmp_path: Path) -> None:
     completions = decoded("eagle3")
-    open_ = Records(write_records(tmp_path / "open", completions, "eagle3"), target().info)
-    hidden = Records(write_records(tmp_path / "hidden", completions, "eagle3", redact=True), target().info)
+    open_ = VerificationRecords(write_records(tmp_path / "open", completions, "eagle3"), target().info)
+    hidden = VerificationRecords(write_records(tmp_path / "hidden", completions, "eagle3", redact=True), target().info)
     for one in completions:
         tokens = np.array(tokens_of(one), np.int32)
         a, b = evidence_of(tokens, open_.of(name_of(one))), evidence_of(tokens, hidden.of(name_of(one)))
@@ -95,10 +95,10 @@ def test_records_of_another_tokenizer_and_damaged_ones_are_refused(tmp_path: Pat
     plain = facts.read_text()
     facts.write_text(plain.replace(target().info.tokenizer_hash, "another"))
     with pytest.raises(UserError, match="whose tokenizer differs from that of"):
-        Records(folder, target().info)
+        VerificationRecords(folder, target().info)
     facts.write_text(plain)
     shard = next(folder.glob("verifications-*.parquet"))
     pq.read_table(shard)
     shard.write_bytes(shard.read_bytes()[:-40])
     with pytest.raises(UserError, match="damaged shard of verifications"):
-        Records(folder, target().info)
+        VerificationRecords(folder, target().info)

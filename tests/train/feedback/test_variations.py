@@ -18,7 +18,7 @@ from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
-from train.data.answers import Answer, PartWriter, merge_parts
+from train.data.answers import PartWriter, StoredAnswer, merge_parts
 from train.feedback.config import FeedbackConfig
 from train.feedback.variations import Frame, write_variations
 
@@ -41,7 +41,7 @@ def answered(folder: Path, model: TargetModel, prompts: list[list[int]]) -> Path
     with PartWriter(folder, 100, 1000) as writer:
         for number, prompt in enumerate(prompts):
             tokens = (*prompt, 7, 8)
-            writer.add(Answer(f"row-{number}", number, f"domain-{number}", tokens, ((len(prompt), len(tokens)),), "length", 1))
+            writer.add(StoredAnswer(f"row-{number}", number, f"domain-{number}", tokens, ((len(prompt), len(tokens)),), "length", 1))
     merged = merge_parts(folder, len(prompts), shard_rows=10)
     facts = {"round": 0, "target": model.info.to_dict(), "sampling": {}, "data": {}, "shards": merged.shards}
     write_manifest(folder, "generate", facts)

@@ -160,6 +160,9 @@ def test_the_objective_is_the_drift_plus_the_drafters_loss_on_updated_features(
     torch.testing.assert_close(total, kl, rtol=1e-3, atol=1e-3)
     assert int(count) == int(batch.supervised(1).sum())
     assert total > 0
+    with torch.autocast("cpu", torch.bfloat16):  # of the drafter; the target's dtype is float32
+        total, _ = joint.loss(batch).metrics["target_kl"]
+    torch.testing.assert_close(total, kl, rtol=1e-3, atol=1e-3)
 
 
 def gradients(joint: JointDrafter, batch: Any, progress: float) -> tuple[Tensor, Tensor]:

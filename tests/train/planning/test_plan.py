@@ -24,7 +24,7 @@ from tests.heads.recipes import build
 from tests.inference.tokenizers import save_micro_target
 from tests.train.micro_run import settings
 from tests.train.planning.test_footprint import allocator_peak
-from train.config import Job
+from train.config import TrainingJob
 from train.distributed import World
 from train.engines.base import EngineConfig, Objective
 from train.engines.make import make_engine
@@ -158,9 +158,9 @@ def test_zero_divides_what_it_says() -> None:
     assert state_bytes(1000, EngineConfig(zero_stage=3, offload="all"), 4)["weights"] == 0
 
 
-def job_for(folder: Path, **changes: Any) -> Job:
+def job_for(folder: Path, **changes: Any) -> TrainingJob:
     arguments = settings(folder, **{"prompts": (), "eval_every": 0, "max_steps": 0, "global_batch": 8, **changes})
-    return Job(**arguments, out=folder / "out")
+    return TrainingJob(**arguments, out=folder / "out")
 
 
 def test_a_plan_for_a_gpu_needs_neither_weights_nor_answers(folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_one_process_holds_it_whole(micro: Path, tmp_path: Path) -> None:
 def test_what_does_not_go_with_it_is_refused(micro: Path, changes: dict[str, Any], message: str) -> None:
     from dataclasses import replace
 
-    from train.config import Job
+    from train.config import TrainingJob
     from train.on_policy import OnPolicyConfig
     from train.target.sharding import load_target
 
@@ -116,7 +116,7 @@ def test_what_does_not_go_with_it_is_refused(micro: Path, changes: dict[str, Any
     if "on_policy" in changes:
         changes["on_policy"] = OnPolicyConfig(**changes["on_policy"])
     compiled = changes.pop("compile", False)
-    job = Job(**settings(micro, **changes), out=micro)
+    job = TrainingJob(**settings(micro, **changes), out=micro)
     job = replace(job, decode=replace(job.decode, compile=compiled))
     with pytest.raises(UserError, match=message):
         load_target(replace(job, target=replace(job.target, **target)), World())

@@ -11,7 +11,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import TokenTree
 from inference.decoding.rules import block
-from inference.decoding.rules.block import Block, chances, granted
+from inference.decoding.rules.block import BlockVerification, chances, granted
 from inference.decoding.rules.rejection import Rejection
 from inference.decoding.rules.weights import Chain
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -98,7 +98,7 @@ def test_it_keeps_more_than_rejection_sampling() -> None:
 
 def test_measured_it_keeps_more_of_the_same_drafts() -> None:
     toy, settings = Toy.random(), SamplingSettings(1.0)
-    together = decode(toy, Block(), CHAIN, settings, tokens=1).accepted[0]
+    together = decode(toy, BlockVerification(), CHAIN, settings, tokens=1).accepted[0]
     one_by_one = decode(toy, Rejection(), CHAIN, settings, tokens=1).accepted[0]
     chain, weight = all_chains(toy, 3, settings)
     assert together == pytest.approx(mean_kept(kept_together(chain), weight), abs=0.03)
@@ -110,7 +110,7 @@ def test_measured_it_keeps_more_of_the_same_drafts() -> None:
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 def test_texts_of_several_passes_follow_the_target(settings: SamplingSettings, drafted: int | None) -> None:
     toy = Toy.random(drafted=drafted)
-    found = decode(toy, Block(), CHAIN, settings)
+    found = decode(toy, BlockVerification(), CHAIN, settings)
     assert p_value(found.text, toy.law(settings, 3)) > 1e-4
     assert 0.05 < found.refused[0] < 0.95
 
@@ -122,8 +122,8 @@ def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
     """
     toy, settings = Toy.random(vocab=8, seed=1, apart=1.5), SamplingSettings(1.0)
     law = toy.law(settings, 2)
-    assert p_value(decode(toy, Block(), CHAIN, settings, tokens=2).text, law) > 1e-4
-    assert p_value(decode(toy, Block(), CHAIN, settings, tokens=2, noise_type=noise).text, law) < CLEAR
+    assert p_value(decode(toy, BlockVerification(), CHAIN, settings, tokens=2).text, law) > 1e-4
+    assert p_value(decode(toy, BlockVerification(), CHAIN, settings, tokens=2, noise_type=noise).text, law) < CLEAR
 
 
 def test_noise_that_is_not_keyed_by_the_pass_is_refused() -> None:
@@ -131,13 +131,13 @@ def test_noise_that_is_not_keyed_by_the_pass_is_refused() -> None:
     noise = SharedNoise(SamplingSettings(1.0), torch.zeros(1, dtype=torch.int64), 5)
     proposal = Proposal(torch.zeros(1, 2, dtype=torch.int64), tree, toy.drafter[None, :2])
     with pytest.raises(AssertionError, match="keyed by the pass"):
-        Block().judge(proposal, toy.target[None, :2], START + tree.depth, noise)
+        BlockVerification().judge(proposal, toy.target[None, :2], START + tree.depth, noise)
 
 
 def test_a_wrong_chance_is_noticed_when_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, settings = Toy.random(), SamplingSettings(1.0)
     monkeypatch.setattr(block, "chances", lambda chain, shares: shares[:, 1:])
-    assert p_value(decode(toy, Block(), CHAIN, settings).text, toy.law(settings, 3)) < CLEAR
+    assert p_value(decode(toy, BlockVerification(), CHAIN, settings).text, toy.law(settings, 3)) < CLEAR
 
 
 def one_pass(toy: Toy, settings: SamplingSettings, coin: float) -> tuple[Tensor, Tensor]:
@@ -147,8 +147,8 @@ def one_pass(toy: Toy, settings: SamplingSettings, coin: float) -> tuple[Tensor,
     proposal = Proposal(tokens, CHAIN, toy.drafter[tokens])
     positions = (START + CHAIN.depth).expand(2_000, -1)
     seeds = torch.arange(2_000)
-    noise = coins_of(coin)(settings, seeds, 5, Block().drafts, True, torch.full((2_000,), START))
-    verdict = Block().judge(proposal, toy.target[tokens], positions, noise)
+    noise = coins_of(coin)(settings, seeds, 5, BlockVerification().drafts, True, torch.full((2_000,), START))
+    verdict = BlockVerification().judge(proposal, toy.target[tokens], positions, noise)
     assert consistent(verdict, proposal)
     return Chain.of(proposal, toy.target[tokens], settings).p_drafted == 0, verdict.accepted
 

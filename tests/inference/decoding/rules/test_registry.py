@@ -17,7 +17,8 @@ from heads.nn.drafting.plan import make_plan
 from inference.decoding import config as decode_config
 from inference.decoding.rules.base import Rule
 from inference.decoding.rules.match import Match
-from inference.decoding.rules.registry import CHAINS_ONLY, RULES, check_shape, get_rule
+from inference.decoding.rules.names import CHAINS_ONLY, LOSSY, PROMISES, RULES, TEXT, promise, rule_text
+from inference.decoding.rules.registry import check_shape, get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.toys import START, Toy, consistent
@@ -54,8 +55,11 @@ def proposed(
 def test_rules_are_found_by_name() -> None:
     for name, shape in cases():
         rule = get_rule(name, shape)
-        assert rule.name == name and rule.lossless == (name != "typical")
+        assert rule.name == name and rule.lossless == (PROMISES[name] != LOSSY)
     assert set(RULES) == set(decode_config.RULES)
+    assert [name for name in RULES if PROMISES[name] == TEXT] == ["match"]
+    assert {promise(name, 0.0) for name in RULES} == {TEXT}
+    assert promise("newer", 0.0) == LOSSY and "LOSSY" in rule_text("newer", 1.0)  # of a later version: nothing is promised
     assert get_rule("match", CHAIN).drafts is Stream.TARGET
     assert get_rule("match", CHAIN, share_noise=False).drafts is None
     with pytest.raises(UserError, match=r"'blok' is unknown. Did you mean 'block'\? Allowed: block, match"):

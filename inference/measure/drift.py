@@ -22,6 +22,7 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.nn.losses import kl_divergence
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
@@ -100,8 +101,7 @@ def _compare(
     """Sum of the KL and number of equal picks over the answer's tokens."""
     one, other = (_log_probabilities(target, prompt, answer) for target in (original, changed))
     other = other.to(one.device)
-    kl = torch.linalg.vecdot(one.exp(), one - other).sum()
-    return float(kl), int((one.argmax(-1) == other.argmax(-1)).sum())
+    return float(kl_divergence(one, other).sum()), int((one.argmax(-1) == other.argmax(-1)).sum())
 
 
 @torch.no_grad()

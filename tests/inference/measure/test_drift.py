@@ -11,7 +11,7 @@ import torch
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.decoding.requests import Request
-from inference.target.drift import greedy_answers, measure_drift
+from inference.measure.drift import greedy_answers, measure_drift
 from inference.target.model import TargetModel
 from tests.models import VOCAB, random_target
 

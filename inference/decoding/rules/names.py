@@ -1,0 +1,35 @@
+"""The rules' names and what each promises about the text. Free of torch, for everything that prints a report."""
+
+from __future__ import annotations
+
+TEXT, DISTRIBUTION, LOSSY = "text", "distribution", "lossy"
+PROMISES = {
+    "match": TEXT,
+    "rejection": DISTRIBUTION,
+    "block": DISTRIBUTION,
+    "specinfer": DISTRIBUTION,
+    "typical": LOSSY,
+}
+"""Above temperature 0: the target's own text for the seed, another text of the same distribution, or neither."""
+RULES = tuple(PROMISES)
+LOSSLESS = tuple(name for name, kept in PROMISES.items() if kept != LOSSY)
+CHAINS_ONLY = ("rejection", "block")
+
+
+def promise(rule: str, temperature: float) -> str:
+    """What `rule` keeps at `temperature`: TEXT, DISTRIBUTION or LOSSY. At 0 every rule keeps the text; an unknown
+    rule promises nothing.
+    """
+    if rule not in PROMISES:
+        return LOSSY
+    return TEXT if temperature == 0 else PROMISES[rule]
+
+
+def rule_text(rule: str, temperature: float) -> str:
+    """The rule's name for readers, with what it does not promise in brackets."""
+    kept = promise(rule, temperature)
+    if kept == LOSSY:
+        return f"{rule} (LOSSY: the text does not follow the target's distribution)"
+    if kept == DISTRIBUTION:
+        return f"{rule} (the target's distribution, not its text for the seed)"
+    return rule if PROMISES[rule] != LOSSY else f"{rule} (lossy above temperature 0)"

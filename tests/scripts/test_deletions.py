@@ -1,0 +1,197 @@
+"""Commands that delete or replace a folder: only their own, whatever name or place they are given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.decoding.decode_file import require_tuned
+from inference.manifest import write_json
+from inference.report_schema import write_report
+from inference.staleness.reference import require_reference
+from scripts.cli import main
+from scripts.rounds import is_copy
+from tests.inference.example_report import example_report
+from tests.inference.export.ground import load_target, save, save_target
+from tests.inference.test_folders import contents, recorded
+from train.data.ingest import require_own_input
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a trained drafter, its answers and a measurement, as the stages leave them."""
+    root = tmp_path_factory.mktemp("made")
+    target = load_target(save_target(root / "target"))
+    run = root / "outputs" / "a"
+    save(target, "medusa", run / "train" / "medusa" / "best")
+    for stage, folder in (("train", "train/medusa"), ("generate", "generate"), ("measure", "measure")):
+        recorded(run / folder, stage)
+    recorded(root / "outputs" / "b" / "train" / "eagle3", "train")
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, with somebody's thesis beside."""
+    shutil.copytree(made, tmp_path / "r")
+    (tmp_path / "r" / "p" / "sub").mkdir(parents=True)
+    (tmp_path / "r" / "p" / "sub" / "thesis.txt").write_text("ten years")
+    return tmp_path / "r"
+
+
+def command(root: Path, stage: str, *arguments: str) -> list[str]:
+    return [stage, "target=local", f"target.path={root / 'target'}", "target.dtype=float32", "target.device=cpu",
+            f"run.root={root / 'outputs'}", "run.name=a", *arguments]  # fmt: skip
+
+
+def refused(root: Path, capsys: pytest.CaptureFixture[str], words: str, stage: str, *arguments: str) -> None:
+    """Run the command; it must end with an error for people and leave every file as it was."""
+    before = contents(root)
+    assert main(command(root, stage, *arguments)) == 2
+    said = capsys.readouterr().err
+    assert words in " ".join(said.split()) and "Traceback" not in said
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+@pytest.mark.parametrize("name", ["train/medusa", "..", ".", "../b", "/tmp/x"])
+@pytest.mark.parametrize("stage", ["measure", "audit", "watch"])
+def test_a_name_with_a_path_in_it_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, overwrite: str
+) -> None:
+    words = f"{stage}.name: '{name}' must be a plain folder name"
+    refused(root, capsys, words, stage, f"{stage}.name={name}", f"run.overwrite={overwrite}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "key"),
+    [
+        ("loop", "+loop.measures={../b: []}", "loop.measures"),
+        ("loop", "+loop.sweep={../b: {rates: [0.1]}}", "loop.sweep"),
+        ("train", "run.drafter=../measure", "run.drafter"),
+        ("measure", "run.name=..", "run.name"),
+        ("pull", "pull.what=../../b", "pull.what"),
+        ("import", "import.source=/", "run.drafter"),
+    ],
+)
+def test_every_other_name_of_a_folder_is_one_component(
+    root: Path, capsys: pytest.CaptureFixture[str], stage: str, override: str, key: str
+) -> None:
+    before = contents(root)
+    common = [] if stage == "pull" else command(root, stage)[1:]
+    assert main([stage, *(item for item in common if not item.startswith(override.split("=")[0] + "=")), override]) == 2
+    assert f"{key}: '" in (said := " ".join(capsys.readouterr().err.split())) and "must be a plain folder name" in said
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+@pytest.mark.parametrize(("name", "words"), [("generate", "stage 'generate'"), ("train", "a/train' ")])
+@pytest.mark.parametrize("stage", ["measure", "audit"])
+def test_another_stages_folder_is_neither_deleted_nor_written_into(
+    root: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, words: str, overwrite: str
+) -> None:
+    more = ["run.accept_changes=true"] if overwrite == "false" else []
+    refused(root, capsys, words, stage, f"{stage}.name={name}", f"run.overwrite={overwrite}", *more)
+
+
+def test_a_measurement_that_holds_a_training_is_not_deleted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an earlier version left it behind: measure.name=train before anything was trained."""
+    recorded(root / "outputs" / "a" / "train", "measure")
+    words = "medusa' in it was written by stage 'train'"
+    refused(root, capsys, words, "measure", "measure.name=train", "run.overwrite=true")
+
+
+def test_an_export_replaces_an_export_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "is not a stage folder and is not deleted"
+    refused(root, capsys, words, "export", f"export.out={root / 'p'}", "export.overwrite=true")
+    refused(root, capsys, "is there already", "export", f"export.out={root / 'p' / 'sub' / 'thesis.txt'}")
+    refused(
+        root, capsys, "not a folder but a link or a file", "export",
+        f"export.out={root / 'p' / 'sub' / 'thesis.txt'}", "export.overwrite=true",
+    )  # fmt: skip
+    measured = root / "outputs" / "a" / "measure"
+    refused(root, capsys, "stage 'measure' wrote it", "export", f"export.out={measured}", "export.overwrite=true")
+    out = root / "exported"
+    shutil.copytree(root / "p", root / "exported.partial")
+    assert main(command(root, "export", f"export.out={out}")) == 0
+    assert (root / "exported.partial" / "sub" / "thesis.txt").read_text() == "ten years"
+    (out / "model.safetensors").write_text("damaged")  # an export's own file, so it may go
+    assert main(command(root, "export", f"export.out={out}", "export.overwrite=true")) == 0
+    assert (out / "model.safetensors").stat().st_size > 100
+    (out / "notes.txt").write_text("mine")
+    refused(root, capsys, "did not write: notes.txt", "export", f"export.out={out}", "export.overwrite=true")
+    assert not list(root.glob("exported.*-*.partial"))
+
+
+def test_an_import_replaces_an_import_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
+    source = f"import.source={root / 'exported'}"
+    words = "is not a stage folder and is not deleted"
+    refused(root, capsys, words, "import", source, "run.drafter=medusa", "import.overwrite=true")
+    refused(root, capsys, words, "import", source, f"import.out={root / 'p'}", "import.overwrite=true")
+    assert main(command(root, "import", source, "run.drafter=theirs")) == 0
+    best = root / "outputs" / "a" / "train" / "theirs" / "best"
+    assert json.loads((best / "manifest.json").read_text())["stage"] == "import"
+    (best / "decode.yaml").write_text("format: 1\n")  # tuning's, about these weights
+    assert main(command(root, "import", source, "run.drafter=theirs", "import.overwrite=true")) == 0
+    assert sorted(path.name for path in best.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+    (best / "sub").mkdir()
+    (best / "sub" / "notes.txt").write_text("mine")
+    refused(root, capsys, "did not write: sub/notes.txt", "import", source, "run.drafter=theirs", "import.overwrite=true")
+
+
+def test_an_imported_drafter_is_not_trained_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
+    assert main(command(root, "import", f"import.source={root / 'exported'}", "run.drafter=theirs")) == 0
+    capsys.readouterr()
+    write_json(root / "outputs" / "a" / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    for more in ([], ["run.overwrite=true"]):
+        refused(root, capsys, "theirs'", "train", "head=medusa", "run.drafter=theirs", *more)
+
+
+def test_files_of_people_are_not_replaced_by_tuning_watching_or_generating(tmp_path: Path) -> None:
+    (tmp_path / "decode.yaml").write_text("# my own notes\n")
+    (tmp_path / "watch.json").write_text('{"stage": "play"}')
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "rows-00000.parquet").touch()
+    require_own_input(tmp_path / "input")
+    (tmp_path / "input" / "thesis.txt").write_text("ten years")
+    with pytest.raises(UserError, match="was not written by `headstart tune`"):
+        require_tuned(tmp_path)
+    with pytest.raises(UserError, match="is no reference, so it is not replaced"):
+        require_reference(tmp_path / "watch.json")
+    with pytest.raises(UserError, match="was not written by generation"):
+        require_own_input(tmp_path / "input")
+    (tmp_path / "watch.json").write_text('{"stage": "watch"}')
+    require_reference(tmp_path / "watch.json")
+    require_reference(tmp_path / "nowhere.json")
+    require_tuned(tmp_path / "nowhere")
+
+
+def test_rounds_replace_only_their_own_copy(tmp_path: Path) -> None:
+    training, loop_file = recorded(tmp_path / "train" / "medusa", "train"), tmp_path / "loop.json"
+    assert not is_copy(training, loop_file)
+    write_json(loop_file, {"rounds": [{"training": {"weights_sha256": "a" * 64}}]})
+    assert not is_copy(training, loop_file)
+    write_json(training / "run.json", {"format": 1, "stage": "train", "copied_from": "round-1/train/medusa"})
+    assert is_copy(training, loop_file)
+
+
+def test_a_report_replaces_no_other_measurement_and_no_text_of_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = root / "outputs" / "a"
+    write_report(example_report(), run / "measure" / "report.json")
+    write_report(example_report(), recorded(run / "other", "measure") / "report.json")
+    (root / "p" / "report.md").write_text("# My own report\n")
+    common = [f"run.root={root / 'outputs'}", "run.name=a", f"report.reports=[{run / 'measure'}]"]
+    before = contents(root)
+    for out, words in ((root / "p", "was not written by `headstart report`"), (run / "other", "was written by stage 'measure'")):
+        assert main(["report", *common, f"report.out={out}"]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert contents(root) == before
+    for _ in range(2):  # a report of its own is replaced
+        assert main(["report", *common]) == 0
+    assert (run / "report.md").is_file() and (run / "report.json").is_file()
