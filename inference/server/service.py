@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
@@ -264,7 +263,7 @@ class Service:
         while self.open and time.monotonic() < limit:
             await asyncio.sleep(0.02)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, str | int]:
         """What /v1/models says of the model."""
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "headstart", "max_model_len": self.context,
