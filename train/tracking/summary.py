@@ -246,8 +246,8 @@ def plot_tau(summary: Summary, path: Path) -> None:
     axes.fill_between(steps, low, high, alpha=0.25, linewidth=0)
     axes.plot(steps, taus, marker="o", markersize=3)
     if summary.best is not None:
-        star = {"marker": "*", "markersize": 12, "color": "#D55E00", "linestyle": "none"}
-        axes.plot([summary.best.step], [summary.best.tau], **star)
+        x, y = [summary.best.step], [summary.best.tau]
+        axes.plot(x, y, marker="*", markersize=12, color="#D55E00", linestyle="none")
     title = f"{summary.kind}: tau over training"
     axes.set(xlabel="step", ylabel="tau (95% interval over prompts)", title=title)
     axes.grid(alpha=0.3)

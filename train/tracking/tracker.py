@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, cast
 
 from heads.api.errors import UserError, suggest
 from inference.manifest import write_bytes
@@ -29,6 +29,30 @@ TENSORBOARD = "tensorboard"
 WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
+
+
+class LogLine(TypedDict, total=False):
+    """A line of log.jsonl: of a step (it has `loss`) or of a measurement (it has `tau`).
+
+    Both also have metrics by name: the kind's (`accuracy/depth1`) or `acceptance/depthK`. None
+    stands for a number that is not finite.
+    """
+
+    step: Required[int]
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    tokens: int
+    """Supervised tokens up to and with this step."""
+    padding: float | None
+    tokens_per_second: float | None
+    seconds: float
+    cost: dict[str, float]
+    """Seconds by part since the line before, mfu, peak_memory (bytes), joules."""
+    tau: float
+    tau_ci95: tuple[float, float]
+    best: bool
+    """Whether this tau was the best until then."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class Tracker:
         out: Path,
         *,
         length: int,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         active: bool = True,
     ) -> None:
         """length: bytes of the log that belong to what is continued (0: a new run).
@@ -84,7 +108,9 @@ class Tracker:
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
-    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Mapping[str, Any]) -> None:
+    def _start_wandb(
+        self, config: TrackerConfig, out: Path, settings: Mapping[str, object]
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -95,7 +121,7 @@ class Tracker:
         try:
             self._wandb = wandb.init(
                 project=config.project,
-                name=config.name or settings.get("kind"),
+                name=config.name or str(settings.get("kind", "")) or None,
                 dir=str(out),
                 mode="online" if config.wandb == "online" else "offline",
                 config=without_secrets(settings),
@@ -112,11 +138,12 @@ class Tracker:
                 "Use train.tracker.wandb=offline or disabled."
             ) from error
 
-    def write(self, step: int, figures: Mapping[str, Any]) -> None:
+    def write(self, step: int, figures: Mapping[str, object]) -> None:
         """Append one line; it is flushed when this returns, not synchronised."""
         if self._file is None:
             return
-        line = {"step": step, **{name: _finite(value) for name, value in figures.items()}}
+        finite = {name: _finite(value) for name, value in figures.items()}
+        line = cast(LogLine, {"step": step, **finite})
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._wandb is not None:
@@ -153,7 +180,7 @@ class Tracker:
 class EventFile:
     """TensorBoard's event file of a run, replacing those in `folder`. lines: of the log so far."""
 
-    def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, folder: Path, lines: Iterable[LogLine]) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -171,12 +198,12 @@ class EventFile:
             self._add(line)
         self._writer.flush()
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: LogLine) -> None:
         """Append a line's numbers."""
         self._add(line)
         self._writer.flush()
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add(self, line: LogLine) -> None:
         value = self._summary.Value
         values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
         if values:
@@ -190,7 +217,7 @@ class EventFile:
         self._writer.close()
 
 
-def scalars(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Names and values of all numbers in a line of the log but `step`; nested as `outer/inner`."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
@@ -207,15 +234,15 @@ def run_id(out: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[LogLine]:
     """All lines of a log, in order; a last line that a kill left unfinished is left out."""
     whole = path.read_bytes().rpartition(b"\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
     """`settings` without entries named like a key, a password or the like, at any depth."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
         secret = any(word in lowered for word in _SECRET_WORDS) and not any(
