@@ -150,7 +150,7 @@ def train(
         compiled=steps >= WORTH_COMPILING,
         intervals=Intervals(log=30.0, evaluate=240.0, save=120.0),
         eval_tokens=32_768,
-        command="python -m scripts.held_out",
+        command="python -m scripts.evidence.held_out",
     )
     if not trainer.run():
         raise UserError(

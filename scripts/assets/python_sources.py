@@ -18,6 +18,7 @@ import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -143,7 +144,7 @@ def from_site_packages(root: Path | None = None, skip: Iterable[str] = ()) -> It
         if folder.name.endswith(".dist-info"):
             if (folder / "METADATA").is_file():
                 body = (folder / "METADATA").read_bytes().partition(b"\n\n")[2]
-                yield from _read(name, "README.md", package_group(name), lambda body=body: body)
+                yield from _read(name, "README.md", package_group(name), partial(bytes, body))
             continue
         for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
             if file.is_file():
@@ -169,7 +170,7 @@ def from_archive(archive: Path) -> Iterator[Document]:
                 if stream is not None:
                     files[path] = stream.read()
     for path in sorted(files):
-        yield from _read(name, path, package_group(name), lambda path=path: files[path])
+        yield from _read(name, path, package_group(name), partial(files.__getitem__, path))
 
 
 def archive_package(archive: Path) -> str:

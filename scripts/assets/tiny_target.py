@@ -263,13 +263,8 @@ def write_prompts(pairs: Path, out: Path, measuring: int, training: int, seed: i
     `training` prompts of group A, shuffled: the last ones in validation.jsonl, the others in
     train.jsonl.
     """
-    used: dict[str, collections.Counter[str]] = {
-        "A": collections.Counter(),
-        "B": collections.Counter(),
-    }
-    askable = {
-        group: [pair for pair in load_pairs(pairs, group) if is_askable(pair)] for group in used
-    }
+    askable = {group: [p for p in load_pairs(pairs, group) if is_askable(p)] for group in "AB"}
+    used = {group: collections.Counter[str]() for group in askable}
 
     def rows(group: str, domain: str, count: int, prefix: str) -> list[PromptRow]:
         rng, queues = random.Random(f"{seed}:{domain}"), dict[str, list[Pair]]()
@@ -294,12 +289,9 @@ def load_pairs(folder: Path, group: str) -> list[Pair]:
     """Return the held-out pairs of group `A` or `B` as `prepare` wrote them."""
     path = folder / f"{group}.jsonl.xz"
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist. `prepare` writes it; name its folder with --pairs."
-        )
-    return [
-        Pair(**json.loads(line)) for line in lzma.decompress(path.read_bytes()).split(b"\n") if line
-    ]
+        raise UserError(f"{path} does not exist. `prepare` writes it; name its folder: --pairs.")
+    lines = lzma.decompress(path.read_bytes()).split(b"\n")
+    return [Pair(**json.loads(line)) for line in lines if line]
 
 
 def train(given: argparse.Namespace) -> None:
@@ -308,10 +300,8 @@ def train(given: argparse.Namespace) -> None:
     fast = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     values = {key: getattr(given, key, None) for key in TrainSettings.__dataclass_fields__}
-    values["batch_tokens"] = given.batch_tokens or (131_072 if fast else 16_384)
-    values["micro_tokens"] = given.micro_tokens or min(
-        values["batch_tokens"], 131_072 if fast else 8_192
-    )
+    values["batch_tokens"] = batch = given.batch_tokens or (131_072 if fast else 16_384)
+    values["micro_tokens"] = given.micro_tokens or min(batch, 131_072 if fast else 8_192)
     values["bf16"] = fast if given.bf16 is None else given.bf16
     # A folder elsewhere on this machine is named by its last part only.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
@@ -355,85 +345,47 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     data = argparse.ArgumentParser(add_help=False)
     data.add_argument("--data", type=Path, default=Path(".corpus"), help="a prepared folder")
     pairs = argparse.ArgumentParser(add_help=False)
-    pairs.add_argument(
-        "--pairs", type=Path, default=Path(".corpus-pairs"), help="folder of held-out pairs"
-    )
+    pairs.add_argument("--pairs", type=Path, default=Path(".corpus-pairs"), help="held-out pairs")
     pairs.add_argument("--seed", type=int, default=0)
     device = argparse.ArgumentParser(add_help=False)
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device.add_argument("--device", default=found, help="default: cuda if there is one")
-    device.add_argument(
-        "--eval-tokens",
-        type=int,
-        help="tokens per held-out stream (`train` on cpu: 32768; else all)",
-    )
+    device.add_argument("--eval-tokens", type=int, help="per held-out stream (default: all)")
 
-    add = steps.add_parser(
-        "prepare", parents=[pairs], help="corpus, tokenizer, token streams"
-    ).add_argument
+    add = steps.add_parser("prepare", parents=[pairs]).add_argument
     add("--out", type=Path, default=Path(".corpus"))
-    add(
-        "--extra-packages",
-        type=Path,
-        metavar="FOLDER",
-        help="download pinned packages there and use them",
-    )
-    add(
-        "--max-package-mb",
-        type=float,
-        default=4.5,
-        help="most text that one training package gives",
-    )
+    add("--extra-packages", type=Path, metavar="FOLDER", help="for pinned packages to download")
+    add("--max-package-mb", type=float, default=4.5, help="most text of one training package")
     add("--workers", type=int, default=2)
 
-    add = steps.add_parser("train", parents=[data, device], help="train the model").add_argument
-    add(
-        "--state",
-        type=Path,
-        default=Path(".tiny-target"),
-        help="folder of the checkpoint to resume from",
-    )
+    add = steps.add_parser("train", parents=[data, device]).add_argument
+    add("--state", type=Path, default=Path(".tiny-target"), help="folder of the checkpoint")
     add("--out", type=Path, help="where weights and log go (default: the state folder)")
     add("--seconds", type=float, help="training time of the whole run; the schedule ends with it")
     add("--steps", type=int, help="steps of the whole run, instead of --seconds")
     add("--call-seconds", type=float, help="save and leave after so long; run again to go on")
-    add("--lr", type=float, default=3e-3)
-    add("--schedule", choices=("cosine", "wsd"), default="cosine")
-    add(
-        "--batch-tokens",
-        type=int,
-        help="tokens of one step (default: 131072 on cuda, 16384 on cpu)",
-    )
-    add("--micro-tokens", type=int, help="tokens of one forward pass (default on cpu: 8192)")
-    add("--length", type=int, default=1024)
-    add("--chat-share", type=float, default=0.4)
-    add("--final-chat-share", type=float, default=0.7)
-    add("--seed", type=int, default=0)
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda")
-    add("--bf16", action=argparse.BooleanOptionalAction, help="default: on cuda")
-    add("--eval-every", type=float, default=90.0, metavar="SECONDS")
-    add("--save-every", type=float, default=120.0, metavar="SECONDS")
-    add("--log-every", type=float, default=10.0, metavar="SECONDS")
+    add("--schedule", choices=("cosine", "wsd"), default=TrainSettings.schedule)
+    add("--batch-tokens", type=int, help="of one step (default: 131072 on cuda, 16384 on cpu)")
+    add("--micro-tokens", type=int, help="of one forward pass (default on cpu: 8192)")
+    for name in ("lr", "length", "chat_share", "final_chat_share", "seed"):
+        default = getattr(TrainSettings, name)
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    for name in ("compile", "bf16"):
+        add(f"--{name}", action=argparse.BooleanOptionalAction, help="default: on cuda")
+    for name, seconds in (("eval", 90.0), ("save", 120.0), ("log", 10.0)):
+        add(f"--{name}-every", type=float, default=seconds, metavar="SECONDS")
 
-    weights = ASSETS / "tiny-target" / "model.safetensors"
-    add = steps.add_parser(
-        "evaluate", parents=[data, device], help="held-out loss of weights"
-    ).add_argument
-    add("--weights", type=Path, default=weights)
+    add = steps.add_parser("evaluate", parents=[data, device]).add_argument
+    add("--weights", type=Path, default=ASSETS / "tiny-target" / "model.safetensors")
 
-    add = steps.add_parser("export", parents=[data], help="write the target's folder").add_argument
-    add(
-        "--run",
-        type=Path,
-        default=Path(".tiny-target"),
-        help="folder of model.safetensors, training.json",
-    )
+    add = steps.add_parser("export", parents=[data]).add_argument
+    add("--run", type=Path, default=Path(".tiny-target"), help="folder of the training")
     add("--out", type=Path, default=ASSETS / "tiny-target")
 
-    add = steps.add_parser("prompts", parents=[pairs], help="choose prompts").add_argument
+    add = steps.add_parser("prompts", parents=[pairs]).add_argument
     add("--out", type=Path, default=ASSETS / "prompts")
     add("--measuring", type=int, default=96, help="prompts per domain for measuring, group B")
-    add("--training", type=int, default=1536, help="prompts over all domains for drafters, group A")
+    add("--training", type=int, default=1536, help="prompts over all domains, group A")
     return root.parse_args(arguments)
 
 

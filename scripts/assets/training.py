@@ -193,18 +193,16 @@ class Trainer:
         }
         if self.path.is_file():
             self._restore()
+        processor = platform.processor() or "cpu"
         cuda = device.type == "cuda"
-        self.log["calls"].append(
-            {
-                "command": command,
-                "from_step": self.step,
-                "device": torch.cuda.get_device_name(device)
-                if cuda
-                else platform.processor() or "cpu",
-                "torch": str(torch.__version__),
-                "compiled": compiled,
-            }
-        )
+        call = {
+            "command": command,
+            "from_step": self.step,
+            "device": torch.cuda.get_device_name(device) if cuda else processor,
+            "torch": str(torch.__version__),
+            "compiled": compiled,
+        }
+        self.log["calls"].append(call)
         self.compute: Callable[[Tensor], tuple[Tensor, Tensor]] = self._losses
         if compiled:
             self.compute = torch.compile(self._losses, dynamic=False)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -22,9 +21,10 @@ from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, stage_folder
 from scripts.run.process import prepare_process, shown
 from train.config import TrainingJob
-from train.planning.plan import Speed, make_plan, read_summary
+from train.planning.plan import Speed, make_plan
 from train.planning.table import plan_table
 from train.run import train
+from train.tracking.summary import Summary, read_summary
 from train.tracking.tracker import TrackerConfig
 
 
@@ -72,7 +72,7 @@ def speed_of(job: TrainingJob, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
+def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
     """The summary of so many real steps of the training, of which nothing is kept."""
     config = replace(
         job.config,

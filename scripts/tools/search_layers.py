@@ -154,9 +154,7 @@ def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[st
     return values
 
 
-def judge(
-    found: SearchResult, tau: Callable[[Chosen], float], config: SearchConfig
-) -> dict[str, Any]:
+def judge(found: SearchResult, tau: Callable[[Chosen], float], config: SearchConfig) -> dict[str, Any]:
     """The found set on held-out prompts, and two sets of no higher cost that need no search."""
     layers = max(part.layer for part in found.parts) + 1
 

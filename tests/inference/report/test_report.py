@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.report.markdown import markdown as report_module
+from inference.report import markdown as report_module
 from inference.report.model import Report, parse_report, read_report, write_report
 from tests.inference.example_report import BLOCKS, example_report, merged
 

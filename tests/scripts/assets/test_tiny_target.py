@@ -36,7 +36,7 @@ Every function here is small and stands on its own, so that a test can read it."
 
 
 class {name}Reader:
-    """Read {name} files line by line and keep those that were asked for, in the order they stand in."""
+    """Read {name} files line by line and keep those asked for, in the order they stand in."""
 
     def keep(self, lines, wanted):
         """Return the lines of {name} whose first word is in `wanted`, without trailing blanks."""
@@ -406,6 +406,32 @@ def test_export_refuses_what_does_not_belong_together(
     save_file(weights, run / "model.safetensors")
     refused(r"finite bfloat16 values; model\.norm\.weight \(1 in all\)")
     assert not (tmp_path / "target").exists()
+
+
+def test_the_commands_make_a_target(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tiny_target, "CONFIG", MICRO)
+    data, state, out = (["--data", str(prepared)], tmp_path / "run", tmp_path / "target")
+    sizes = ["--length", "32", "--batch-tokens", "128", "--device", "cpu", "--no-compile"]
+    train = ["train", *data, "--state", str(state), "--steps", "2", *sizes]
+    monkeypatch.setattr("sys.argv", ["tiny_target.py", *train])
+    assert tiny_target.main(train) == 0
+    record = json.loads((state / "training.json").read_text())
+    assert record["settings"]["lr"] == TrainSettings.lr and record["tokens_seen"] == 2 * 128
+    words = f"train --data {prepared.name} --state run --steps 2"
+    assert record["calls"][0]["command"].startswith(f"python -m scripts.assets.tiny_target {words}")
+    assert tiny_target.main(["export", *data, "--run", str(state), "--out", str(out)]) == 0
+    weights = ["--weights", str(out / "model.safetensors"), "--device", "cpu"]
+    capsys.readouterr()
+    assert tiny_target.main(["evaluate", *data, *weights]) == 0
+    figures = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(figures["chat_loss"]) == pytest.approx(
+        record["evaluations"][-1]["chat_loss"], rel=0.02
+    )
+    chosen = ["--pairs", str(prepared / "pairs"), "--out", str(out), "--measuring", "900"]
+    assert tiny_target.main(["prompts", *chosen]) == 2
+    assert "900 were asked for" in capsys.readouterr().err
 
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"

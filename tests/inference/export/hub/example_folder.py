@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from inference.export.hub import PushConfig
-from inference.export.hub_folder import Sources, build_folder
+from inference.export.hub.config import PushConfig
+from inference.export.hub.folder import Sources, build_folder
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
 from inference.report.model import write_report
@@ -53,7 +53,7 @@ def build(
     checkpoint: Path, reports: Sequence[Path], out: Path, config: PushConfig, engines: Mapping[str, Path] | None = None
 ) -> Path:
     """The Hub folder that a push with `config` would build."""
-    return build_folder(Sources(checkpoint, reports, engines or {}), out, config.card_facts())
+    return build_folder(Sources(checkpoint, reports, engines or {}), out, config)
 
 
 def write_export(folder: Path, digest: str, engine: str = "vllm") -> Path:

@@ -16,24 +16,24 @@ from heads.medusa import Config as MedusaConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
-from inference.export.card import CardFacts, card
-from inference.export.hub import PushConfig
+from inference.export.hub.card import card
+from inference.export.hub.config import PushConfig
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
 from inference.report.model import parse_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from tests.inference.hub_folder import CONFIG, build, report_of
+from tests.inference.export.hub.example_folder import CONFIG, build, report_of
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
 
 DIGEST = "d" * 64
-ABOUT = CardFacts("someone/eagle3-for-target", license="apache-2.0", tags=("code",))
+ABOUT = PushConfig("someone/eagle3-for-target", license="apache-2.0", tags=("code",))
 
 
 def written(
-    report: dict[str, Any] | None = None, about: CardFacts = ABOUT, **config: Any
+    report: dict[str, Any] | None = None, about: PushConfig = ABOUT, **config: Any
 ) -> tuple[dict[str, Any], str]:
     """(front matter, text) of a card."""
     text = card({"greedy": parse_report(report or report_of(DIGEST))}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
@@ -53,10 +53,10 @@ def test_front_matter() -> None:
 
 
 def test_a_licence_is_never_made_up_and_a_local_target_is_no_hub_id(tmp_path: Path) -> None:
-    matter, _ = written(about=CardFacts("someone/x"), target={**CONFIG["target"], "id": str(tmp_path)})
+    matter, _ = written(about=PushConfig("someone/x"), target={**CONFIG["target"], "id": str(tmp_path)})
     assert "license" not in matter and "base_model" not in matter
     matter, _ = written(
-        about=CardFacts("someone/x", base_model="meta/llama"),
+        about=PushConfig("someone/x", base_model="meta/llama"),
         target={**CONFIG["target"], "id": str(tmp_path)},
     )
     assert matter["base_model"] == "meta/llama"
@@ -81,14 +81,14 @@ def test_the_statement_on_losslessness_follows_the_measurement() -> None:
     wrong = report_of(DIGEST, {"lossless": {"identical": 60, "mismatches": 4}})
     with pytest.raises(UserError, match="4 measured sequences differ from plain decoding"):
         written(wrong)
-    labelled = written(wrong, CardFacts("someone/x", allow_mismatches=True))[1]
+    labelled = written(wrong, PushConfig("someone/x", allow_mismatches=True))[1]
     assert "**Not lossless.** 4 measured sequences" in labelled
     assert "60/64, 4 MISMATCHES" in labelled
     assert "The text does not change" not in labelled
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_card_says_what_the_measured_rule_promises(rule: str) -> None:
+def test_the_card_states_what_the_measured_rule_promises(rule: str) -> None:
     """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
     counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
     report = report_of(DIGEST, {"lossless": counts})
@@ -97,7 +97,7 @@ def test_the_card_says_what_the_measured_rule_promises(rule: str) -> None:
     if kept == LOSSY:
         with pytest.raises(UserError, match=f"measured with rule {rule}, which is lossy"):
             written(report)
-    text = written(report, CardFacts("someone/x", allow_mismatches=kept == LOSSY))[1]
+    text = written(report, PushConfig("someone/x", allow_mismatches=kept == LOSSY))[1]
     assert ("**Not lossless.**" in text) == (kept == LOSSY)
     assert ("The text does not change" in text) == (kept == TEXT)
     assert ("but is not the text that plain decoding gives" in text) == (kept == DISTRIBUTION)

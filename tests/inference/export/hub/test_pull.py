@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from heads.api.errors import UserError
-from inference.export.hub import PushConfig, push
-from inference.export.hub_folder import Sources
-from inference.export.pull import PullConfig, partial_folder, pull
+from inference.export.hub.config import PullConfig, PushConfig
+from inference.export.hub.folder import Sources
+from inference.export.hub.pull import partial_folder, pull
+from inference.export.hub.push import push
 from inference.manifest import file_sha256
-from tests.inference.hub_folder import write_checkpoint, write_export, write_measured
-from tests.inference.hub_stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
+from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
+from tests.inference.export.hub.stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
 
 REPO = "someone/eagle3-for-target"
 OURS = PullConfig(repo=REPO)
@@ -124,7 +125,7 @@ def test_a_public_drafter_needs_no_token(
     assert GOOD_TOKEN not in "".join(hub.requests)
 
 
-def test_somebody_elses_folder_is_not_filled_and_renamed(pushed: Path, tmp_path: Path) -> None:
+def test_a_folder_of_others_is_not_filled_and_renamed(pushed: Path, tmp_path: Path) -> None:
     partial = tmp_path / "it.partial"
     partial.mkdir()
     (partial / "thesis.txt").write_text("ten years")

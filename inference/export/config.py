@@ -1,0 +1,64 @@
+"""Configurations of `headstart export` and `headstart import`, and the names that they allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heads.api.config import NonNegativeInt, config, require_one_of
+
+ENGINES = ("vllm", "sglang", "speculators", "transformers")
+"""Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
+FLOATS = ("float32", "bfloat16", "float16")
+"""Number formats of exported weights."""
+READABLE = ("speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal")
+"""Layouts that are imported, in the order in which `inference.export.importing` tries them."""
+
+
+@config("export")
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is exported, for which engine, and where to."""
+
+    engine: str = "vllm"
+    """vllm, sglang, speculators or transformers."""
+    checkpoint: str = ""
+    """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
+    out: str = ""
+    """The folder to write; empty: <run>/export/<drafter>/<engine>."""
+    tokens: NonNegativeInt = 0
+    """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
+    decode.yaml says, without one as many as the drafter was trained for."""
+    dtype: str = ""
+    """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
+    imported back bit for bit."""
+    mask_token_id: int = -1
+    """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
+    the tokenizer does not use."""
+    overwrite: bool = False
+    """Replace the folder if it exists and an export wrote it."""
+
+    def __post_init__(self) -> None:
+        if self.dtype:
+            require_one_of("export.dtype", self.dtype, FLOATS)
+        require_one_of("export.engine", self.engine, ENGINES)
+
+
+@config("import")
+@dataclass(frozen=True)
+class ImportConfig:
+    """Which folder is imported, and where to."""
+
+    source: str = ""
+    """The folder that another trainer, or `headstart export`, wrote."""
+    layout: str = "auto"
+    """auto, speculators, mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle,
+    medusa or causal (language models).
+    """
+    out: str = ""
+    """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,
+    where measuring finds it."""
+    overwrite: bool = False
+    """Replace the checkpoint if it exists and was imported."""
+
+    def __post_init__(self) -> None:
+        require_one_of("import.layout", self.layout, ("auto", *READABLE))
