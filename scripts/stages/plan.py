@@ -96,10 +96,6 @@ def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
         decode=job.decode,
         joint=job.joint,
     )
-    found = read_summary(str(folder))
-    found["seconds"] = {
-        **found["seconds"],
-        "evaluation": 0.0,
-        "saving": 0.0,
-    }  # nothing was measured, one state written
-    return found
+    found = read_summary(folder)
+    # nothing was measured, one state written
+    return found.model_copy(update={"seconds": {**found.seconds, "evaluation": 0.0, "saving": 0.0}})

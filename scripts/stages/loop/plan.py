@@ -8,7 +8,7 @@ A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,7 +150,9 @@ class RoundPlan:
         share = {"share": (number, loop.rounds)} if shared else {}
         if not data.mixture and hard is None:
             return dict(share)
-        sources = [replace(source, **share) for source in data.sources]  # type: ignore[arg-type]
+        sources = [source_of(item) for item in data.sources]
+        if shared:
+            sources = [replace(item, share=(number, loop.rounds)) for item in sources]
         if hard is not None:
             sources.append(
                 SourceConfig(
@@ -238,6 +240,12 @@ class RoundPlan:
             drafts={},
         )
         return place(found.put(measure=measure), folder or self.folder(number))
+
+
+def source_of(data: SourceConfig) -> SourceConfig:
+    """The dataset alone of settings that may hold more than that (a `DataConfig` is a source
+    itself)."""
+    return SourceConfig(**{item.name: getattr(data, item.name) for item in fields(SourceConfig)})
 
 
 def place(settings: Settings, folder: Path) -> Settings:
