@@ -147,12 +147,12 @@ class RoundPlan:
         """The values of `data` that choose a round's prompts: its share, and `hard` ones."""
         loop, data = self.settings.loop, self.generate.data
         shared = loop.round.prompts == "share" and loop.rounds > 1
-        share = {"share": (number, loop.rounds)} if shared else {}
+        share = (number, loop.rounds)
         if not data.mixture and hard is None:
-            return dict(share)
+            return {"share": share} if shared else {}
         sources = [source_of(item) for item in data.sources]
         if shared:
-            sources = [replace(item, share=(number, loop.rounds)) for item in sources]
+            sources = [replace(item, share=share) for item in sources]
         if hard is not None:
             sources.append(
                 SourceConfig(
