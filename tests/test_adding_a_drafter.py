@@ -19,9 +19,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.parity import check_parity
-from scripts.config import load_settings
-from scripts.help import stage_help
-from scripts.stages import STAGES
+from scripts.config.help import stage_help
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from tests.models import random_target
 from train.data.loader import PackedBatch
 from train.features.base import OnlineFeatures

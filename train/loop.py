@@ -17,10 +17,12 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput
 from heads.api.errors import UserError
+from train.config import TrainConfig
 from train.data.loader import PackedBatch, StepLoader
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.features.base import Features
+from train.optim import ScheduleConfig
 from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
 from train.tracking.display import Display
@@ -71,21 +73,6 @@ class Progress:
         return cls(**{**values, "tau_ci95": tuple(values.get("tau_ci95", (0.0, 0.0)))})
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When to do what. Counts of steps, seconds and a tau; 0 switches that off."""
-
-    steps: int
-    eval_every: int
-    patience: int
-    save_every: int
-    max_seconds: float
-    goal: float = 0.0
-    begin: float = 0.0
-    """Where in the whole training (0 to 1) this one begins and ends, for losses that change along the way."""
-    end: float = 1.0
-
-
 @dataclass
 class StepFigures:
     """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the order of `names`."""
@@ -100,7 +87,8 @@ class StepFigures:
 class Trainer:
     """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
 
-    rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
+    steps: updates in all. schedule: its begin and end place this training in a whole one, for losses
+    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
     what the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
     processes serve may not, since they would wait for the rest of it.
     """
@@ -115,7 +103,9 @@ class Trainer:
     tracker: Tracker
     display: Display
     world: World
-    limits: Limits
+    config: TrainConfig
+    schedule: ScheduleConfig
+    steps: int
     run_facts: Mapping[str, Any]
     progress: Progress
     meter: Meter
@@ -135,20 +125,20 @@ class Trainer:
 
         Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
         """
-        limits, progress = self.limits, self.progress
+        config, progress = self.config, self.progress
         self.world.wait()  # a signal saves in every process or in none: the main one may still have been comparing paths
         with StopRequest() as request:
             self.request = request
-            if progress.step and self.due(limits.eval_every) and progress.evaluated_step != progress.step:
+            if progress.step and self.due(config.eval_every) and progress.evaluated_step != progress.step:
                 self.measure()  # broken off when the state was saved
             reason = self.finished()
-            for index, batches in self.rows(limits.steps if not reason else progress.step):
+            for index, batches in self.rows(self.steps if not reason else progress.step):
                 if not self.fetched(index, batches):
                     self.leave(request)
                 stop = self.step(index, batches, request)
-                if self.due(limits.eval_every):
+                if self.due(config.eval_every):
                     self.measure()
-                if self.due(limits.save_every):
+                if self.due(config.save_every):
                     self.save()
                 if stop:
                     self.leave(request)
@@ -179,14 +169,14 @@ class Trainer:
 
     def finished(self) -> str:
         """Why the run is over; empty while it is not. All processes decide alike."""
-        limits, progress = self.limits, self.progress
-        if progress.step >= limits.steps:
+        config, progress = self.config, self.progress
+        if progress.step >= self.steps:
             return "steps"
-        if limits.patience and progress.stale >= limits.patience:
+        if config.patience and progress.stale >= config.patience:
             return "patience"
-        if limits.goal and progress.tau is not None and progress.tau >= limits.goal:
+        if config.goal and progress.tau is not None and progress.tau >= config.goal:
             return "goal"
-        if limits.max_seconds and progress.seconds >= limits.max_seconds:
+        if config.max_seconds and progress.seconds >= config.max_seconds:
             return "seconds"
         return ""
 
@@ -232,8 +222,9 @@ class Trainer:
         for place, packed in enumerate(batches):
             with self.clock.part(self.feature_part):
                 batch = self.features.batch(packed, index)
-            share = index / max(1, self.limits.steps)
-            batch.progress = self.limits.begin + (self.limits.end - self.limits.begin) * share
+            share = index / max(1, self.steps)
+            begin, end = self.schedule.begin, self.schedule.end
+            batch.progress = begin + (end - begin) * share
             if batch.target_logits is not None:
                 batch.target_logits = self.clock.within("target", batch.target_logits)
             with self.clock.part("drafter"):

@@ -26,16 +26,15 @@ from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from train.config import TrainingJob, require_same, run_facts
 from train.data.loader import StepLoader
-from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
-from train.data.pack import PackedData, read_documents
+from train.data.pack import PackedData, parity_documents, read_documents, token_counts
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.engines.make import make_engine
 from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
-from train.loop import Evaluation, Limits, Progress, Trainer
+from train.loop import Evaluation, Progress, Trainer
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
 from train.refresh import merged, prepare_start, require_reached, trial_loss
@@ -254,16 +253,9 @@ class Run:
                 tracker=tracker,
                 display=display,
                 world=self.world,
-                limits=Limits(
-                    self.steps,
-                    config.eval_every,
-                    config.patience,
-                    config.save_every,
-                    config.max_seconds,
-                    config.goal,
-                    job.schedule.begin,
-                    job.schedule.end,
-                ),
+                config=config,
+                schedule=job.schedule,
+                steps=self.steps,
                 run_facts=self.facts,
                 progress=progress,
                 meter=self.meter,

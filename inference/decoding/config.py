@@ -18,23 +18,9 @@ GRAPHS = ("auto", "off")
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """How to decode: the target's sampling, the draft's shape, the batch."""
+class DecodeConfig(SamplingSettings):
+    """How to decode: the target's sampling (inherited), the draft's shape, the batch."""
 
-    temperature: float = 0.0
-    """0 is greedy; above 0 the target's picks are sampled with seeded noise."""
-    top_k: int = 0
-    """Keep the k most likely tokens of the target; 0 keeps all."""
-    top_p: float = 1.0
-    """Nucleus mass of the target's distribution to keep; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this share as likely as the best; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Make tokens of the text so far less likely (above 1) or more likely (below 1); 1 is off."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and what is added to its logit: [[17, -5.0]]."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear: [[5], [8, 9]]."""
     rule: str = "match"
     """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
     (chains and trees), or typical, which changes the text's distribution."""
@@ -74,7 +60,7 @@ class DecodeConfig:
     """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and 0.3, which paid on the embedded
     target; measure for other drafters, most of all for entropy."""
     adaptive_head: str = ""
-    """File of a trained acceptance head (scripts/fit_acceptance.py); empty: the drafter's own confidence, else its largest
+    """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own confidence, else its largest
     probability."""
     adaptive_lengths: tuple[int, ...] = ()
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a
@@ -101,7 +87,7 @@ class DecodeConfig:
         for name in ("typical_epsilon", "typical_delta"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"decode.{name} must be above 0 and at most 1; given: {getattr(self, name)}.")
-        self.sampling()
+        super().__post_init__()
         check_shape(self.rule, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.rule)
         if self.adaptive_costs and (

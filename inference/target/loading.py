@@ -6,7 +6,7 @@ What cannot be a target is refused by name from its config, before any weights a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -378,3 +378,11 @@ def _check_path(path: str) -> None:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def end_tokens(ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end an answer: `ids` of a generation config, else the tokenizer's; () for none."""
+    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

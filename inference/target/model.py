@@ -27,6 +27,7 @@ from inference.target.kv_cache import KVCache, LayerShape
 from inference.target.loading import (
     TargetConfig,
     describe,
+    end_tokens,
     load_model,
     load_tokenizer,
     shared_weights,
@@ -52,7 +53,8 @@ class TargetModel:
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
         self.weights = shared_weights(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
-        self.eos_token_ids = _end_tokens(model, tokenizer)
+        generation = model.generation_config
+        self.eos_token_ids = end_tokens(generation and generation.eos_token_id, tokenizer)
         # a warning about padding, for which some models (GPT-2) read the tokens on the host in every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
         self._cache_shapes: tuple[LayerShape | None, ...] | None = (
@@ -273,13 +275,3 @@ def _own_logits(model: Any) -> tuple[Tensor, Tensor]:
     tokens = (torch.arange(1, 9, device=model.device) * 37 % vocab)[None]
     with torch.no_grad():
         return tokens, model(input_ids=tokens, use_cache=False).logits
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer: the generation config's, else the tokenizer's."""
-    ids = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

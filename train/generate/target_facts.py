@@ -9,7 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from heads.api.target_info import TargetInfo
-from inference.target.loading import TargetConfig, describe, load_config, load_tokenizer, require_supported
+from inference.target.loading import (
+    TargetConfig,
+    describe,
+    end_tokens,
+    load_config,
+    load_tokenizer,
+    require_supported,
+)
 
 
 @dataclass(frozen=True)
@@ -28,16 +35,13 @@ class TargetFacts:
         tokenizer = load_tokenizer(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
-        return cls(tokenizer, describe(model, tokenizer, config), _end_tokens(config, model, tokenizer))
+        ends = end_tokens(_generation_eos(config, model), tokenizer)
+        return cls(tokenizer, describe(model, tokenizer, config), ends)
 
 
-def _end_tokens(config: TargetConfig, model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer: the generation config's, else the model's or the tokenizer's."""
+def _generation_eos(config: TargetConfig, model: Any) -> Any:
+    """The end-of-text ids of the generation config, or of the model's where it has none."""
     try:
-        ids = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+        return GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
     except OSError:  # a model without a generation config
-        ids = getattr(model.config, "eos_token_id", None)
-    ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+        return getattr(model.config, "eos_token_id", None)

@@ -29,11 +29,11 @@ from inference.export.engine_folder import ExportConfig, prepare, write_layout
 from inference.export.layouts.base import Target as ExportTarget
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts import drafters
-from scripts.chat import build_engine
-from scripts.config import Settings, load_settings
-from scripts.measure import arm
-from scripts.stages import STAGES
+from scripts.config.schema import Settings, load_settings
+from scripts.config.stages import STAGES
+from scripts.run import drafters
+from scripts.stages.chat import build_engine
+from scripts.stages.measure import arm
 from tests.inference.tokenizers import save_micro_target
 from tests.models import random_target
 
