@@ -153,12 +153,14 @@ class Drafter(SelfDrafter):
     """Some of the target's layers, its LM head, and an adapter between them if it has one."""
 
     kind: ClassVar[str] = "early_exit"
+    label_weight: ClassVar[str] = "hard_label_weight"
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         kept = kept_layers(config, info)
         super().__init__(config, info, kept)
         self.exit = kept[-1].layer + 1
         self.whole = kept == tuple(KeptLayer(layer) for layer in range(self.exit))
+        self.runs_target_layers = not self.whole
         taps = {item.layer for item in kept if item.attention}
         # Training reads the stream at the exit, whether an adapter or the target itself is trained.
         self.needs = FeatureSpec(tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True)

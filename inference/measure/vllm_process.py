@@ -2,7 +2,7 @@
 
 Not interleaved with our arms (an engine that is loaded takes memory and threads even when idle), and labelled so. Prompts cross as
 token ids, answers come back as token ids, tokens per step and seconds, prefill and decoding apart. `serve` is the process;
-`measure_vllm` are the modes that a measurement has beside its arms; `inference.export.live_check` serves exports with it.
+`measure_vllm` are the modes that a measurement has beside its arms; `inference.export.check.live` serves exports with it.
 """
 
 from __future__ import annotations

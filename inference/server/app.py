@@ -12,14 +12,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from inference.measure.metrics import divide
-from inference.server import exposition
 from inference.server.errors import ApiError
-from inference.server.protocol import CHAT, TEXT, Asked, Envelope, parse
+from inference.server.protocol import CHAT, TEXT, Asked, Drafting, Envelope, Json, Usage, parse
 from inference.server.scheduler import Done, Piece
 from inference.server.service import Service, Ticket
 
@@ -64,7 +65,8 @@ class Routes:
 
     async def metrics(self) -> Response:
         """GET /metrics"""
-        return Response(self.service.metrics.registry.text(), media_type=exposition.CONTENT_TYPE)
+        text = generate_latest(self.service.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def api_error(self, request: Request, error: Exception) -> Response:
         """What was refused."""
@@ -196,25 +198,28 @@ async def watch_client(request: Request, ticket: Ticket) -> None:
             return
 
 
-async def whole_answer(ticket: Ticket, envelope: Envelope, asked: Asked) -> dict[str, Any]:
+async def whole_answer(ticket: Ticket, envelope: Envelope, asked: Asked) -> Json:
     """Wait for an answer's end."""
     while True:
         event = await ticket.next()
         if isinstance(event, Done):
             ids = event.tokens if asked.ids else None
-            return envelope.whole(event.text, event.finish, usage(ticket, event), more(ticket, event), ids)
+            return envelope.whole(event.text, event.finish, *figures(ticket, event), ids)
 
 
-def usage(ticket: Ticket, done: Done) -> dict[str, Any]:
-    """Tokens read and written."""
+def figures(ticket: Ticket, done: Done) -> tuple[Usage, Drafting]:
+    """The tokens and the drafting of an answer."""
     prompt, answer = len(ticket.job.prompt), len(done.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
-def more(ticket: Ticket, done: Done) -> dict[str, Any]:
-    """What only we say: the seed that gives this answer again, and what drafting was worth."""
     tau = divide(done.committed, done.passes) if done.passes else 1.0
-    return {"seed": ticket.job.seed, "verify_passes": done.passes, "accepted_drafts": done.accepted, "tau": tau}
+    return (
+        Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer),
+        Drafting(
+            seed=ticket.job.seed,
+            verify_passes=done.passes,
+            accepted_drafts=done.accepted,
+            tau=tau,
+        ),
+    )
 
 
 class EventStream(Response):
@@ -263,7 +268,7 @@ class EventStream(Response):
             ids = event.tokens if self.asked.ids else None
             await out(json.dumps(envelope.piece(None, event.finish, ids=ids)))
             if self.asked.usage:
-                await out(json.dumps(envelope.usage(usage(ticket, event), more(ticket, event))))
+                await out(json.dumps(envelope.usage(*figures(ticket, event))))
             await out("[DONE]")
             await out("", last=True)
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -23,7 +21,7 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON to send."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {

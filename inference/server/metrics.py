@@ -1,86 +1,146 @@
-"""The numbers that a server shows at /metrics; docs/server.md lists them. Words and definitions: docs/vocabulary.md."""
+"""The metrics that a server exposes at /metrics; docs/server.md lists them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from inference.decoding.clock import StepClock
 from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
-from inference.server.exposition import Registry
 
-OUTCOMES = (
-    "stop", "length", "cancelled", "timeout", "overloaded", "unavailable", "invalid", "unauthorized", "error",
-)  # fmt: skip
-"""How a request can end: answered (stop, length), broken off by the client or by time, turned away (429, 503, 4xx, 401), failed."""
+OUTCOMES = "stop length cancelled timeout overloaded unavailable invalid unauthorized error".split()
+"""How a request ends: answered (stop, length), ended by the client or by time (cancelled, timeout),
+turned away (429, 503, 4xx, 401), failed."""
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+disable_created_metrics()  # one more series per counter and histogram, which nothing here reads
+
 
 class ServerMetrics:
-    """All families of one server."""
+    """All metrics of one server, in a registry of its own; safe to use from several threads."""
 
     def __init__(self, depth: int, clock: StepClock, drafts: bool) -> None:
-        """depth: deepest level that is drafted; clock: the engine's; drafts: whether there is a drafter."""
-        self.depth, self.clock, self.drafts = depth, clock, drafts
-        self.registry = registry = Registry(self._look)
-        counter, gauge, histogram = registry.counter, registry.gauge, registry.histogram
-        self.info = gauge("headstart_info", "What is served; always 1.", "target", "drafter", "shape", "version")
-        self.requests = counter("headstart_requests_total", "Requests that ended, by outcome.", "outcome")
+        """depth: deepest drafted level; clock: the engine's; drafts: whether there is a drafter."""
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"headstart_{name}", about, labels, registry=self.registry)
+
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(f"headstart_{name}", about, labels, registry=self.registry)
+
+        def histogram(name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(f"headstart_{name}", about, buckets=bounds, registry=self.registry)
+
+        self.info = gauge(
+            "info", "What is served; always 1.", "target", "drafter", "shape", "version"
+        )
+        self.requests = counter("requests_total", "Requests that ended, by outcome.", "outcome")
         for outcome in OUTCOMES:
-            self.requests.add(0, outcome)
-        self.running = gauge("headstart_requests_running", "Requests that are being decoded.")
-        self.waiting = gauge("headstart_requests_waiting", "Requests that wait for a row.")
-        self.rows = gauge("headstart_rows", "Rows that can be decoded together.")
-        self.prompt_tokens = counter("headstart_prompt_tokens_total", "Prompt tokens read.", "domain")
-        self.tokens = counter("headstart_generated_tokens_total", "Tokens generated, end of text included.", "domain")
-        self.first = histogram("headstart_time_to_first_token_seconds", "Arrival to first token.", FIRST)
+            self.requests.labels(outcome)
+        self.running = gauge("requests_running", "Requests that are being decoded.")
+        self.waiting = gauge("requests_waiting", "Requests that wait for a row.")
+        self.rows = gauge("rows", "Rows that can be decoded together.")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens read.", "domain")
+        self.tokens = counter(
+            "generated_tokens_total", "Tokens generated, end of text included.", "domain"
+        )
+        self.first = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST)
         self.per_token = histogram(
-            "headstart_time_per_output_token_seconds", "Mean time per token after the first, per request.", PER_TOKEN
+            "time_per_output_token_seconds",
+            "Mean time per token after the first, per request.",
+            PER_TOKEN,
         )
-        self.whole = histogram("headstart_request_seconds", "Arrival to the end of an answer.", WHOLE)
-        self.passes = counter("headstart_verify_passes_total", "Verifications, of one request each.", "domain")
-        self.committed = counter("headstart_committed_tokens_total", "Tokens committed by verifications.", "domain")
-        self.tested = counter("headstart_tested_drafts_total", "Drafted tokens that were tested.", "domain")
-        self.accepted = counter("headstart_accepted_drafts_total", "Drafted tokens that were kept.", "domain")
+        self.whole = histogram("request_seconds", "Arrival to the end of an answer.", WHOLE)
+        self.passes = counter(
+            "verify_passes_total", "Verifications, of one request each.", "domain"
+        )
+        self.committed = counter(
+            "committed_tokens_total", "Tokens committed by verifications.", "domain"
+        )
+        self.tested = counter("tested_drafts_total", "Drafted tokens that were tested.", "domain")
+        self.accepted = counter("accepted_drafts_total", "Drafted tokens that were kept.", "domain")
         self.by_depth = counter(
-            "headstart_accepted_by_depth_total", "Verifications that kept a draft at this depth.", "domain", "depth"
+            "accepted_by_depth_total",
+            "Verifications that kept a draft at this depth.",
+            "domain",
+            "depth",
         )
-        self.tau = gauge("headstart_tau", "Committed tokens per verification, since the start.", "domain")
-        self.beta = gauge(
-            "headstart_acceptance", "Share of verifications that kept a draft at this depth (beta).", "domain", "depth"
+        self.written = gauge("records_written", "Records of verifications on disk.")
+        self.dropped = gauge(
+            "records_dropped", "Records that were not written: full, or too slow a disk."
         )
-        self.steps = counter("headstart_steps_total", "Passes of the target over the whole batch.")
-        self.drafter = counter("headstart_drafter_passes_total", "Passes of the drafter over the whole batch.")
-        self.seconds = counter("headstart_engine_seconds_total", "Seconds of the engine by phase.", "phase")
-        self.written = gauge("headstart_records_written", "Records of verifications on disk.")
-        self.dropped = gauge("headstart_records_dropped", "Records that were not written: full, or too slow a disk.")
-        self.memory = gauge("process_resident_memory_bytes", "Memory of this process.")
+        self.registry.register(_Derived(self, depth, clock, drafts))
 
     def verified(self, domain: str, record: PassRecord) -> None:
-        """Book one verification of one request."""
-        self.passes.add(1, domain)
-        self.committed.add(record.committed, domain)
-        self.tested.add(record.accepted + record.rejected, domain)
-        self.accepted.add(record.accepted, domain)
+        """Count one verification of one request."""
+        self.passes.labels(domain).inc()
+        self.committed.labels(domain).inc(record.committed)
+        self.tested.labels(domain).inc(record.accepted + record.rejected)
+        self.accepted.labels(domain).inc(record.accepted)
         for depth in range(1, record.accepted + 1):
-            self.by_depth.add(1, domain, str(depth))
+            self.by_depth.labels(domain, str(depth)).inc()
 
-    def _look(self) -> None:
-        """Set what follows from other numbers or is read off elsewhere."""
-        passes, committed = self.passes.values(), self.committed.values()
-        kept = self.by_depth.values()
-        for (domain,), count in passes.items():
-            self.tau.set(divide(committed.get((domain,), 0.0), count), domain)
-            for depth in range(1, self.depth + 1):
-                self.beta.set(divide(kept.get((domain, str(depth)), 0.0), count), domain, str(depth))
-        self.steps.set(self.clock.passes)
-        self.drafter.set(self.clock.passes if self.drafts else 0)
-        for phase, seconds in self.clock.seconds.items():
-            self.seconds.set(seconds, phase)
-        self.memory.set(resident_bytes())
+
+class _Derived(Collector):
+    """Metrics that follow from other metrics, or are read elsewhere when /metrics is."""
+
+    def __init__(self, metrics: ServerMetrics, depth: int, clock: StepClock, drafts: bool) -> None:
+        self.metrics, self.depth, self.clock, self.drafts = metrics, depth, clock, drafts
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry checks no names, so registering collects nothing."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Compute them."""
+        tau = GaugeMetricFamily(
+            "headstart_tau",
+            "Committed tokens per verification, since the start.",
+            labels=["domain"],
+        )
+        beta = GaugeMetricFamily(
+            "headstart_acceptance",
+            "Share of verifications that kept a draft at this depth (beta).",
+            labels=["domain", "depth"],
+        )
+        committed, kept = _totals(self.metrics.committed), _totals(self.metrics.by_depth)
+        for (domain,), passes in _totals(self.metrics.passes).items():
+            tau.add_metric([domain], divide(committed.get((domain,), 0.0), passes))
+            for depth in map(str, range(1, self.depth + 1)):
+                beta.add_metric([domain, depth], divide(kept.get((domain, depth), 0.0), passes))
+        yield from (tau, beta)
+        steps = self.clock.passes
+        drafted = steps if self.drafts else 0
+        yield CounterMetricFamily(
+            "headstart_steps_total", "Passes of the target over the whole batch.", steps
+        )
+        yield CounterMetricFamily(
+            "headstart_drafter_passes_total", "Passes of the drafter over the whole batch.", drafted
+        )
+        seconds = CounterMetricFamily(
+            "headstart_engine_seconds_total", "Seconds of the engine by phase.", labels=["phase"]
+        )
+        for phase, value in self.clock.seconds.items():
+            seconds.add_metric([phase], value)
+        yield seconds
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes", "Memory of this process.", resident_bytes()
+        )
+
+
+def _totals(counter: Counter) -> dict[tuple[str, ...], float]:
+    """Label values, in the order in which the counter names them -> its total."""
+    (family,) = counter.collect()
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
 
 def resident_bytes(pid: int | str = "self") -> int:

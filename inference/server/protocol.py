@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.errors import UserError, suggest
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -37,6 +37,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Parameters that are not supported -> the values with which they ask for nothing."""
 
+Json = dict[str, object]
+"""A JSON object that is sent."""
+Ids = tuple[int, ...] | None
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -53,7 +57,7 @@ class Asked:
     stream: bool
     usage: bool
     ids: bool
-    template: Mapping[str, Any]
+    template: Mapping[str, object]
 
 
 def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...]) -> Asked:
@@ -88,7 +92,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
     )  # fmt: skip
 
 
-def _refuse_unsupported(kind: str, given: Mapping[str, Any]) -> None:
+def _refuse_unsupported(kind: str, given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if name in KNOWN[kind] or name in IGNORED:
             continue
@@ -103,7 +107,7 @@ def _refuse_unsupported(kind: str, given: Mapping[str, Any]) -> None:
         raise ApiError(400, f"'{name}' is not a parameter of this endpoint.{hint}", name, "unknown_parameter")
 
 
-def _take(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def _take(given: Mapping[str, object], name: str, kind: type, default: Any) -> Any:
     """A value of the right type, or `default` where none is given. Whole numbers may be written as 5.0 (as JavaScript may)."""
     if name not in given:
         return default
@@ -118,7 +122,7 @@ def _take(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _sampling(given: Mapping[str, Any], default: SamplingSettings) -> SamplingSettings:
+def _sampling(given: Mapping[str, object], default: SamplingSettings) -> SamplingSettings:
     """The server's settings with the request's own."""
     changes: dict[str, Any] = {}
     for name, kind in (("temperature", float), ("top_p", float), ("min_p", float), ("top_k", int)):
@@ -135,7 +139,7 @@ def _sampling(given: Mapping[str, Any], default: SamplingSettings) -> SamplingSe
         raise ApiError(400, message, message.split(" ")[0]) from error
 
 
-def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
+def _stops(given: Mapping[str, object]) -> tuple[str, ...]:
     value = given.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
@@ -145,7 +149,7 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _messages(given: Mapping[str, Any]) -> Any:
+def _messages(given: Mapping[str, object]) -> Any:
     """The conversation; its form is checked by the chat template's owner (`inference.target.chat`)."""
     messages = given.get("messages")
     if messages is None:
@@ -158,7 +162,7 @@ def _messages(given: Mapping[str, Any]) -> Any:
     return messages
 
 
-def _prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
+def _prompt(given: Mapping[str, object]) -> str | tuple[int, ...]:
     """Text or token ids; a list of one of them is taken as well."""
     prompt = given.get("prompt")
     if prompt is None:
@@ -181,14 +185,24 @@ def _short(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, bool)) else f"a value of type {type(value).__name__}"
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
-Ids = tuple[int, ...] | None
+class Usage(TypedDict):
+    """Tokens read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
 
 
-def _ids(ids: Ids) -> dict[str, Any]:
-    return {} if ids is None else {"token_ids": list(ids)}
+class Drafting(TypedDict):
+    """What only this server returns: the seed that gives this answer again, and drafting's figures."""
+
+    seed: int
+    verify_passes: int
+    accepted_drafts: int
+    tau: float
 
 
 @dataclass(frozen=True)
@@ -201,36 +215,39 @@ class Envelope:
     created: int
 
     def whole(
-        self, text: str, finish: str, usage: dict[str, Any], more: dict[str, Any], ids: Ids = None
-    ) -> dict[str, Any]:
-        """An answer in one piece. more: what only we say (`headstart`); ids: its token ids, where they are wanted."""
-        if self.kind == CHAT:
-            body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        else:
-            body = {"text": text}
-        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish, **_ids(ids)}
-        name = "chat.completion" if self.kind == CHAT else "text_completion"
-        return {**self._head(name), "choices": [choice], "usage": usage, "headstart": more}
+        self, text: str, finish: str, usage: Usage, drafting: Drafting, ids: Ids = None
+    ) -> Json:
+        """An answer in one piece. ids: its token ids, where they are wanted."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        chat = self.kind == CHAT
+        name = "chat.completion" if chat else "text_completion"
+        choice = _choice({"message": message} if chat else {"text": text}, finish, ids)
+        return self._body(name, [choice], usage=usage, headstart=drafting)
 
     def piece(
         self, text: str | None, finish: str | None = None, first: bool = False, ids: Ids = None
-    ) -> dict[str, Any]:
-        """A part of a streamed answer: its beginning (first), more text, or the end (text None), which has the ids."""
+    ) -> Json:
+        """A part of a stream: its beginning (first), more text, or the end (text None) with the ids."""
         if self.kind == CHAT:
-            delta: dict[str, Any] = {} if text is None else {"content": text}
-            body: dict[str, Any] = {"delta": {"role": "assistant", **delta} if first else delta}
+            role = {"role": "assistant"} if first else {}
+            content: Json = {"delta": role if text is None else {**role, "content": text}}
         else:
-            body = {"text": text or ""}
-        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish, **_ids(ids)}
-        return {**self._head(self._streamed), "choices": [choice]}
+            content = {"text": text or ""}
+        return self._body(self._streamed, [_choice(content, finish, ids)])
 
-    def usage(self, usage: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    def usage(self, usage: Usage, drafting: Drafting) -> Json:
         """The last part of a stream that asked for it."""
-        return {**self._head(self._streamed), "choices": [], "usage": usage, "headstart": more}
+        return self._body(self._streamed, [], usage=usage, headstart=drafting)
 
     @property
     def _streamed(self) -> str:
         return "chat.completion.chunk" if self.kind == CHAT else "text_completion"
 
-    def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+    def _body(self, name: str, choices: list[Json], **more: object) -> Json:
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+
+def _choice(content: Json, finish: str | None, ids: Ids) -> Json:
+    known: Json = {} if ids is None else {"token_ids": list(ids)}
+    return {"index": 0, **content, "logprobs": None, "finish_reason": finish, **known}

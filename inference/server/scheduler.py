@@ -230,7 +230,7 @@ class Scheduler:
         if record is None:
             live.first = time.monotonic()
             self.metrics.first.observe(live.first - job.created)
-            self.metrics.prompt_tokens.add(len(job.prompt), job.domain)
+            self.metrics.prompt_tokens.labels(job.domain).inc(len(job.prompt))
             self._out.append((job, Started()))
         else:
             self._book(live, record)
@@ -282,7 +282,7 @@ class Scheduler:
             whole, tokens = str(self.tokenizer.decode(shown, skip_special_tokens=True)), len(live.tokens)
         self._out.append((job, Done(whole, finish, tuple(live.tokens[:tokens]), live.passes, live.committed, live.accepted)))
         now = time.monotonic()
-        self.metrics.tokens.add(tokens, job.domain)
+        self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)
         if tokens > 1:
             self.metrics.per_token.observe((now - live.first) / (tokens - 1))

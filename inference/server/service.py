@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
@@ -64,7 +63,7 @@ class Ticket:
         assert isinstance(event, (Piece, Done))
         if isinstance(event, Done):
             self.ended = True
-            self.service.metrics.requests.add(1, event.finish)
+            self.service.metrics.requests.labels(event.finish).inc()
         return event
 
     async def _next(self, deadline: float) -> Event | None:
@@ -110,7 +109,7 @@ class Service:
         limit = info.max_position_embeddings
         self.context = min(config.context or LARGEST_DEFAULT_CONTEXT, limit)
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, engine.drafter is not None)
-        self.metrics.info.set(1, self.name, drafter, engine.decode.shape, "1")
+        self.metrics.info.labels(self.name, drafter, engine.decode.shape, "1").set(1)
         self.metrics.rows.set(engine.decode.batch_size)
         self.recorder = None if records is None else Recorder(records, config, engine, drafter, weights, self.metrics)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -236,7 +235,7 @@ class Service:
     def refused(self, error: ApiError) -> None:
         """Count a request that ended with an error."""
         known = {401: "unauthorized", 429: "overloaded", 499: "cancelled", 500: "error", 503: "unavailable", 504: "timeout"}
-        self.metrics.requests.add(1, known.get(error.status, "invalid"))
+        self.metrics.requests.labels(known.get(error.status, "invalid")).inc()
 
     # ---- from the worker -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class Service:
         while self.open and time.monotonic() < limit:
             await asyncio.sleep(0.02)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, str | int]:
         """What /v1/models says of the model."""
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "headstart", "max_model_len": self.context,

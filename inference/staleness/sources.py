@@ -5,7 +5,6 @@ All give one thing per answer: its domain and the drafted tokens that each of it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.measure.prompts import Prompt
+from inference.server.scrape import read_samples
 from inference.staleness.reference import Reference, first_passes
 from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
 
 ACCEPTED, PASSES, INFO = "headstart_accepted_drafts_total", "headstart_verify_passes_total", "headstart_info"
-SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
@@ -180,15 +178,14 @@ def read_counters(path: Path) -> dict[str, tuple[float, float]]:
             f"watch.metrics: '{path}' cannot be read as text ({error}). Give what the server shows at /metrics."
         ) from error
     found: dict[str, dict[str, float]] = {ACCEPTED: {}, PASSES: {}}
-    for line in text.splitlines():
-        match = SAMPLE.fullmatch(line.strip())
-        if match is None or match[1] not in found:
-            continue
-        labels: dict[str, Any] = dict(LABEL.findall(match[2] or ""))
-        try:
-            found[match[1]][labels.get("domain", "")] = float(match[3])
-        except ValueError as error:
-            raise UserError(f"watch.metrics: '{path}' has a counter that is no number: {line.strip()[:80]}.") from error
+    try:
+        for sample in read_samples(text):
+            if sample.name in found:
+                found[sample.name][sample.labels.get("domain", "")] = float(sample.value)
+    except ValueError as error:
+        raise UserError(
+            f"watch.metrics: '{path}', {error}. Give what a server of Headstart shows at /metrics."
+        ) from error
     if not found[PASSES]:
         raise UserError(
             f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at /metrics, as text (format 0.0.4)."

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from prometheus_client.samples import Sample
 
 from heads.api.errors import UserError
 from inference.measure.metrics import divide
+from inference.server.scrape import read_samples
 from inference.target.chat import check_messages, render_prompt
 from inference.traffic.config import TrafficConfig
 
-SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?')
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 ANSWERED = ("stop", "length")
 
 
@@ -72,7 +71,13 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
     if not lines:
         raise UserError(f"traffic.file '{config.file}' is empty.")
     if not lines[0][1].lstrip().startswith("{"):
-        return drawn(config, samples(text, config.file), context)
+        try:
+            samples = list(read_samples(text))
+        except ValueError as error:
+            raise UserError(
+                f"traffic.file '{config.file}', {error}. Give a .jsonl of requests, or the text of a server's /metrics."
+            ) from error
+        return drawn(config, samples, context)
     found = [_request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines]
     found.sort(key=lambda arrival: arrival.time)
     first = found[0].time
@@ -125,37 +130,19 @@ def _prompt_length(row: Mapping[str, Any], where: str, tokenizer: Any) -> int:
 # ---- the text of /metrics ----------------------------------------------------------------------------------------------------
 
 
-def samples(text: str, source: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Prometheus' text format: metric -> labels (name, value) -> number; raises `UserError` for a line that is none."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        match = SAMPLE.fullmatch(line.strip())
-        try:
-            if match is None:
-                raise ValueError("not `name{labels} number`")
-            value = float(match[3])
-        except ValueError as error:
-            raise UserError(
-                f"traffic.file '{source}', line {number}: neither a JSON object nor a line of Prometheus' text format ({error})."
-            ) from error
-        labels = tuple(LABEL.findall(match[2] or ""))
-        found.setdefault(match[1], {})[labels] = value
-    return found
-
-
-def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]], context: int) -> list[Arrival]:
+def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[Arrival]:
     """Requests like those that a server counted: their rate, mean lengths and domains; see the module."""
 
     def by(label: str, name: str) -> dict[str, float]:
         found: dict[str, float] = {}
-        for labels, value in read.get(name, {}).items():
-            key = dict(labels).get(label, "")
-            found[key] = found.get(key, 0.0) + value
+        for sample in read:
+            if sample.name == name:
+                key = sample.labels.get(label, "")
+                found[key] = found.get(key, 0.0) + float(sample.value)
         return found
 
-    names = next((one for one in COUNTERS if one.requests in read), COUNTERS[0])
+    known_names = {sample.name for sample in read}
+    names = next((one for one in COUNTERS if one.requests in known_names), COUNTERS[0])
     outcomes = by(names.outcome, names.requests)
     answered = sum(value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED)
     prompts, answers = by("domain", names.prompts), by("domain", names.answers)
@@ -164,7 +151,7 @@ def drawn(config: TrafficConfig, read: Mapping[str, Mapping[tuple[tuple[str, str
             f"traffic.file '{config.file}' counts no answered requests ({names.requests}, {names.prompts}, {names.answers}). Take "
             "/metrics of `headstart serve`, vLLM or SGLang after it has answered some."
         )
-    busy = sum(read.get("headstart_engine_seconds_total", {}).values())
+    busy = sum(by("phase", "headstart_engine_seconds_total").values())
     seconds = config.seconds or busy
     if seconds <= 0:
         raise UserError("traffic.seconds is not set, and the file does not say how long its engine was busy. Set it.")

@@ -1,7 +1,7 @@
 """Makes the held-out target: a small Qwen3 with its own tokenizer, trained on C++ headers.
 
 It is kept aside to check that what holds on the embedded target holds elsewhere
-(scripts/held_out.py). Every step is skipped where its result stands already.
+(scripts/evidence/held_out.py). Every step is skipped where its result stands already.
 """
 
 from __future__ import annotations

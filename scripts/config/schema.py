@@ -23,11 +23,9 @@ from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.audit.config import AuditConfig
 from inference.decoding.config import DecodeConfig
-from inference.export.engine_folder import ExportConfig
-from inference.export.hub import PushConfig
-from inference.export.importing import ImportConfig
-from inference.export.pull import PullConfig
-from inference.export.verify_config import VerifyConfig
+from inference.export.check.config import VerifyConfig
+from inference.export.config import ExportConfig, ImportConfig
+from inference.export.hub.config import PullConfig, PushConfig
 from inference.measure.config import BenchConfig
 from inference.server.config import ServeConfig
 from inference.staleness.config import WatchConfig

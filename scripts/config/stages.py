@@ -140,7 +140,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "verify-export",
-            "check an exported folder as the engine would load it, and its forward pass against ours",
+            "check an exported folder as its engine would load it, or by serving it",
             ("run", "target", "verify"),
             code="publish.verify_export",
         ),

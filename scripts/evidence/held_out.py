@@ -27,8 +27,8 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.measure.prompts import load_prompts, to_requests
 from inference.measure.run import quick_tau
-from inference.report_blocks import markdown_table
-from inference.report_schema import arm_name, read_report
+from inference.report.markdown import markdown_table
+from inference.report.model import read_report
 from scripts.assets import cpp_headers, held_out_target
 from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page
 from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
@@ -46,7 +46,8 @@ class Row:
     overrides: tuple[str, ...] = ()
 
 
-LAST_LAYER = f"head.from_target_layer={held_out_target.CONFIG['num_hidden_layers'] - 1}"
+LAYERS = held_out_target.CONFIG["num_hidden_layers"]
+LAST_LAYER = f"head.from_target_layer={LAYERS - 1}"
 ROWS = {
     "medusa": Row("medusa", 1e-2),
     "hydra_heads": Row("hydra_heads", 3e-3),
@@ -146,7 +147,7 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
     """The content of held_out.json but for its command."""
     measured = read_report(folders.run / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
-    table = {arm_name(entry): {key: entry[key] for key in kept} for entry in measured["drafters"]}
+    table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
     for name, entry in table.items():
         folder = folders.run / "train" / name
         if (folder / MANIFEST_FILE).is_file():
@@ -172,12 +173,12 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
     facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {
         "format": 1,
-        "target": {**measured["target"], "id": "held_out/target"},
+        "target": {**measured.target.to_dict(), "id": "held_out/target"},
         "target_training": {**facts, "heldout": trained["evaluations"][-1]},
         "answers": read_manifest(folders.run / "generate", "generate")["counts"],
-        "settings": measured["settings"],
-        "device": measured["device"],
-        "git": measured.get("git", {}),
+        "settings": measured.settings.to_dict(),
+        "device": measured.device.to_dict(),
+        "git": measured.git or {},
         "rows": table,
         "order": order,
         "against_speculators": rivals,
@@ -235,12 +236,8 @@ def report(given: argparse.Namespace) -> None:
     rivals = given.rivals if given.speculators else []
     recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
     count = -(-given.measuring // len(cpp_headers.DOMAINS))
-    bench = (
-        "bench=jsonl",
-        f"bench.prompts={prompts / 'measuring'}",
-        f"bench.prompts_per_domain={count}",
-        f"decode.max_new_tokens={NEW_TOKENS}",
-    )
+    bench = ["bench=jsonl", f"bench.prompts={prompts / 'measuring'}"]
+    bench += [f"bench.prompts_per_domain={count}", f"decode.max_new_tokens={NEW_TOKENS}"]
     draft = f"measure.draft={{shape: chain, depth: {DEPTH}}}"
     folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
     command = "python -m scripts.evidence.held_out"

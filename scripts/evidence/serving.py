@@ -27,18 +27,25 @@ from typing import Any
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
-from inference.export.engine_folder import ExportConfig, export, prepare
+from inference.export.check.config import LiveConfig, VerifyConfig
+from inference.export.check.live import (
+    LiveRow,
+    Served,
+    lines,
+    live_check,
+    make_requests,
+    read_served,
+)
+from inference.export.check.verify import verify
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import export, prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target
 from inference.export.layouts.folder import Folder
-from inference.export.live_check import LiveRow, Served, live_check
-from inference.export.live_check_folder import LiveConfig, lines, served_folder
-from inference.export.verify import verify
-from inference.export.verify_config import VerifyConfig
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -139,7 +146,7 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], d
     served += [item for folder in given.speculators for item in bench.from_speculators(folder)]
     # vLLM's lookup leaves its process unable to start another engine with a drafter (because of numba)
     served.sort(key=lambda item: item.kind == "ngram")
-    requests = live.requests(target, max((item.depth for item in served), default=1))
+    requests = make_requests(live, target, max((item.depth for item in served), default=1))
     process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
     rows = live_check(target, served, requests, process, live.batches) if served else []
     if given.interpreted:
@@ -147,7 +154,8 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], d
             item for name in given.interpreted for item in bench.export(given.run, name, SUFFIX)
         ]
         deepest = max(item.depth for item in slow)
-        few = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT).requests(target, deepest)
+        brief = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT)
+        few = make_requests(brief, target, deepest)
         short = [item for item in few if len(item.tokens) + SHORT < POSITIONS - SHORT]
         interpreter = replace(process, environment=INTERPRETED)
         rows += live_check(target, slow, short, interpreter, (1,), POSITIONS)
@@ -180,7 +188,7 @@ class Bench:
             return [Served("ngram", "ngram", drafter, None, method, compared=False)]
         out = self.scratch / (f"{name}-interpreted" if suffix else name)
         verdict = self.write(best(folder, name), out)
-        native = replace(served_folder(out, target), name=label)
+        native = replace(read_served(out, target), name=label)
         found = [native]
         if name == "dflash":
             found.insert(0, replace(native, name=SHIPPED, corrections=(), compared=False))
@@ -204,9 +212,8 @@ class Bench:
     def check(self, out: Path) -> dict[str, Any]:
         """The static check's verdict."""
         verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
-        gap = verdict.forward.worst if verdict.forward is not None else None
         faults = verdict.faults
-        return {"layout": verdict.layout, "static_faults": faults, "forward_gap": gap}
+        return {"layout": verdict.layout, "static_faults": faults}
 
     def from_speculators(self, source: Path) -> list[Served]:
         """A folder that the library saved: as it is, compared with our import of it.
@@ -232,7 +239,7 @@ class Bench:
             again = self.scratch / f"again-{engine}-{source.name}"
             label = f"{name}, exported again for {engine}"
             self.checks[label] = self.write(checkpoint, again, engine)
-            served.append(replace(served_folder(again, target), name=label))
+            served.append(replace(read_served(again, target), name=label))
         return served
 
 

@@ -339,8 +339,9 @@ def compare(given: argparse.Namespace) -> None:
         raise UserError(
             "give --python, one that has speculators, and --answers, a folder of generate."
         )
-    answers, target, work = (path.resolve() for path in (given.answers, given.target, given.work))
-    setting = Setting(given.python, answers, target, work, given.threads, tuple(given.rows))
+    answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
+    shorter = tuple(given.rows)
+    setting = Setting(given.python, answers, target, work, given.threads, shorter)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
     facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
@@ -401,7 +402,7 @@ def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
             tracker=tracker,
             display=display,
             world=world,
-            config=replace(job.config, max_seconds=0.0, save_every=0, eval_every=0),
+            config=replace(job.config, save_every=0, eval_every=0),
             schedule=job.schedule,
             steps=made.steps,
             run_facts=made.facts,

@@ -40,7 +40,7 @@ from inference.staleness.result import STALENESS_FILE
 from inference.target.model import TargetModel
 from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import REPORTS, cpu_target, read_json, run_stage, tau_facts
-from scripts.evidence.staleness_streams import Plan, Streams
+from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
 
@@ -343,7 +343,10 @@ def report(given: argparse.Namespace) -> None:
         "format": 1,
         "command": f"python -m scripts.evidence.staleness --rows {' '.join(given.rows)}",
         "git": git_state().get("revision", ""),
-        "targets": {name: read_json(work / name / changed_targets.MADE_FILE) for name in changed_targets.RECIPES},
+        "targets": {
+            name: read_json(work / name / changed_targets.MADE_FILE)
+            for name in changed_targets.RECIPES
+        },
         "system": SYSTEM,
         "rows": {folders.row: row_of(folders, given) for folders in places},
     }

@@ -22,8 +22,9 @@ from scripts.config.schema import Settings
 from scripts.run.folder import answers_folder, stage_folder
 from scripts.run.process import prepare_process, shown
 from train.config import TrainingJob
-from train.planning.plan import Speed, make_plan, read_summary
+from train.planning.plan import Speed, make_plan
 from train.run import train
+from train.tracking.summary import Summary, read_summary
 from train.tracking.tracker import TrackerConfig
 
 
@@ -57,7 +58,7 @@ def speed_of(job: TrainingJob, settings: Settings) -> Speed:
         return Speed.read(few_steps(job, plan.steps, Path(folder)), f"{plan.steps} steps here")
 
 
-def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
+def few_steps(job: TrainingJob, steps: int, folder: Path) -> Summary:
     """The summary of so many real steps of the training, of which nothing is kept."""
     config = replace(
         job.config, max_steps=steps, eval_every=0, save_every=0, parity=False, tracker=TrackerConfig(wandb="disabled")
@@ -66,9 +67,9 @@ def few_steps(job: TrainingJob, steps: int, folder: Path) -> dict[str, Any]:
         job.kind, job.head, target=job.target, data=job.data, out=folder, config=config, features=job.features,
         engine=job.engine, optim=job.optim, schedule=job.schedule, decode=job.decode, joint=job.joint,
     )  # fmt: skip
-    found = read_summary(str(folder))
-    found["seconds"] = {**found["seconds"], "evaluation": 0.0, "saving": 0.0}  # nothing was measured, one state written
-    return found
+    found = read_summary(folder)
+    # nothing was measured, one state written
+    return found.model_copy(update={"seconds": {**found.seconds, "evaluation": 0.0, "saving": 0.0}})
 
 
 def table(content: Mapping[str, Any]) -> Table:

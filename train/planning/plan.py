@@ -13,10 +13,8 @@ Legend: P trained weights, W processes that train.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
@@ -32,6 +30,7 @@ from train.planning.devices import GIGA, TERA, gpu
 from train.planning.dry_run import DryStep, dry_step, held_in_parts, planned_drafter
 from train.planning.target import PlannedTarget, plan_target
 from train.target.parts import refuse_parts
+from train.tracking.summary import Summary
 
 ASSUMED_MFU = 0.35
 """Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this size report 0.3 to 0.5)."""
@@ -93,28 +92,14 @@ class Speed:
         return cls(figures.peak * config.mfu, f"{config.gpu}: {figures.peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})")
 
     @classmethod
-    def read(cls, summary: Mapping[str, Any], source: str) -> Speed:
+    def read(cls, summary: Summary, source: str) -> Speed:
         """From a run's summary."""
-        if not summary.get("mfu"):
+        if not summary.mfu:
             raise UserError(f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that run, or plan.gpu.")
-        seconds, aside = summary["wall_seconds"], summary["seconds"]
-        fixed = (aside["evaluation"] + aside["saving"]) / seconds
-        flops = summary["mfu"] * summary["peak"]["tflops"] * TERA
-        return cls(flops, f"measured: {source} ({summary['mfu']:.1%} of {summary['peak']['source']})", fixed)
-
-
-def read_summary(path: str) -> dict[str, Any]:
-    """The summary.json of a run, or of its folder; raises `UserError` when it cannot be read."""
-    file = Path(path)
-    file = file / "summary.json" if file.is_dir() else file
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {key: content[key] for key in ("mfu", "peak", "seconds", "wall_seconds")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"plan.measured '{file}' is no summary of a training ({type(error).__name__}). Give the folder of a finished "
-            "`headstart train`."
-        ) from error
+        peak, aside = summary.peak, summary.seconds
+        fixed = (aside["evaluation"] + aside["saving"]) / summary.wall_seconds
+        about = f"measured: {source} ({summary.mfu:.1%} of {peak.source})"
+        return cls(summary.mfu * peak.tflops * TERA, about, fixed)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -72,11 +71,11 @@ class Meter:
             yield
         self._flops, self._since_count = float(count.flops), 1
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> dict[str, float]:
         """Figures of the step that has just ended, for its line in the log: seconds by part, mfu, peak_memory, joules."""
         self.spent["flops"] = self.spent.get("flops", 0.0) + self._flops
         taken = self.take()
-        figures: dict[str, Any] = {name: round(seconds, 6) for name, seconds in taken.items()}
+        figures: dict[str, float] = {name: round(seconds, 6) for name, seconds in taken.items()}
         seconds = sum(passed for name, passed in taken.items() if name not in ASIDE)
         if self.peak.flops and self._flops and seconds > 0:
             figures["mfu"] = self._flops / (seconds * self.peak.flops)

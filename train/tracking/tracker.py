@@ -1,10 +1,11 @@
-"""What a run writes down while it trains: `log.jsonl`, and Weights & Biases and TensorBoard if asked for.
+"""What a run writes while it trains: `log.jsonl`, Weights & Biases and TensorBoard if asked for.
 
-One line is one JSON object with its `step`. A saved state remembers the log's length; when a run continues from it, what was
-written later is cut off first, so that nothing is there twice.
+One line is one JSON object with its `step`. A saved state remembers the log's length; when a run
+continues from it, what was written later is cut off first, so that nothing is there twice.
+TensorBoard's event files can only grow, so a new one is made from the log at every start.
 
-The Weights & Biases run belongs to the folder: its id is written there before the run starts, so that the same command continues
-the same run however early it was killed.
+The Weights & Biases run belongs to the folder: its id is written there before the run starts, so
+that the same command continues the same run however early it was killed.
 """
 
 from __future__ import annotations
@@ -13,20 +14,45 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, cast
 
 from heads.api.errors import UserError, suggest
 from inference.manifest import write_bytes
-from train.tracking.tensorboard import EventFile, scalars
 
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
+TENSORBOARD = "tensorboard"
 WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
+
+
+class LogLine(TypedDict, total=False):
+    """A line of log.jsonl: of a step (it has `loss`) or of a measurement (it has `tau`).
+
+    Both also have metrics by name: the kind's (`accuracy/depth1`) or `acceptance/depthK`. None
+    stands for a number that is not finite.
+    """
+
+    step: Required[int]
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    tokens: int
+    """Supervised tokens up to and with this step."""
+    padding: float | None
+    tokens_per_second: float | None
+    seconds: float
+    cost: dict[str, float]
+    """Seconds by part since the line before, mfu, peak_memory (bytes), joules."""
+    tau: float
+    tau_ci95: tuple[float, float]
+    best: bool
+    """Whether this tau was the best until then."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +60,7 @@ class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
 
     wandb: str = "offline"
-    """disabled, offline (files below <out>/wandb, to be synchronised by hand) or online (needs a login)."""
+    """disabled, offline (files below <out>/wandb, for `wandb sync`) or online (needs a login)."""
     project: str = "headstart"
     """Weights & Biases project."""
     name: str = ""
@@ -42,7 +68,7 @@ class TrackerConfig:
     tags: tuple[str, ...] = ()
     """Tags of the run there."""
     tensorboard: bool = False
-    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it."""
+    """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it (extra `tracking`)."""
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
@@ -52,7 +78,7 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Writes figures of the main process. Use as a context manager; other processes get one with `active=False`."""
+    """Writes figures of the main process; a context manager. Other processes: `active=False`."""
 
     def __init__(
         self,
@@ -60,10 +86,13 @@ class Tracker:
         out: Path,
         *,
         length: int,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is being continued (0: a new run). settings: secrets are left out."""
+        """length: bytes of the log that belong to what is continued (0: a new run).
+
+        settings: written to Weights & Biases, secrets left out.
+        """
         self._file: Any = None
         self._wandb: Any = None
         self._events: EventFile | None = None
@@ -75,48 +104,55 @@ class Tracker:
         if path.stat().st_size > length:
             self._file.truncate(length)
         if config.tensorboard:
-            self._events = EventFile(out, read_log(path))
+            self._events = EventFile(out / TENSORBOARD, read_log(path))
         if config.wandb != "disabled":
             self._start_wandb(config, out, settings)
 
-    def _start_wandb(self, config: TrackerConfig, out: Path, settings: Mapping[str, Any]) -> None:
+    def _start_wandb(
+        self, config: TrackerConfig, out: Path, settings: Mapping[str, object]
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
             raise UserError(
-                "train.tracker.wandb is on, but wandb is not installed. Install it, or set train.tracker.wandb=disabled."
+                "train.tracker.wandb is on, but wandb is not installed. Install it, or set "
+                "train.tracker.wandb=disabled."
             ) from error
         try:
             self._wandb = wandb.init(
                 project=config.project,
-                name=config.name or settings.get("kind"),
+                name=config.name or str(settings.get("kind", "")) or None,
                 dir=str(out),
                 mode="online" if config.wandb == "online" else "offline",
                 config=without_secrets(settings),
                 tags=list(config.tags) or None,
                 id=run_id(out),
                 resume="allow",
-                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, save_code=False
+                ),
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"Weights & Biases could not start: {error}. Use train.tracker.wandb=offline or disabled."
+                f"Weights & Biases could not start: {error}. "
+                "Use train.tracker.wandb=offline or disabled."
             ) from error
 
-    def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Append one line; it is on the disk's way when this returns (flushed, not synchronised)."""
+    def write(self, step: int, figures: Mapping[str, object]) -> None:
+        """Append one line; it is flushed when this returns, not synchronised."""
         if self._file is None:
             return
-        line = {"step": step, **{name: _finite(value) for name, value in figures.items()}}
+        finite = {name: _finite(value) for name, value in figures.items()}
+        line = cast(LogLine, {"step": step, **finite})
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log(dict(scalars(line)), step=step)
         if self._events is not None:
-            self._events.write(step, line)
+            self._events.write(line)
 
     def flush(self) -> int:
-        """Force the log onto the disk, so that it is never behind a saved state; returns its length in bytes."""
+        """Force the log onto the disk; returns its length in bytes."""
         if self._file is None:
             return 0
         os.fsync(self._file.fileno())
@@ -141,6 +177,55 @@ class Tracker:
         self.close()
 
 
+class EventFile:
+    """TensorBoard's event file of a run, replacing those in `folder`. lines: of the log so far."""
+
+    def __init__(self, folder: Path, lines: Iterable[LogLine]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise UserError(
+                "train.tracker.tensorboard is on, but tensorboard is not installed. Install it "
+                "with `pip install -e '.[tracking]'`, or set train.tracker.tensorboard=false."
+            ) from error
+        self._event, self._summary = Event, Summary
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer = EventFileWriter(str(folder))
+        for line in lines:
+            self._add(line)
+        self._writer.flush()
+
+    def write(self, line: LogLine) -> None:
+        """Append a line's numbers."""
+        self._add(line)
+        self._writer.flush()
+
+    def _add(self, line: LogLine) -> None:
+        value = self._summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in scalars(line)]
+        if values:
+            summary = self._summary(value=values)
+            self._writer.add_event(
+                self._event(wall_time=time.time(), step=line["step"], summary=summary)
+            )
+
+    def close(self) -> None:
+        """End the file."""
+        self._writer.close()
+
+
+def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Names and values of all numbers in a line of the log but `step`; nested as `outer/inner`."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and (prefix or name != "step"):
+            yield prefix + name, float(value)
+
+
 def run_id(out: Path) -> str:
     """The id of the folder's Weights & Biases run; a new one is written down first."""
     path = out / ID_FILE
@@ -149,15 +234,15 @@ def run_id(out: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[LogLine]:
     """All lines of a log, in order; a last line that a kill left unfinished is left out."""
     whole = path.read_bytes().rpartition(b"\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` without entries whose name says that they hold a key, a password or the like, at any depth."""
-    kept: dict[str, Any] = {}
+def without_secrets(settings: Mapping[str, object]) -> dict[str, object]:
+    """`settings` without entries named like a key, a password or the like, at any depth."""
+    kept: dict[str, object] = {}
     for name, value in settings.items():
         lowered = str(name).lower()
         secret = any(word in lowered for word in _SECRET_WORDS) and not any(

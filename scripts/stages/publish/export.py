@@ -31,9 +31,9 @@ def run(settings: Settings) -> None:
     out = Path(config.out) if config.out else own
     checkpoint = prepare(found.checkpoint, config.engine)
     facts = export(config, checkpoint, Target.of(settings.target, checkpoint.info), out)
-    print(f"{facts['method']} for {config.engine} ({facts['layout']}): {out}")
-    for note in facts["notes"]:
+    print(f"{facts.method} for {config.engine} ({facts.layout}): {out}")
+    for note in facts.notes:
         print(f"note: {note}")
-    for line in (facts["serve"], facts["serve_as_custom_class"]):
+    for line in (facts.serve, facts.serve_as_custom_class):
         if line:
             print(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.export.importing import import_folder, summary
+from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.folders import require_folder_name
 from inference.target.model import TargetModel
@@ -36,7 +36,8 @@ def run(settings: Settings) -> None:
         )
     folder = Folder.read(source)
     target = TargetModel.load(settings.target)
-    facts = summary(import_folder(folder, target, out, config.layout))
-    print(f"{facts['kind']} of {facts['parameters']:,} parameters: {out}")
-    for note in facts["notes"]:
+    found = import_folder(folder, target, out, config.layout)
+    parameters = sum(value.numel() for value in found.tensors.values())
+    print(f"{found.kind} of {parameters:,} parameters: {out}")
+    for note in found.notes:
         print(f"note: {note}")

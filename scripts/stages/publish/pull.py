@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inference.export.pull import OWN, pull
+from inference.export.hub.config import OWN
+from inference.export.hub.pull import pull
 from scripts.config.schema import Settings
 from scripts.run.process import is_main_process
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import generate_latest
 
 from heads.api.errors import UserError
 from inference.decoding.clock import StepClock
@@ -42,7 +43,7 @@ def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
         ('{"timestamp": 1, "prompt_tokens": 2, "answer_tokens": "x"}', r"answer_tokens must be .* given: 'x'"),
         ('{"timestamp": 1}', r"line 1: a request needs prompt_tokens, or its prompt"),
         ('{"timestamp": 1, "prompt_tokens": 2}\n{"timest', r"line 2: not a JSON object"),
-        ("timestamp,prompt", r"line 1: neither a JSON object nor a line of Prometheus' text format"),
+        ("timestamp,prompt", r"line 1: not a sample in Prometheus' text format"),
         ("up 1\n", r"counts no answered requests"),
     ],
 )
@@ -60,15 +61,15 @@ def exported(seconds: float) -> str:
     clock = StepClock(torch.device("cpu"))
     clock.seconds["verify"] = seconds
     metrics = ServerMetrics(4, clock, drafts=True)
-    metrics.requests.add(150, "stop")
-    metrics.requests.add(50, "length")
-    metrics.requests.add(40, "cancelled")
-    metrics.prompt_tokens.add(3000, "code")
-    metrics.prompt_tokens.add(1000, 'od"d')
-    metrics.tokens.add(9000, "code")
-    metrics.tokens.add(3000, 'od"d')
+    metrics.requests.labels("stop").inc(150)
+    metrics.requests.labels("length").inc(50)
+    metrics.requests.labels("cancelled").inc(40)
+    metrics.prompt_tokens.labels("code").inc(3000)
+    metrics.prompt_tokens.labels('od"d').inc(1000)
+    metrics.tokens.labels("code").inc(9000)
+    metrics.tokens.labels('od"d').inc(3000)
     metrics.first.observe(0.1)
-    return metrics.registry.text()
+    return generate_latest(metrics.registry).decode()
 
 
 def test_a_servers_sums_become_requests_like_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from inference.staleness.evidence import Bets, Grid, RatioEvidence
 from inference.staleness.sequential_test import DriftTest
 from scripts.assets import changed_targets
 from scripts.evidence.staleness import CHANGES, Folders
-from scripts.evidence.staleness_streams import Plan, Streams
+from scripts.evidence.streams import Plan, Streams
 from scripts.tools.common import TARGET
 from tests.inference.staleness.answers import DEPTH, MOST, draw
 

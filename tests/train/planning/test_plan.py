@@ -36,7 +36,6 @@ from train.planning.plan import (
     Speed,
     bandwidth,
     make_plan,
-    read_summary,
     state_bytes,
     target_bytes,
 )
@@ -264,7 +263,5 @@ def test_what_cannot_be_planned_says_why(folder: Path, tmp_path: Path) -> None:
         make_plan(job_for(folder), config, Speed.of(config))
     with pytest.raises(UserError, match=r"Give plan\.tokens"):
         make_plan(job_for(folder), PlanConfig(gpu="h100"), Speed(1e12, ""))
-    with pytest.raises(UserError, match="is no summary of a training"):
-        read_summary(str(tmp_path))
     with pytest.raises(UserError, match="no training to plan"):
         planned_drafter("ngram", get_kind("ngram").config_class(), plan_target(described(folder)))

@@ -13,14 +13,16 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-import train.run as loop
+import train.setup as setup
+from heads.api.errors import UserError
 from tests.train.micro_run import settings
+from train.distributed import join_world
 from train.loop import Trainer
 from train.run import train
 from train.state import StateStore
 from train.stopping import Stopped
 from train.tracking.clock import PARTS
-from train.tracking.summary import PLOT_FILE, SUMMARY_FILE
+from train.tracking.summary import PLOT_FILE, SUMMARY_FILE, read_summary, rows
 from train.tracking.tracker import LOG_FILE, read_log
 
 LOADING = 0.2
@@ -29,13 +31,13 @@ LOADING = 0.2
 
 @pytest.fixture(autouse=True)
 def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = loop.load_target
+    plain = setup.load_target
 
     def load(*given: Any) -> Any:
         time.sleep(LOADING)
         return plain(*given)
 
-    monkeypatch.setattr(loop, "load_target", load)
+    monkeypatch.setattr(setup, "load_target", load)
 
 
 def summary_of(out: Path) -> dict[str, Any]:
@@ -55,12 +57,34 @@ def require_sums(found: dict[str, Any], processes: int = 1) -> None:
     assert found["device"]["processes"] == processes
 
 
+FIRST = Path(__file__).parent / "data" / "summary_first.json"
+"""As the first version wrote it (commit ffee2d4)."""
+
+
+def test_a_summary_of_the_first_version_is_read() -> None:
+    found, written = read_summary(FIRST), json.loads(FIRST.read_text(encoding="utf-8"))
+    assert found.device.trainers == found.device.processes == 1  # not in the file, like these:
+    assert (found.setup_seconds, found.energy_source) == (0.0, "")
+    again = found.model_dump(mode="json", exclude_unset=True)
+    assert again == written
+    assert ("tokens", "4,360, 2,446 per second") in rows(found)
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"format": 1}', '{"format": 2}'])
+def test_what_is_no_summary_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / SUMMARY_FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match="is no summary of a training"):
+        read_summary(tmp_path)
+
+
 def test_the_figures_of_a_training_add_up(micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.perf_counter()
     manifest = train(out=tmp_path, **settings(micro))
     passed = time.perf_counter() - begun
     found, lines = summary_of(tmp_path), read_log(tmp_path / LOG_FILE)
     require_sums(found)
+    assert read_summary(tmp_path).model_dump(mode="json") == found
     assert found["setup_seconds"] >= LOADING
     assert found["setup_seconds"] + found["wall_seconds"] <= passed
     assert found["tokens"] == manifest["tokens"] == [line for line in lines if "loss" in line][-1]["tokens"] > 0
@@ -116,7 +140,7 @@ def test_a_stopped_run_leaves_its_summary_and_sessions_add_up(
     assert (first["ended_by"], first["steps"], len(first["taus"])) == ("SIGTERM", 3, 1)
     assert shown.index("state of step 3 saved") < shown.index("device-hours")  # what may be lost comes first
     assert (tmp_path / PLOT_FILE).is_file()
-    snapshot = StateStore(tmp_path / loop.CHECKPOINTS, 2, loop.join_world("cpu")).newest()
+    snapshot = StateStore(tmp_path / setup.CHECKPOINTS, 2, join_world("cpu")).newest()
     assert snapshot is not None
     kept = snapshot.record["spent"]  # what is known of the first session from here on
     assert LOADING <= kept["setup"] == first["setup_seconds"]

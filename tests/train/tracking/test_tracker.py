@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import math
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from heads.api.errors import UserError
 from tests.train.launch import environment
-from train.tracking.tensorboard import FOLDER, crc32c
-from train.tracking.tracker import ID_FILE, LOG_FILE, Tracker, TrackerConfig, read_log, without_secrets
+from train.tracking.tracker import (
+    ID_FILE,
+    LOG_FILE,
+    TENSORBOARD,
+    Tracker,
+    TrackerConfig,
+    read_log,
+    without_secrets,
+)
 
 OFF = TrackerConfig(wandb="disabled")
 
@@ -48,7 +53,11 @@ def test_what_came_after_the_state_is_cut_when_it_continues(tmp_path: Path) -> N
     assert [line["step"] for line in read_log(tmp_path / LOG_FILE)] == [1, 1, 2]
     with tracker(tmp_path, length) as log:
         log.write(2, {"loss": 4.0})
-    assert [list(line.values()) for line in read_log(tmp_path / LOG_FILE)] == [[1, 1.0], [1, 2.0], [2, 4.0]]
+    assert [list(line.values()) for line in read_log(tmp_path / LOG_FILE)] == [
+        [1, 1.0],
+        [1, 2.0],
+        [2, 4.0],
+    ]
 
 
 def test_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
@@ -66,49 +75,13 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 
 
 def events(out: Path) -> list[tuple[int, dict[str, float]]]:
-    """What an event file says, read back by the format's own description: step and values of every summary."""
-    (path,) = (out / FOLDER).iterdir()
-    content, found, at = path.read_bytes(), [], 0
-    while at < len(content):
-        (length,) = struct.unpack_from("<Q", content, at)
-        body = content[at + 12 : at + 12 + length]
-        for start, size in ((at, 8), (at + 12, length)):
-            (stored,) = struct.unpack_from("<I", content, start + size)
-            plain = (stored - 0xA282EAD8) & 0xFFFFFFFF
-            assert ((plain >> 17) | (plain << 15)) & 0xFFFFFFFF == crc32c(content[start : start + size])
-        at += 16 + length
-        parts = dict(fields(body))
-        if 5 in parts:
-            values = [dict(fields(value)) for _, value in fields(parts[5])]
-            found.append((parts[2], {each[1].decode(): struct.unpack("<f", each[2])[0] for each in values}))
-    return found
-
-
-def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and content of every field of a protocol buffer."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        yield number, message[at : at + size]
-        at += size
-
-
-def test_the_checksum_is_castagnolis() -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of its specification
+    """Step and values of every summary in the only event file, as TensorBoard reads it."""
+    (path,) = (out / TENSORBOARD).iterdir()
+    return [
+        (event.step, {each.tag: each.simple_value for each in event.summary.value})
+        for event in LegacyEventFileLoader(str(path)).Load()
+        if event.HasField("summary")
+    ]
 
 
 def test_tensorboard_shows_every_step_once_also_after_a_kill(tmp_path: Path) -> None:
@@ -126,6 +99,15 @@ def test_tensorboard_shows_every_step_once_also_after_a_kill(tmp_path: Path) -> 
     ]
 
 
+def test_without_tensorboard_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    config = TrackerConfig(wandb="disabled", tensorboard=True)
+    with pytest.raises(UserError, match=r"\.\[tracking\]"):
+        Tracker(config, tmp_path, length=0, settings={})
+
+
 @pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -136,8 +118,12 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     end = time.monotonic() + 60
     while b"tau" not in file.read_bytes() and time.monotonic() < end:
-        time.sleep(0.05)  # wandb's own process ends the file a moment after it has said that it is done
-    content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+        time.sleep(
+            0.05
+        )  # wandb's own process ends the file a moment after it has said that it is done
+    content = b"".join(
+        path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file()
+    )
     for word in (b"tau", b"first-tag", b"headstart", b"eagle3"):
         assert word in content, word
     assert b"hf_abcdef" not in content
@@ -156,16 +142,24 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_again(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_again(
+    tmp_path: Path,
+) -> None:
     # wandb's service of this process, where an earlier test has started it, would take the run for one that still goes on
     own = {name: value for name, value in environment().items() if "WANDB_SERVICE" not in name}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=own, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=own, capture_output=True, timeout=300
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    with Tracker(TrackerConfig(), tmp_path, length=0, settings={}) as log:  # no state: from the beginning, in the same run
+    with Tracker(
+        TrackerConfig(), tmp_path, length=0, settings={}
+    ) as log:  # no state: from the beginning, in the same run
         log.write(1, {"loss": 2.0})
     names = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert names
-    ids = {name.split("-")[3] for name in names}  # offline-run-<time>-<id>, with a number behind it where that is taken
+    ids = {
+        name.split("-")[3] for name in names
+    }  # offline-run-<time>-<id>, with a number behind it where that is taken
     assert ids == {(tmp_path / ID_FILE).read_text().strip()}
     assert [line["step"] for line in read_log(tmp_path / LOG_FILE)] == [1]
 

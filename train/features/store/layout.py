@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, TypeAdapter
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
-from inference.manifest import FORMAT, write_json
+from inference.manifest import FORMAT, write_bytes, write_json
 from train.data.loader import PackedBatch
 
 STORE_FILE = "store.json"
@@ -133,12 +134,10 @@ def read_plan(folder: Path) -> StorePlan:
         )
     content = read_json(path)
     try:
-        values = {key: value for key, value in content.items() if key not in ("format", "stage")}
-        identity = dict(values.pop("identity"))
-        identity["taps"] = tuple(identity["taps"])
-        assert content["format"] == FORMAT
-        return StorePlan(Identity(**identity), **values)
-    except (KeyError, TypeError, AssertionError) as error:
+        if content.get("format") != FORMAT:
+            raise ValueError("another format")
+        return TypeAdapter(StorePlan).validate_python(content)
+    except ValueError as error:
         raise UserError(
             f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run `headstart features` again."
         ) from error
@@ -152,9 +151,39 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("no object")
         return content
     except ValueError as error:
-        raise UserError(
-            f"'{path}' is damaged ({error}). Delete it; `headstart features` with the same settings writes what is missing."
-        ) from error
+        raise damaged_json(path, error) from error
+
+
+def damaged_json(path: Path, error: ValueError) -> UserError:
+    """The error for a file of the store that cannot be read."""
+    return UserError(
+        f"'{path}' is damaged ({error}). Delete it; `headstart features` with the same settings "
+        "writes what is missing."
+    )
+
+
+class ShardIndex(BaseModel):
+    """The index of a shard: its file in the store, its size and hash, and its rows in order."""
+
+    file: str
+    bytes: int
+    sha256: str
+    rows: list[tuple[str, int]]
+    """Digest and tokens of each row."""
+
+    @classmethod
+    def read(cls, path: Path) -> ShardIndex:
+        """The index at `path`; raises `UserError` when it is damaged."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise damaged_json(path, error) from error
+
+    def write(self, path: Path) -> None:
+        """Write JSON with one line per row."""
+        head = json.dumps(self.model_dump(exclude={"rows"}))[:-1]
+        rows = ",\n".join(f'["{digest}",{length}]' for digest, length in self.rows)
+        write_bytes(path, f'{head}, "rows": [\n{rows}\n]}}\n'.encode())
 
 
 def shard_name(shard: int) -> str:

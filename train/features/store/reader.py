@@ -27,11 +27,11 @@ from heads.api.errors import UserError
 from inference.manifest import file_sha256
 from train.data.loader import PackedBatch
 from train.features.store.batches import Content
-from train.features.store.claims import Claims
+from train.features.store.claims import Claim, Claims
 from train.features.store.layout import (
     Identity,
+    ShardIndex,
     index_path,
-    read_json,
     read_plan,
     row_digests,
     shard_path,
@@ -92,7 +92,7 @@ class StoreReader:
             if shard in self._indexed or not index_path(self.folder, shard).is_file():
                 continue
             start = 0
-            for digest, length in read_json(index_path(self.folder, shard))["rows"]:
+            for digest, length in ShardIndex.read(index_path(self.folder, shard)).rows:
                 self._places.setdefault(digest, Place(shard, start, start + length))
                 start += length
             self._indexed.add(shard)
@@ -140,7 +140,7 @@ class StoreReader:
             if self._stopped.wait(POLL_SECONDS):
                 raise CancelledError
 
-    def _late(self, writing: dict[str, Any]) -> UserError:
+    def _late(self, writing: dict[str, Claim]) -> UserError:
         """The error for writers that stand still, or are not there."""
         who = ", ".join(f"{name}: {claim}" for name, claim in writing.items())
         state = f"{len(self._indexed)} of {self.plan.shards} shards are written"
@@ -172,7 +172,7 @@ class StoreReader:
             return self._open[shard]
         path = shard_path(self.folder, shard)
         if shard not in self._checked:
-            check_shard(path, read_json(index_path(self.folder, shard)))
+            check_shard(path, ShardIndex.read(index_path(self.folder, shard)))
             self._checked.add(shard)
         try:
             handle = safe_open(str(path), framework="pt")
@@ -188,16 +188,17 @@ class StoreReader:
         self._stopped.set()
 
 
-def check_shard(path: Path, index: dict[str, Any]) -> None:
+def check_shard(path: Path, index: ShardIndex) -> None:
     """Raise `UserError` unless a shard has the size and the SHA-256 that its index names."""
     if not path.is_file():
         raise UserError(f"'{path}' is in the feature store's index but is not there. {rewrite(path)}")
     size = path.stat().st_size
-    if size != index.get("bytes"):
-        raise damaged(path, f"it has {size} bytes, but was written with {index.get('bytes')}")
-    found = file_sha256(path)
-    if found != index.get("sha256"):
-        raise damaged(path, f"its sha256 is {found[:12]}..., but was {str(index.get('sha256'))[:12]}... when it was written")
+    if size != index.bytes:
+        raise damaged(path, f"it has {size} bytes, but was written with {index.bytes}")
+    found, written = file_sha256(path), index.sha256
+    if found != written:
+        what = f"its sha256 is {found[:12]}..., but was {written[:12]}... when it was written"
+        raise damaged(path, what)
 
 
 def damaged(path: Path, what: str) -> UserError:

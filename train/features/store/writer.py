@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ from train.features.store.claims import Claims, disk_error, folder_lock
 from train.features.store.layout import (
     STORE_FILE,
     Identity,
+    ShardIndex,
     StorePlan,
     index_path,
-    read_json,
     read_plan,
     row_digests,
     shard_name,
@@ -111,13 +111,13 @@ class Writer:
         first = shard * self.plan.rows_per_shard
         rows = self.order[first : first + self.plan.rows_per_shard]
         parts: list[Content] = []
-        entries: list[list[Any]] = []
+        entries: list[tuple[str, int]] = []
         for start in range(0, len(rows), self.batch_rows):
             packed = packed_rows(self.data, rows[start : start + self.batch_rows])
             batch = self.compute(packed)
             parts.append(to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits)))
             lengths = (packed.segments > 0).sum(1).tolist()
-            entries += [list(pair) for pair in zip(row_digests(packed), lengths, strict=True)]
+            entries += zip(row_digests(packed), lengths, strict=True)
             self.claims.renew(shard_name(shard))
         joined = {
             thing: {part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts}
@@ -127,23 +127,15 @@ class Writer:
         path = shard_path(self.folder, shard)
         try:
             write_bytes(path, content)
-            entry = {"file": str(path.relative_to(self.folder)), "bytes": len(content)}
-            entry |= {"sha256": hashlib.sha256(content).hexdigest(), "rows": entries}
-            write_json_compact(index_path(self.folder, shard), entry)
+            index = ShardIndex(
+                file=str(path.relative_to(self.folder)),
+                bytes=len(content),
+                sha256=hashlib.sha256(content).hexdigest(),
+                rows=entries,
+            )
+            index.write(index_path(self.folder, shard))
         except OSError as error:
             raise disk_error(self.folder, error) from error
-
-
-def write_json_compact(path: Path, content: Mapping[str, Any]) -> None:
-    """JSON with one line per row: an index is read by machines, and now and then by a person."""
-    rows = ",\n".join(f'["{digest}",{length}]' for digest, length in content["rows"])
-    head = ", ".join(f'"{key}": {quoted(content[key])}' for key in ("file", "bytes", "sha256"))
-    write_bytes(path, f'{{{head}, "rows": [\n{rows}\n]}}\n'.encode())
-
-
-def quoted(value: Any) -> str:
-    """A string or a number as JSON; no file name of ours needs escaping."""
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def make_plan(
@@ -231,7 +223,7 @@ def is_whole(folder: Path, shard: int) -> bool:
 @cache
 def _bytes_in(index: Path, _modified: int) -> int:
     """The size that an index names for its shard; read once per change."""
-    return int(read_json(index).get("bytes", -1))
+    return ShardIndex.read(index).bytes
 
 
 def whole_shards(folder: Path, plan: StorePlan) -> list[int]:
@@ -249,7 +241,7 @@ def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
     dropped = []
     for shard in whole_shards(folder, plan):
         path = shard_path(folder, shard)
-        if file_sha256(path) != read_json(index_path(folder, shard)).get("sha256"):
+        if file_sha256(path) != ShardIndex.read(index_path(folder, shard)).sha256:
             path.unlink()
             dropped.append(path.name)
     return dropped
@@ -261,15 +253,16 @@ def finish_store(folder: Path, plan: StorePlan, provenance: Mapping[str, Any] | 
         if not (folder / MANIFEST_FILE).is_file():
             shards, indices = [], []
             for shard in range(plan.shards):
-                entry = read_json(index_path(folder, shard))
-                rows = entry.pop("rows")
-                shards.append({**entry, "rows": len(rows), "tokens": sum(length for _, length in rows)})
+                index = ShardIndex.read(index_path(folder, shard))
+                tokens = sum(length for _, length in index.rows)
+                facts = index.model_dump(exclude={"rows"})
+                shards.append({**facts, "rows": len(index.rows), "tokens": tokens})
                 indices.append(file_entry(folder, str(index_path(folder, shard).relative_to(folder))))
-            content = read_json(folder / STORE_FILE)
-            facts = {key: content[key] for key in ("identity", "target", "rows", "tokens", "hidden", "estimated_bytes")}
+            known = asdict(plan)
+            del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
             size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
-            write_manifest(folder, "features", {**facts, "bytes": size, "shards": shards, "index": indices}, provenance)
+            write_manifest(folder, "features", {**known, "bytes": size, "shards": shards, "index": indices}, provenance)
     return read_manifest(folder, "features")
 
 

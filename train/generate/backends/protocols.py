@@ -1,15 +1,18 @@
-"""What is said to serving engines and what they answer: prompts as token ids, answers as token ids.
+"""Requests to serving engines and their answers: prompts as token ids, answers as token ids.
 
-openai: vLLM's /v1/completions takes `prompt` as a list of ids; with `return_token_ids` a choice carries `token_ids` and
-`prompt_token_ids`. sglang: /generate takes `input_ids` and answers with `output_ids`. A server that gives no ids is refused: its
-text, tokenised again, is often not what its model sampled.
+openai: vLLM's /v1/completions takes `prompt` as a list of ids; with `return_token_ids` a choice has
+`token_ids` and `prompt_token_ids`. sglang: /generate takes `input_ids` and answers with
+`output_ids`. A server that returns no ids is refused: its text, tokenised again, is often not what
+its model sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import AliasPath, BaseModel, Field, StrictInt, ValidationError
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
@@ -18,17 +21,74 @@ from inference.decoding.requests import Completion, Request
 PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 <b>&amp;</b>"
 """A text that tokenizers disagree on."""
 
+Json = dict[str, Any]
+"""The body of a request, or an answer that was not looked at yet."""
+
 
 class BadAnswerError(Exception):
-    """A server's answer that cannot be used, with the reason; the server is at fault, not the request."""
+    """A server's answer that cannot be used: the server is at fault, not the request."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an answer ended, in a server's words: `stop` or `length`, and the token that stopped it, if it says so."""
+    """How an answer ended: the server's `stop` or `length`, and the token that stopped it."""
 
     finish: str
     token: int | None
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class _Completions(BaseModel):
+    """What is read of vLLM's answer."""
+
+    tokens: list[StrictInt] = Field(validation_alias=AliasPath("choices", 0, "token_ids"))
+    prompt: list[StrictInt] = Field(validation_alias=AliasPath("choices", 0, "prompt_token_ids"))
+    finish: Any = Field(None, validation_alias=AliasPath("choices", 0, "finish_reason"))
+    stop: Any = Field(None, validation_alias=AliasPath("choices", 0, "stop_reason"))
+
+
+class _Generated(BaseModel):
+    """What is read of SGLang's answer."""
+
+    tokens: list[StrictInt] = Field(validation_alias="output_ids")
+    length: Any = Field(None, validation_alias=AliasPath("meta_info", "prompt_tokens"))
+    finish: Any = Field(None, validation_alias=AliasPath("meta_info", "finish_reason", "type"))
+    stop: Any = Field(None, validation_alias=AliasPath("meta_info", "finish_reason", "matched"))
+
+
+class _Probed(_Generated):
+    """SGLang's answer to the probe: log-probability, id and text of each token of the prompt."""
+
+    prompt: list[tuple[Any, StrictInt, Any]] = Field(
+        validation_alias=AliasPath("meta_info", "input_token_logprobs")
+    )
+
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+def _read(model: type[Answer], answer: Json) -> Answer:
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadAnswerError(
+            f"it returns no token ids ({where}: {first['msg']}). Text is never tokenised again "
+            "here, since that changes answers: use vLLM 0.10.2 or newer "
+            "(return_token_ids) or SGLang's /generate"
+        ) from error
+
+
+def _ended(finish: Any, stop: Any, same_prompt: bool) -> Ended:
+    if not same_prompt:
+        raise BadAnswerError("the server read another prompt than the token ids that were sent")
+    return Ended(str(finish), stop if isinstance(stop, int) else None)
+
+
+# ---- protocols -----------------------------------------------------------------------------------
 
 
 class OpenAI:
@@ -40,49 +100,28 @@ class OpenAI:
     def __init__(self, model: str) -> None:
         self.model = model
 
-    def request(self, request: Request, decode: DecodeConfig) -> dict[str, Any]:
-        """The body for one request. Everything that a server may have a default for is said."""
-        return {
-            "model": self.model,
-            "prompt": list(request.tokens),
-            "max_tokens": request.max_new_tokens,
-            "temperature": decode.temperature,
-            "top_p": decode.top_p,
-            "top_k": decode.top_k,
-            "min_p": decode.min_p,
-            "repetition_penalty": decode.repetition_penalty,
-            **({"logit_bias": {str(token): bias for token, bias in decode.logit_bias}} if decode.logit_bias else {}),
-            "seed": request.seed,
-            "n": 1,
-            "add_special_tokens": False,
-            "return_token_ids": True,
-        }
+    def request(self, request: Request, decode: DecodeConfig) -> Json:
+        """The body for one request. Everything that a server may have a default for is given."""
+        body = self._body(list(request.tokens), request.max_new_tokens)
+        return {**body, **_sampling(decode), "top_k": decode.top_k, "seed": request.seed, "n": 1}
 
-    def probe(self, text: str) -> dict[str, Any]:
+    def probe(self, text: str) -> Json:
         """A body that makes the server show how it tokenises a text."""
-        return {
-            "model": self.model,
-            "prompt": text,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "add_special_tokens": False,
-            "return_token_ids": True,
-        }
+        return {**self._body(text, 1), "temperature": 0.0}
 
-    def probed(self, answer: Mapping[str, Any]) -> list[int]:
+    def probed(self, answer: Json) -> list[int]:
         """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
-        choice = _choice(answer)
-        _ids(choice.get("token_ids"), _NO_IDS)
-        return _ids(choice.get("prompt_token_ids"), _NO_IDS)
+        return _read(_Completions, answer).prompt
 
-    def answer(self, answer: Mapping[str, Any], request: Request) -> tuple[list[int], Ended]:
+    def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
         """Sampled token ids and how they ended."""
-        choice = _choice(answer)
-        if _ids(choice.get("prompt_token_ids"), _NO_IDS) != list(request.tokens):
-            raise BadAnswerError("the server read another prompt than the token ids that were sent")
-        stop = choice.get("stop_reason")
-        ended = Ended(str(choice.get("finish_reason")), stop if isinstance(stop, int) else None)
-        return _ids(choice.get("token_ids"), _NO_IDS), ended
+        found = _read(_Completions, answer)
+        same = found.prompt == list(request.tokens)
+        return found.tokens, _ended(found.finish, found.stop, same)
+
+    def _body(self, prompt: str | list[int], limit: int) -> Json:
+        given = {"model": self.model, "prompt": prompt, "max_tokens": limit}
+        return {**given, "add_special_tokens": False, "return_token_ids": True}
 
 
 class SGLang:
@@ -91,65 +130,66 @@ class SGLang:
     name = "sglang"
     path = "/generate"
 
-    def request(self, request: Request, decode: DecodeConfig) -> dict[str, Any]:
-        """The body for one request. Seeds are left out: SGLang honours them in its deterministic mode only."""
-        return {
-            "input_ids": list(request.tokens),
-            "sampling_params": {
-                "max_new_tokens": request.max_new_tokens,
-                "temperature": decode.temperature,
-                "top_p": decode.top_p,
-                "top_k": decode.top_k or -1,
-                "min_p": decode.min_p,
-                "repetition_penalty": decode.repetition_penalty,
-                **({"logit_bias": {str(token): bias for token, bias in decode.logit_bias}} if decode.logit_bias else {}),
-            },
-        }
+    def request(self, request: Request, decode: DecodeConfig) -> Json:
+        """The body for one request. No seed: SGLang honours it in its deterministic mode only."""
+        limit, top_k = request.max_new_tokens, decode.top_k or -1
+        parameters = {"max_new_tokens": limit, **_sampling(decode), "top_k": top_k}
+        return {"input_ids": list(request.tokens), "sampling_params": parameters}
 
-    def probe(self, text: str) -> dict[str, Any]:
-        """A body that makes the server show how it tokenises a text: by the log-probabilities of the prompt."""
+    def probe(self, text: str) -> Json:
+        """A body that makes the server return the token ids of a text, with log-probabilities."""
         parameters = {"max_new_tokens": 1, "temperature": 0.0}
-        return {"text": text, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": 0}
+        shown = {"return_logprob": True, "logprob_start_len": 0}
+        return {"text": text, "sampling_params": parameters, **shown}
 
-    def probed(self, answer: Mapping[str, Any]) -> list[int]:
+    def probed(self, answer: Json) -> list[int]:
         """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
-        _ids(answer.get("output_ids"), _NO_IDS)
-        entries = _meta(answer).get("input_token_logprobs")
-        if not isinstance(entries, Sequence):
-            raise BadAnswerError(_NO_IDS)
-        return _ids([entry[1] for entry in entries], _NO_IDS)
+        return [token for _, token, _ in _read(_Probed, answer).prompt]
 
-    def answer(self, answer: Mapping[str, Any], request: Request) -> tuple[list[int], Ended]:
+    def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
         """Sampled token ids and how they ended."""
-        meta = _meta(answer)
-        if meta.get("prompt_tokens", len(request.tokens)) != len(request.tokens):
-            raise BadAnswerError("the server read another prompt than the token ids that were sent")
-        reason = meta.get("finish_reason") or {}
-        matched = reason.get("matched")
-        ended = Ended(str(reason.get("type")), matched if isinstance(matched, int) else None)
-        return _ids(answer.get("output_ids"), _NO_IDS), ended
+        found = _read(_Generated, answer)
+        same = found.length in (None, len(request.tokens))
+        return found.tokens, _ended(found.finish, found.stop, same)
 
 
 Protocol = OpenAI | SGLang
 
 
+def _sampling(decode: DecodeConfig) -> Json:
+    """The settings that both call by the same names."""
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    biases = {str(token): bias for token, bias in decode.logit_bias}
+    given = {name: getattr(decode, name) for name in names}
+    return {**given, "logit_bias": biases} if biases else given
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
 def completion_of(
     request: Request, tokens: Sequence[int], ended: Ended, eos: Sequence[int], vocab_size: int
 ) -> Completion:
-    """A server's answer as our decoder would have handed it out: the end-of-text token included, and nothing behind it.
+    """A server's answer as our decoder would have returned it, the end-of-text token included.
 
     Raises `BadAnswerError` for an answer that our decoder could not have given.
     """
     found = list(tokens)
     if any(not 0 <= token < vocab_size for token in found):
-        raise BadAnswerError(f"the server's token ids reach beyond the target's vocabulary of {vocab_size}")
+        raise BadAnswerError(
+            f"the server's token ids reach beyond the target's vocabulary of {vocab_size}"
+        )
     if ended.finish not in ("stop", "length"):
-        raise BadAnswerError(f"the server ended an answer with '{ended.finish}', which is neither stop nor length")
+        raise BadAnswerError(
+            f"the server ended an answer with '{ended.finish}', which is neither stop nor length"
+        )
     if ended.finish == "stop" and not (found and found[-1] in eos):
-        # Some servers leave the token out that ended the answer; it was sampled, and drafters have to learn it.
+        # Some servers leave out the token that ended the answer, which drafters have to learn.
         closing = ended.token if ended.token is not None else eos[0] if len(eos) == 1 else None
         if closing is None or closing not in eos:
-            raise BadAnswerError("the server stopped an answer at something that is no end-of-text token of the target")
+            raise BadAnswerError(
+                "the server stopped an answer at no end-of-text token of the target"
+            )
         found.append(closing)
     if not found or len(found) > request.max_new_tokens + 1:
         raise BadAnswerError(f"the server answered with {len(found)} tokens")
@@ -160,32 +200,7 @@ def same_tokenizer(address: str, mine: Sequence[int], theirs: Sequence[int]) -> 
     """Raise `UserError` unless a server reads the probe as the target does."""
     if list(mine) != list(theirs):
         raise UserError(
-            f"the server at {address} has another tokenizer than the target: it reads the probe as {list(theirs)[:12]}..., the "
-            f"target as {list(mine)[:12]}.... Serve the target itself, or set target.path to what is served."
+            f"the server at {address} has another tokenizer than the target: it reads the probe as "
+            f"{list(theirs)[:12]}..., the target as {list(mine)[:12]}.... Serve the target itself, "
+            "or set target.path to what is served."
         )
-
-
-_NO_IDS = (
-    "it returns no token ids. Text is never tokenised again here, since that changes answers: use vLLM 0.10.2 or newer "
-    "(return_token_ids) or SGLang's /generate"
-)
-
-
-def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = answer.get("choices")
-    if not isinstance(choices, Sequence) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        raise BadAnswerError("its answer has no choice")
-    return choices[0]
-
-
-def _meta(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    meta = answer.get("meta_info")
-    return meta if isinstance(meta, Mapping) else {}
-
-
-def _ids(value: Any, reason: str) -> list[int]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadAnswerError(reason)
-    if any(not isinstance(token, int) or isinstance(token, bool) for token in value):
-        raise BadAnswerError("its token ids are not all whole numbers")
-    return list(value)

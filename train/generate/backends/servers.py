@@ -1,31 +1,33 @@
-"""Sampling through serving engines over HTTP: several servers, many requests at once, errors that pass waited out.
+"""Sampling through serving engines over HTTP: several servers, many requests at once, retries.
 
-An error that may pass (429, 5xx, a broken connection, no answer in time) puts the request back; any server may take it next. 429
-and 503 also hold back the server's other requests. A server that keeps failing is left out; when none is left, or one request has
-failed too often, the run ends with a clear error, keeping what was answered: the same command continues. A request that a server
+After an error that may pass (429, 5xx, a broken connection, no answer in time) the request is put
+back, any server may take it next, and the server that failed gets no requests for a while. A server
+that keeps failing is left out; when none is left, or one request has failed too often, the run ends
+with a clear error, keeping what was answered: the same command continues. A request that a server
 refuses (400, 413, 422) is that row's failure.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
 import os
 import queue
+import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+
+import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from train.generate.backends.protocols import (
     PROBE,
     BadAnswerError,
+    Json,
     OpenAI,
     Protocol,
     SGLang,
@@ -42,210 +44,201 @@ LONGEST_WAIT = 60.0
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
 REFUSING = frozenset({400, 413, 422})
-LARGEST_ANSWER = 1 << 28
-# Servers are reached directly: a proxy of the environment stands between here and the internet, not between here and a cluster.
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class PassingError(Exception):
-    """An error that may pass; `wait`: seconds that the server asked for, busy: it has too much to do."""
+class ServerError(Exception):
+    """A request without an answer. status: of HTTP; 0: none. wait: seconds asked for."""
 
-    def __init__(self, reason: str, wait: float | None = None, busy: bool = False) -> None:
+    def __init__(self, reason: str, status: int = 0, wait: float | None = None) -> None:
         super().__init__(reason)
-        self.wait, self.busy = wait, busy
-
-
-class RefusedError(Exception):
-    """The server will not answer this request, ever. status: of HTTP."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
+        self.status, self.wait = status, wait
+        self.passing, self.busy = status == 0 or status in PASSING, status in BUSY
 
 
 @dataclass
 class Server:
-    """One server: its address, what it speaks, and how it is doing."""
+    """One server: its address, its protocol, and how it is doing."""
 
     address: str
     protocol: Protocol
     failures: int = 0
     """Errors in a row; of requests that were under way together only one counts."""
+    refusals: int = 0
+    """Answers in a row that it has too much to do, counted in the same way."""
     failed_at: float = 0.0
     """Monotonic time of the last error that counted."""
-    held_back: int = 0
-    """Answers in a row that it has too much to do."""
     resume_at: float = 0.0
     """Monotonic time before which nothing is sent."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass(order=True)
-class Job:
-    """A request on its way: not before `at`, tried `attempts` times so far."""
+@dataclass
+class Pending:
+    """A request without an answer, and how often a server failed to give it one."""
 
-    at: float
-    number: int
-    request: Request = field(compare=False)
-    attempts: int = field(default=0, compare=False)
+    request: Request
+    attempts: int = 0
+
+
+Outcome = Completion | Refused | UserError
 
 
 class ServerPool:
     """Samples answers with all given servers. Construct once: it checks every server first."""
 
     def __init__(self, sampling: SamplingConfig, target: TargetFacts) -> None:
-        """Raises `UserError` for a server that does not answer, returns no token ids or has another tokenizer."""
+        """Raises `UserError` for a server without answer, token ids or the target's tokenizer."""
         self.sampling, self.target = sampling, target
+        key = os.environ.get(sampling.key_variable)
+        self.client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=sampling.timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            follow_redirects=True,
+            # Proxies of the environment stand before the internet, not before a cluster's servers.
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
         self.servers = [self._connect(address) for address in sampling.servers]
         self._answered = time.monotonic()
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
         """Answers in finishing order. Raises `UserError` when the servers cannot go on."""
         self._answered = time.monotonic()
-        jobs: queue.PriorityQueue[Job] = queue.PriorityQueue()
-        count = 0
-        for count, request in enumerate(requests, 1):
-            jobs.put(Job(0.0, count, request))
-        results: queue.Queue[Completion | Refused | BaseException] = queue.Queue()
-        stop = threading.Event()
-        alive = [server for server in self.servers if server.failures <= self.sampling.retries]
-        per_server = min(self.sampling.concurrency, max(1, count))
-        threads = [
-            threading.Thread(target=self._work, args=(server, jobs, results, stop), daemon=True)
-            for server in alive
-            for _ in range(per_server)
-        ]
-        for thread in threads:
-            thread.start()
+        waiting: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        for request in requests:
+            waiting.put(Pending(request))
+        total, stop = waiting.qsize(), threading.Event()
+        for server in filter(self._usable, self.servers):
+            for _ in range(min(self.sampling.concurrency, total)):
+                given = (server, waiting, outcomes, stop)
+                threading.Thread(target=self._work, args=given, daemon=True).start()
         try:
-            for _ in range(count):
-                outcome = results.get()
-                if isinstance(outcome, BaseException):
+            for _ in range(total):
+                outcome = outcomes.get()
+                if isinstance(outcome, UserError):
                     raise outcome
                 yield outcome
         finally:
             stop.set()
 
+    def _usable(self, server: Server) -> bool:
+        return server.failures <= self.sampling.retries
+
     def _work(
         self,
         server: Server,
-        jobs: queue.PriorityQueue[Job],
-        results: queue.Queue[Completion | Refused | BaseException],
+        waiting: queue.SimpleQueue[Pending],
+        outcomes: queue.SimpleQueue[Outcome],
         stop: threading.Event,
     ) -> None:
-        while not stop.is_set() and server.failures <= self.sampling.retries:
-            pause = server.resume_at - time.monotonic()
-            if pause > 0:
-                stop.wait(min(pause, 0.5))
-                continue
+        """One request after the other to one server; several threads do this for each."""
+        while not stop.is_set() and self._usable(server):
             try:
-                job = jobs.get(timeout=0.1)
+                pending = waiting.get(timeout=0.1)
             except queue.Empty:
                 continue
-            early = job.at - time.monotonic()
-            if early > 0:  # the soonest of all: nothing to do until then
-                jobs.put(job)
-                stop.wait(min(early, 0.1))
+            pause = server.resume_at - time.monotonic()
+            if pause > 0:
+                waiting.put(pending)
+                stop.wait(min(pause, 0.5))
                 continue
-            begun = time.monotonic()
-            try:
-                results.put(self._answer(server, job.request))
-                server.failures = server.held_back = 0
-                self._answered = time.monotonic()
-            except PassingError as error:
-                self._put_back(server, job, jobs, results, error, begun)
-            except RefusedError as error:
-                if error.status not in REFUSING:
-                    results.put(UserError(f"the server at {server.address} answers with {error}."))
-                    return
-                results.put(Refused(job.request, str(error)))
-            except (UserError, BadAnswerError) as error:
-                results.put(UserError(f"the server at {server.address} cannot be used: {error}"))
-                return
+            outcome = self._outcome(server, pending)
+            if outcome is None:
+                waiting.put(pending)
+            else:
+                outcomes.put(outcome)
 
-    def _put_back(
-        self,
-        server: Server,
-        job: Job,
-        jobs: queue.PriorityQueue[Job],
-        results: queue.Queue[Completion | Refused | BaseException],
-        error: PassingError,
-        begun: float,
-    ) -> None:
-        """Wait and try again, or give up. begun: when the request was sent."""
+    def _outcome(self, server: Server, pending: Pending) -> Outcome | None:
+        """What became of a request; None: it is to be sent again. A `UserError` ends the run."""
+        begun = time.monotonic()
+        try:
+            found = self._answer(server, pending.request)
+        except ServerError as error:
+            if error.passing:
+                return self._failed(server, pending, error, begun)
+            if error.status in REFUSING:
+                return Refused(pending.request, str(error))
+            return UserError(f"the server at {server.address} answers with {error}.")
+        except (UserError, BadAnswerError) as error:
+            return UserError(f"the server at {server.address} cannot be used: {error}")
+        server.failures = server.refusals = 0
+        self._answered = time.monotonic()
+        return found
+
+    def _failed(
+        self, server: Server, pending: Pending, error: ServerError, begun: float
+    ) -> UserError | None:
+        """Hold the server back for a while, or give up. begun: when the request was sent."""
         with server.lock:
-            before = server.held_back if error.busy else job.attempts
-            wait = error.wait if error.wait is not None else self._backoff(before)
             now = time.monotonic()
-            fresh = begun >= server.failed_at  # the others were under way when it failed before
-            if fresh:
-                # A busy server is not a broken one: it is waited for as long as it says so.
-                server.held_back += error.busy
+            if begun >= server.failed_at:  # the others were under way when it failed before
+                # A busy server is not a broken one: it is waited for as long as `patience` allows.
+                server.refusals += error.busy
                 server.failures += not error.busy
                 server.failed_at = now
-            if error.busy or server.failures > 1:
-                # Every request meets a server that is away for the first time: the pauses grow with the server's failures, or a
-                # restart of a minute would use up all of them.
-                pause = wait if error.wait is not None or error.busy else max(wait, self._backoff(server.failures - 1))
-                server.resume_at = max(server.resume_at, now + pause)
-        if server.failures > self.sampling.retries:
+            row = max(1, server.refusals if error.busy else server.failures)
+            wait = self._backoff(row - 1) if error.wait is None else error.wait
+            server.resume_at = max(server.resume_at, now + wait)
+        if not self._usable(server):
             logger.warning("the server at %s is left out: %s", server.address, error)
-        left = any(other.failures <= self.sampling.retries for other in self.servers)
-        attempts = job.attempts + (not error.busy)
-        silent = time.monotonic() - self._answered > self.sampling.patience
+        pending.attempts += not error.busy
+        if not any(map(self._usable, self.servers)):
+            what = "no server is left"
+        elif time.monotonic() - self._answered > self.sampling.patience:
+            what = f"no server has answered for {self.sampling.patience:g} seconds"
         # A broken server may have had the request several times before it is left out.
-        too_often = attempts >= (self.sampling.retries + 1) * len(self.servers)
-        if not left or too_often or silent:
-            what = "no server is left" if not left else f"a request failed {attempts} times"
-            what = f"no server has answered for {self.sampling.patience:g} seconds" if silent else what
-            results.put(
-                UserError(
-                    f"{what}: {server.address}: {error}. What was answered is kept; the same command continues."
-                )
-            )
-            return
-        jobs.put(Job(time.monotonic() + wait, job.number, job.request, attempts))
+        elif pending.attempts >= (self.sampling.retries + 1) * len(self.servers):
+            what = f"a request failed {pending.attempts} times"
+        else:
+            return None
+        return UserError(
+            f"{what}: {server.address}: {error}. What was answered is kept; "
+            "the same command continues."
+        )
 
     def _backoff(self, attempts: int) -> float:
         return float(min(LONGEST_WAIT, self.sampling.backoff * 2**attempts))
 
     def _answer(self, server: Server, request: Request) -> Completion:
         body = server.protocol.request(request, self.sampling)
-        answer = self._post(server.address + server.protocol.path, body)
+        answer = self._ask(server.address + server.protocol.path, body)
         tokens, ended = server.protocol.answer(answer, request)
-        return completion_of(request, tokens, ended, self.target.eos_token_ids, self.target.info.vocab_size)
+        facts = self.target
+        return completion_of(request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size)
 
-    # ---- the check before the start ---------------------------------------------------------------------------------
+    # ---- the check before the start --------------------------------------------------------------
 
     def _connect(self, address: str) -> Server:
-        """The server at an address, after its protocol, its model and its tokenizer have been looked at."""
-        tokenizer = self.target.tokenizer
+        """The server at an address, after a look at its protocol, its model and its tokenizer."""
         protocol = self._protocol(address)
         try:
-            theirs = protocol.probed(self._patiently(address + protocol.path, protocol.probe(PROBE)))
-        except RefusedError as error:
+            answer = self._patiently(address + protocol.path, protocol.probe(PROBE))
+            theirs = protocol.probed(answer)
+        except ServerError as error:
             raise UserError(f"the server at {address} refuses the probe: {error}.") from error
         except BadAnswerError as error:
             raise UserError(f"the server at {address} cannot be used: {error}.") from error
-        same_tokenizer(address, tokenizer.encode(PROBE, add_special_tokens=False), theirs)
+        mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
+        same_tokenizer(address, mine, theirs)
         return Server(address, protocol)
 
     def _protocol(self, address: str) -> Protocol:
         if self.sampling.protocol == "sglang":
             return SGLang()
         try:
-            listed = self._patiently(address + "/v1/models", None)
-        except RefusedError as error:
+            listed = self._patiently(address + "/v1/models").get("data", [])
+        except ServerError as error:
             raise UserError(
-                f"{address} is neither a vLLM nor an SGLang server: /v1/models gives {error}. Check sampling.server."
+                f"{address} is neither a vLLM nor an SGLang server: /v1/models gives {error}. "
+                "Check sampling.server."
             ) from error
         if self.sampling.protocol == "auto":
-            try:
-                self._post(address + "/get_model_info", None)
+            with suppress(ServerError):
+                self._ask(address + "/get_model_info")
                 return SGLang()
-            except (RefusedError, PassingError):
-                pass
-        names = [str(entry.get("id")) for entry in listed.get("data", []) if isinstance(entry, dict)]
+        names = [str(entry.get("id")) for entry in listed if isinstance(entry, dict)]
         wanted = self.sampling.served_model
         if (wanted and wanted not in names) or (not wanted and len(names) != 1):
             raise UserError(
@@ -254,49 +247,41 @@ class ServerPool:
             )
         return OpenAI(wanted or names[0])
 
-    def _patiently(self, url: str, body: Any) -> dict[str, Any]:
-        """Ask until there is an answer or the patience for passing errors has run out (then a `UserError`)."""
-        for attempt in range(self.sampling.retries + 1):
+    def _patiently(self, url: str, body: Json | None = None) -> Json:
+        """Ask, again after an error that may pass; raises `UserError` after the last attempt."""
+        for attempt in count():
             try:
-                return self._post(url, body)
-            except PassingError as error:
+                return self._ask(url, body)
+            except ServerError as error:
+                if not error.passing:
+                    raise
                 if attempt == self.sampling.retries:
                     raise UserError(f"{url} does not answer: {error}. Is the server up?") from error
-                time.sleep(error.wait if error.wait is not None else self._backoff(attempt))
+                time.sleep(self._backoff(attempt) if error.wait is None else error.wait)
         raise AssertionError("unreachable")
 
-    # ---- HTTP ---------------------------------------------------------------------------------------------------------
+    # ---- HTTP ------------------------------------------------------------------------------------
 
-    def _post(self, url: str, body: Any) -> dict[str, Any]:
-        """One exchange: POST of JSON, or GET without a body. Raises `PassingError`, `RefusedError` or `UserError`."""
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.sampling.key_variable)
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
+    def _ask(self, url: str, body: Json | None = None) -> Json:
+        """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""
         try:
-            with OPENER.open(urllib.request.Request(url, data, headers), timeout=self.sampling.timeout) as answer:
-                content = json.loads(answer.read(LARGEST_ANSWER))
-        except urllib.error.HTTPError as error:
-            raise _judged(error, self.sampling.key_variable) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: half an answer is no JSON
-            raise PassingError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(content, dict):
-            raise PassingError("the answer is no JSON object")
-        return content
-
-
-def _judged(error: urllib.error.HTTPError, key_variable: str) -> Exception:
-    """What an HTTP status means for the request."""
-    try:
-        said = error.read(400).decode("utf-8", "replace").strip()
-    except (OSError, http.client.HTTPException):
-        said = ""
-    reason = f"status {error.code}" + (f" ({said})" if said else "")
-    if error.code in PASSING:
-        after = error.headers.get("Retry-After", "")
+            answer = self.client.request("GET" if body is None else "POST", url, json=body)
+            content = answer.json() if answer.is_success else None
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # half an answer: ValueError
+            raise ServerError(f"{type(error).__name__}: {error}") from error
+        if isinstance(content, dict):
+            return content
+        if answer.is_success:
+            raise ServerError("the answer is no JSON object")
+        status, text = answer.status_code, answer.text[:400].strip()
+        reason = f"status {status}" + (f" ({text})" if text else "")
+        if status in (401, 403):
+            variable = self.sampling.key_variable
+            raise UserError(f"it wants a valid key; put it into the variable {variable}: {reason}")
+        after = answer.headers.get("Retry-After", "")
         wait = min(LONGEST_WAIT, float(after)) if after.replace(".", "", 1).isdigit() else None
-        return PassingError(reason, wait, busy=error.code in BUSY)
-    if error.code in (401, 403):
-        return UserError(f"it wants a valid key; put it into the environment variable {key_variable}: {reason}")
-    return RefusedError(reason, error.code)
+        raise ServerError(reason, status, wait)

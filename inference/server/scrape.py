@@ -1,0 +1,22 @@
+"""Reads what a server exposes at /metrics (Prometheus' text format): ours, vLLM's, SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+
+def read_samples(text: str) -> Iterator[Sample]:
+    """The samples in `text`, in order; raises `ValueError` naming a line that is none."""
+    for number, line in enumerate(text.splitlines(), 1):
+        # Line by line: the parser's errors do not say where they are.
+        try:
+            families = list(text_string_to_metric_families(line))
+        except ValueError as error:
+            raise ValueError(
+                f"line {number}: not a sample in Prometheus' text format ({error})"
+            ) from error
+        for family in families:
+            yield from family.samples
