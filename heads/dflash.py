@@ -73,10 +73,26 @@ class Drafter(BlockModel):
     """A block drafter."""
 
     kind: ClassVar[str] = "dflash"
+    label_weight: ClassVar[str] = "ce"
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
         self._plans = PlanCache()
+
+    @classmethod
+    def export_method(cls, config: Config) -> str:
+        """The published method that the options make of it, or mixed: parts of several."""
+        if config.layer_fusion:
+            return "dflare"
+        if config.dependency == "parent":
+            return "treeflash"
+        if config.dependency in ("markov", "gated", "rnn"):
+            return "mixed" if config.convolution else "dspark"
+        if config.dependency == "gru":
+            return "mixed" if config.convolution or config.confidence else "domino"
+        if (config.dependency == "selector") != config.convolution or config.confidence:
+            return "mixed"
+        return "dflash2" if config.convolution else "dflash"
 
     # --- training -------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class Drafter(SmallLM):
     """A small Llama that drafts for the target."""
 
     kind: ClassVar[str] = "distilled"
+    label_weight: ClassVar[str] = "ce"
+    language_model: ClassVar[bool] = True
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)

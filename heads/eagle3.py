@@ -85,6 +85,7 @@ class Drafter(TapDrafter):
     """An EAGLE-3 draft head."""
 
     kind: ClassVar[str] = "eagle3"
+    label_weight: ClassVar[str] = "hard_label_weight"
     midlayer: FusingLayer
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

@@ -2,7 +2,7 @@
 
 Three methods are settings of this kind. Exit after layer E, straight into the target's final norm and LM head
 (LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept layers, found by a search, the
-residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/search_layers.py`).
+residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/tools/search_layers.py`).
 Exit after layer E into a small trained adapter: one attention block and norms of its own in front of the LM head
 (Kangaroo, 2404.18911). Nothing of the target is copied: `heads.nn.target.drafting` says how.
 
@@ -44,7 +44,7 @@ class Config:
     exit_layer: int = 0
     """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of them."""
     layers: tuple[int, ...] = ()
-    """Keep exactly these layers instead (ascending); what `python -m scripts.search_layers` finds."""
+    """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers` finds."""
     skip_ratio: float = 0.0
     """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last are kept. A set to start from
     when none was searched."""
@@ -153,12 +153,14 @@ class Drafter(SelfDrafter):
     """Some of the target's layers, its LM head, and an adapter between them if it has one."""
 
     kind: ClassVar[str] = "early_exit"
+    label_weight: ClassVar[str] = "hard_label_weight"
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         kept = kept_layers(config, info)
         super().__init__(config, info, kept)
         self.exit = kept[-1].layer + 1
         self.whole = kept == tuple(KeptLayer(layer) for layer in range(self.exit))
+        self.runs_target_layers = not self.whole
         taps = {item.layer for item in kept if item.attention}
         # Training reads the stream at the exit, whether an adapter or the target itself is trained.
         self.needs = FeatureSpec(tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True)

@@ -168,6 +168,7 @@ class Drafter(FeatureDrafter):
     """K heads over the target's last hidden state, each fed with the tokens before its own."""
 
     kind: ClassVar[str] = "hydra_heads"
+    label_weight: ClassVar[str] = "hard_label_weight"
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)

@@ -65,6 +65,7 @@ class Drafter(SmallLM):
     """A small language model with mask tokens."""
 
     kind: ClassVar[str] = "pard"
+    label_weight: ClassVar[str] = "ce"
     pard_token: Tensor
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

@@ -114,6 +114,7 @@ class Drafter(TapDrafter):
     """A P-EAGLE draft head."""
 
     kind: ClassVar[str] = "peagle"
+    label_weight: ClassVar[str] = "hard_label_weight"
     layers: nn.ModuleList
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

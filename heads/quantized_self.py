@@ -55,6 +55,7 @@ class Drafter(SelfDrafter):
     """The target itself in fewer bits."""
 
     kind: ClassVar[str] = "quantized_self"
+    runs_target_layers = True
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         layers = config.layers or tuple(range(info.num_layers))

@@ -14,14 +14,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from heads.api.errors import UserError, suggest
-from scripts.leaving import leaving_in_order
-from scripts.stages import STAGES
+from scripts.config.stages import STAGES
+from scripts.run.signals import leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
-CONTINUED = ("generate", "features", "train")
-"""Stages that a scheduler's signal ends with status 0 wherever they are, since the same command continues them."""
-RECORDED = ("generate", "train")
-"""Stages that can be asked whether they are complete."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = tuple(os.strerror(number) for number in FULL)
 """How libraries that wrap such an error in one of their own (safetensors, pyarrow) spell it."""
@@ -82,29 +78,38 @@ def dispatch(given: list[str]) -> int:
     name, rest = given[0], given[1:]
     if name not in STAGES:
         raise UserError(f"there is no stage '{name}'.{suggest(name, STAGES)} See: headstart --help")
-    flags, overrides = split_flags(rest)
+    flags, overrides, file = split_flags(rest)
     if "--plan" in flags:
         if name not in ("train", "plan"):
             raise UserError(f"--plan belongs to `headstart train`; 'headstart {name}' has no plan.")
         name = "plan"
-    if "--complete" in flags and name not in RECORDED:
-        raise UserError(f"--complete belongs to {' and '.join(RECORDED)}; 'headstart {name}' cannot be asked.")
+    stage = STAGES[name]
+    if "--complete" in flags and not stage.recorded:
+        able = " and ".join(other.name for other in STAGES.values() if other.recorded)
+        raise UserError(f"--complete belongs to {able}; 'headstart {name}' cannot be asked.")
     if "--help" in flags:
-        helper = importlib.import_module("scripts.help")
-        print(helper.stage_help(STAGES[name], overrides))
+        helper = importlib.import_module("scripts.config.help")
+        print(helper.stage_help(stage, overrides))
         return 0
-    overrides = STAGES[name].spelled_out(overrides)
-    works = name in CONTINUED and not flags & {"--show", "--complete"}
-    with leaving_in_order() if works else nullcontext():
-        runner = importlib.import_module("scripts.runner")
+    works = stage.continued and not flags & {"--show", "--complete"}
+    with leave_in_order() if works else nullcontext():
+        runner = importlib.import_module("scripts.run.runner")
         status: int = runner.run_stage(
-            STAGES[name], overrides, multirun="--multirun" in flags, show="--show" in flags, ask="--complete" in flags
+            stage,
+            stage.expand_short(overrides),
+            multirun="--multirun" in flags,
+            show="--show" in flags,
+            ask="--complete" in flags,
+            file=file,
         )
     return status
 
 
-def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
-    """Separate flags from overrides; raises `UserError` for a flag that does not exist."""
+def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
+    """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
+
+    `--config <file>` is how a loop starts a stage in another process: all settings stand in the file.
+    """
     spellings = {
         "--help": "--help",
         "-h": "--help",
@@ -115,17 +120,25 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str]]:
         "--plan": "--plan",
         "--complete": "--complete",
     }
-    flags, overrides = set(), []
-    for item in rest:
-        if item in spellings:
+    flags, overrides, file = set(), [], ""
+    items = iter(rest)
+    for item in items:
+        if item == "--config":
+            file = next(items, "")
+            if not file:
+                raise UserError("--config is to be followed by the file with the settings.")
+        elif item in spellings:
             flags.add(spellings[item])
         elif item.startswith("-"):
             raise UserError(
-                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without dashes, as key=value."
+                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without dashes, "
+                "as key=value."
             )
         else:
             overrides.append(item)
-    return flags, overrides
+    if file and (overrides or "--multirun" in flags):
+        raise UserError("--config holds all settings of a stage: give no others beside it.")
+    return flags, overrides, file
 
 
 def disk_complaint(error: BaseException | None) -> str | None:

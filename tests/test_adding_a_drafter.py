@@ -18,39 +18,53 @@ from heads.api.registry import get_kind, kind_names
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.export.check.config import VerifyConfig
+from inference.export.check.verify import verify
+from inference.export.engine_folder import prepare
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
+from inference.measure.baselines import is_llama
 from inference.parity import check_parity
-from scripts.config import load_settings
-from scripts.help import stage_help
-from scripts.stages import STAGES
+from scripts.config.help import stage_help
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from tests.inference.export.ground import load_target, save_target, target_config, write
 from tests.models import random_target
+from tests.oracle.compare import forward_gap
 from train.data.loader import PackedBatch
+from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
+from train.on_policy import require_possible
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "adding_a_drafter.md"
+NAMES = ("bigram", "twin")
 
 
-def block(language: str) -> str:
-    """The page's code block of a language that opens with its file's name."""
-    found = re.findall(
-        rf"```{language}\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    assert len(found) == 1, f"the page should hold one {language} file, it holds {len(found)}"
-    return str(found[0][1])
+def block(path: str) -> str:
+    """The page's code block that opens with the path of its file."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = re.findall(rf"```\w+\n# {re.escape(path)}\n(.*?)```", page, flags=re.DOTALL)
+    assert len(found) == 1, f"the page should hold {path} once, it holds it {len(found)} times"
+    return str(found[0])
 
 
 @pytest.fixture
-def bigram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The page's two files, in folders that are searched after the project's own."""
+def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's files, in folders that are searched after the project's own."""
     (tmp_path / "kinds").mkdir()
     (tmp_path / "conf" / "head").mkdir(parents=True)
-    (tmp_path / "kinds" / "bigram.py").write_text(block("python"), encoding="utf-8")
-    (tmp_path / "conf" / "head" / "bigram.yaml").write_text(block("yaml"), encoding="utf-8")
+    for name in NAMES:
+        (tmp_path / "kinds" / f"{name}.py").write_text(block(f"heads/{name}.py"), encoding="utf-8")
+    (tmp_path / "conf" / "head" / "bigram.yaml").write_text(
+        block("conf/head/bigram.yaml"), encoding="utf-8"
+    )
     monkeypatch.setattr(heads, "__path__", [*heads.__path__, str(tmp_path / "kinds")])
     monkeypatch.setenv("HEADSTART_CONF", str(tmp_path / "conf"))
     importlib.invalidate_caches()
     yield
-    sys.modules.pop("heads.bigram", None)
-    vars(heads).pop("bigram", None)
+    for name in NAMES:
+        sys.modules.pop(f"heads.{name}", None)
+        vars(heads).pop(name, None)
 
 
 def batch_of(documents: list[list[int]]) -> PackedBatch:
@@ -63,7 +77,7 @@ def batch_of(documents: list[list[int]]) -> PackedBatch:
     return PackedBatch(tokens, positions, inside.int(), (positions >= 1) & inside.bool(), seeds)
 
 
-@pytest.mark.usefixtures("bigram")
+@pytest.mark.usefixtures("kinds")
 def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
     assert "bigram" in kind_names()
     settings = load_settings(STAGES["train"], ["head=bigram", "head.start_std=0.05"])
@@ -99,6 +113,40 @@ def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
         assert decode(target, loaded, config) == decode(target, None, config)
     passes = sum(len(item.passes) for item in Engine(target, loaded, DecodeConfig(depth=4)).run(requests()))
     assert passes < 0.8 * sum(len(tokens) - 1 for tokens in plain)  # it learnt the answers by heart
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_kind_with_an_existing_layout_exports_without_another_line(tmp_path: Path) -> None:
+    target = load_target(save_target(tmp_path / "target"))
+    config = get_kind("twin").config_class(num_layers=1, forward_kl=1.0, ce=0.5)
+    drafter = new_drafter("twin", config, target.info, target.weights, seed=1)
+    save_drafter(drafter, tmp_path / "mine", target.info)
+    for engine in ("vllm", "sglang", "transformers"):
+        out = tmp_path / engine
+        notes = write(target, tmp_path / "mine", out, engine)
+        assert (notes.kind, notes.method, notes.layout) == ("twin", "distilled", "causal")
+        assert verify(VerifyConfig(str(out)), target_config(target), target).faults == []
+    assert forward_gap(tmp_path / "vllm", target, tmp_path / "mine") < 1e-4
+    found = import_folder(Folder.read(tmp_path / "vllm"), target, tmp_path / "back")
+    assert found.kind == "twin"
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "mine" / file).read_bytes()
+    with pytest.raises(UserError, match="the library has no stand-alone drafters"):
+        write(target, tmp_path / "mine", tmp_path / "no", "speculators")
+    assert is_llama(drafter)
+    with pytest.raises(UserError, match=r"head\.ce takes tokens as labels"):
+        require_possible(drafter, EngineConfig())
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_kind_without_a_layout_is_refused_with_the_reason(tmp_path: Path) -> None:
+    target = random_target("llama")
+    config = get_kind("bigram").config_class()
+    drafter = new_drafter("bigram", config, target.info, target.weights, seed=1)
+    save_drafter(drafter, tmp_path / "mine", target.info)
+    with pytest.raises(UserError, match="method 'bigram' cannot be exported for vllm: no layout"):
+        prepare(tmp_path / "mine", "vllm")
+    assert not is_llama(drafter)
 
 
 def train(drafter: torch.nn.Module, batch: object) -> tuple[float, float]:

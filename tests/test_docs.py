@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.config import load_settings
-from scripts.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
-from scripts.stages import STAGES
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.tools.docs_site import BLOCK, OUTSIDE, TITLES, on_page_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -57,7 +57,7 @@ def test_every_command_composes(page: str, line: str, monkeypatch: pytest.Monkey
     overrides = [word for word in rest if not word.startswith("-")]
     if "--help" in rest or "-m" in rest:
         return
-    settings = load_settings(STAGES[stage], STAGES[stage].spelled_out(overrides))
+    settings = load_settings(STAGES[stage], STAGES[stage].expand_short(overrides))
     assert settings.stage.name == stage
 
 

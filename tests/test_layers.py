@@ -86,7 +86,7 @@ def test_importing_prints_nothing_and_leaves_torch_as_it_was() -> None:
     program = (
         "import torch\n"
         "before, threads = torch.random.get_rng_state(), torch.get_num_threads()\n"
-        "import scripts.config, inference.measure.run, train.run\n"
+        "import scripts.config.schema, inference.measure.run, train.run\n"
         "assert torch.equal(torch.random.get_rng_state(), before)\n"
         "assert torch.get_num_threads() == threads\n"
     )

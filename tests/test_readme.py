@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heads.api.errors import UserError
-from scripts import readme_table
+from scripts.tools import readme_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
@@ -78,7 +78,7 @@ def test_the_recipes_in_the_readme_exist() -> None:
 def test_the_table_is_that_of_the_committed_report() -> None:
     text = README.read_text()
     assert readme_table.REPORT.is_file(), "docs/reports/demo.json is committed"
-    assert readme_table.with_table(text, readme_table.table(readme_table.REPORT)) == text
+    assert readme_table.RESULTS.put(text, readme_table.table(readme_table.REPORT)) == text
     assert readme_table.main(["--check"]) == 0
     report = json.loads(readme_table.REPORT.read_text())
     assert f"{report['drafters'][0]['tau']:.2f}" in text
@@ -86,10 +86,10 @@ def test_the_table_is_that_of_the_committed_report() -> None:
 
 
 def test_a_readme_without_markers_is_refused() -> None:
-    with pytest.raises(UserError, match="the README needs the lines"):
-        readme_table.with_table("# no markers", "| table |")
-    text = f"before\n{readme_table.START}\nold\n{readme_table.END}\nafter"
-    assert readme_table.with_table(text, "new") == text.replace("old", "new")
+    with pytest.raises(UserError, match="the page needs the lines"):
+        readme_table.RESULTS.put("# no markers", "| table |")
+    text = f"before\n{readme_table.RESULTS.begin}\nold\n{readme_table.RESULTS.end}\nafter"
+    assert readme_table.RESULTS.put(text, "new") == text.replace("old", "new")
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)

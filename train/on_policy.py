@@ -31,8 +31,6 @@ from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import Features
 
-HARD_LABELS = ("ce", "hard_label_weight")
-"""Settings of kinds whose loss takes tokens of the batch as labels: here these may be the drafter's own."""
 _OWN_STREAM = 0x2545F4914F6CDD1D  # what is drawn here differs from what the loss draws with the same seeds
 _MASK63 = (1 << 63) - 1
 
@@ -199,11 +197,11 @@ def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
             "target's distribution: it would be taught its own mistakes. Set train.on_policy.share=0, or give head an objective "
             "that compares distributions."
         )
-    hard = [name for name in HARD_LABELS if getattr(drafter.config, name, 0) > 0]
-    if hard:
+    labels = drafter.label_weight
+    if labels and getattr(drafter.config, labels) > 0:
         raise UserError(
-            f"train.on_policy.share is above 0, but head.{hard[0]} takes tokens as labels, and these would be the drafter's own. "
-            f"Set head.{hard[0]}=0 or train.on_policy.share=0."
+            f"train.on_policy.share is above 0, but head.{labels} takes tokens as labels, and these "
+            f"would be the drafter's own. Set head.{labels}=0 or train.on_policy.share=0."
         )
     if engine.name == "deepspeed" and engine.zero_stage == 3:
         raise UserError(

@@ -26,9 +26,8 @@ from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from train.config import TrainingJob, require_same, run_facts
 from train.data.loader import StepLoader
-from train.data.lookups import parity_documents, token_counts
 from train.data.masks import mask_report
-from train.data.pack import PackedData, read_documents
+from train.data.pack import PackedData, parity_documents, read_documents, token_counts
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.engines.make import make_engine

@@ -171,6 +171,19 @@ class TrainableDrafter(nn.Module):
     needs: FeatureSpec
     trains: ClassVar[bool] = True
     """False for kinds that hold weights without training any (cascades: their parts are trained on their own)."""
+    label_weight: ClassVar[str] = ""
+    """The key of `Config` that weighs the tokens of a batch as labels, beside the target's
+    distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
+    drafter's own.
+    """
+    runs_target_layers: bool = False
+    """Whether the loss runs layers of the target itself; joint training is refused then, because
+    they would run without their updates.
+    """
+    language_model: ClassVar[bool] = False
+    """Whether it is a causal language model by itself that drafts token by token, with its tensors
+    under Hugging Face's names for Llama and its sizes in `shape` (see `heads.nn.small_lm.model.SmallLM`).
+    """
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         super().__init__()
@@ -181,6 +194,16 @@ class TrainableDrafter(nn.Module):
     def works_untrained(cls, config: Any) -> bool:
         """Whether a drafter of this configuration drafts without any training (it consists of the target's own parts)."""
         return False
+
+    @classmethod
+    def export_method(cls, config: Any) -> str:
+        """The method by which serving engines know a drafter of this configuration.
+
+        It is a row of `inference.export.layouts.registry.ROUTES`, the kind's own name by default. A
+        kind that is laid out as another one names that one: its tensors and the keys of its
+        configuration must be those that the layout's `write` reads.
+        """
+        return cls.kind
 
     def bind(self, weights: TargetWeights) -> None:
         """Attach the target's frozen tensors this drafter shares (as non-persistent buffers). Called before any use."""

@@ -34,6 +34,13 @@ class Kind:
         cls = self.drafter_class
         return issubclass(cls, TrainableDrafter) and not cls.works_untrained(config)
 
+    def export_method(self, config: Any) -> str:
+        """The method by which serving engines know a drafter of this configuration; see
+        `TrainableDrafter.export_method`. For kinds without weights: the kind's name.
+        """
+        cls = self.drafter_class
+        return cls.export_method(config) if issubclass(cls, TrainableDrafter) else self.name
+
 
 def kind_names() -> list[str]:
     """Names of all kinds, sorted, without importing them."""

@@ -60,7 +60,7 @@ class DecodeConfig(SamplingSettings):
     """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and 0.3, which paid on the embedded
     target; measure for other drafters, most of all for entropy."""
     adaptive_head: str = ""
-    """File of a trained acceptance head (scripts/fit_acceptance.py); empty: the drafter's own confidence, else its largest
+    """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own confidence, else its largest
     probability."""
     adaptive_lengths: tuple[int, ...] = ()
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a

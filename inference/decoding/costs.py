@@ -32,6 +32,8 @@ from inference.kernels.packed_linear import packed_linears
 from inference.target.model import Seen, TargetModel
 
 Call = Callable[[], Any]
+StepKey = tuple[str, str, int]
+"""(drafter or draft; "verify", "draft" or "commit"; nodes) of a timed call."""
 
 
 @dataclass(frozen=True)
@@ -248,32 +250,66 @@ def measure_costs(
             f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} positions, but target "
             f"'{target.info.id}' has {limit}. Lower bench.costs.lengths."
         )
+    return measure_grid(
+        target,
+        sorted(set(config.nodes)),
+        config.batches,
+        config.lengths,
+        widest,
+        text,
+        [arm.drafter for arm in arms],
+        lambda bench: {key: call for arm in arms for key, call in bench.drafting(arm).items()},
+        config.repeats,
+        config.warmup,
+        seed,
+    )
+
+
+@torch.no_grad()
+def measure_grid(
+    target: TargetModel,
+    nodes: Sequence[int],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    widest: int,
+    text: Sequence[int],
+    drafters: Sequence[Any],
+    steps: Callable[[Bench], Mapping[StepKey, Call]],
+    repeats: int,
+    warmup: int,
+    seed: int = 0,
+) -> CostCurves:
+    """Time verifications of `nodes` nodes, and the calls of `steps`, for all batches and lengths.
+
+    widest: most nodes of a verification, or tokens of a draft. steps: from the rows of one point to
+    the calls (name, "draft" or "commit", nodes) -> call; the names become those of the curves.
+    """
     found: dict[tuple[str, str], list[CostPoint]] = {}
     launch = "graph" if target.device.type == "cuda" else "eager"
-    for rows in config.batches:
-        for length in config.lengths:
+    for rows in batches:
+        for length in lengths:
             bench = Bench(target, rows, length, widest, text)
-            calls: dict[tuple[str, str, int], Call] = {
-                ("", "verify", nodes): bench.verification(nodes) for nodes in sorted(set(config.nodes))
-            }
+            calls: dict[StepKey, Call] = {("", "verify", n): bench.verification(n) for n in nodes}
             with ExitStack() as stack:
-                for arm in arms:
-                    stack.enter_context(packed_linears(arm.drafter))
-                    calls |= bench.drafting(arm)
-                calls = {key: captured(call) if launch == "graph" else call for key, call in calls.items()}
-                timed = interleaved(calls, target.device, config.repeats, config.warmup, seed)
-            for (name, what, nodes), seconds in timed.items():
+                for drafter in drafters:
+                    stack.enter_context(packed_linears(drafter))
+                calls |= steps(bench)
+                if launch == "graph":
+                    calls = {key: captured(call) for key, call in calls.items()}
+                timed = interleaved(calls, target.device, repeats, warmup, seed)
+            for (name, what, count), seconds in timed.items():
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
-                found.setdefault((name, what), []).append(CostPoint(nodes, rows, length, middle, low, high))
+                point = CostPoint(count, rows, length, middle, low, high)
+                found.setdefault((name, what), []).append(point)
     return CostCurves(
         target=target.info.id,
         device=target.device.type,
         dtype=str(target.dtype).removeprefix("torch."),
         launch=launch,
-        repeats=config.repeats,
+        repeats=repeats,
         verify_points=tuple(found["", "verify"]),
-        draft_points={arm.name: tuple(found[arm.name, "draft"]) for arm in arms},
-        commit_points={arm.name: tuple(found[arm.name, "commit"]) for arm in arms},
+        draft_points={name: tuple(points) for (name, what), points in found.items() if what == "draft"},
+        commit_points={name: tuple(points) for (name, what), points in found.items() if what == "commit"},
     )
 
 
@@ -316,9 +352,9 @@ class Bench:
         needs = FeatureSpec()
         return lambda: self.target.verify(self.cache, tokens, tree, self.lengths, self.longest, needs)
 
-    def drafting(self, arm: Arm) -> dict[tuple[str, str, int], Call]:
+    def drafting(self, arm: Arm) -> dict[StepKey, Call]:
         """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many tokens."""
-        calls: dict[tuple[str, str, int], Call] = {}
+        calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
             calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(arm, shape)

@@ -1,7 +1,8 @@
-"""Drafters that others trained, as checkpoints of ours: found out by their tensors, read by their layout, complete or refused.
+"""Drafters of other trainers as checkpoints of ours, recognised by their tensors.
 
-What comes out is an ordinary checkpoint: it can be measured, audited, exported, and trained further (train.refresh.init_from). A
-folder of our own export gives back the very checkpoint it was made of.
+A folder is read completely or refused. The result is an ordinary checkpoint: it can be measured,
+audited, exported, and trained further (train.refresh.init_from). A folder of our own export gives
+back the checkpoint it was made of.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.api.checkpoint import WEIGHTS_FILE, build_config, load_weights, save_drafter
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError, suggest
-from heads.api.registry import get_kind
+from heads.api.errors import UserError
+from heads.api.registry import Kind, get_kind, kind_names
 from inference.decoding.decode_file import DECODE_FILE
-from inference.export.layouts import causal, dflash_reading, eagle, eagle3, medusa, mtp, speculators
-from inference.export.layouts.base import Imported
+from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
+from inference.export.layouts.base import Imported, Json
 from inference.export.layouts.folder import Folder, Receiver
 from inference.folders import replaced
 from inference.manifest import file_entry, write_manifest
@@ -29,57 +29,43 @@ from inference.target.model import TargetModel
 
 STAGE = "import"
 LATER_FILES = (DECODE_FILE, WATCH_FILE)
-"""What other stages put next to a checkpoint about these very weights; it goes with them."""
-READERS: dict[str, tuple[Callable[[Folder], bool], Callable[[Folder, Receiver], Imported]]] = {
-    "speculators": (speculators.matches, speculators.read),
-    "mtp": (mtp.matches, mtp.read),
-    "eagle3": (eagle3.matches, eagle3.read),
-    "dflash": (dflash_reading.matches, dflash_reading.read),
-    "eagle": (eagle.matches, eagle.read),
-    "medusa": (medusa.matches, medusa.read),
-    "causal": (causal.matches, causal.read),
-}
-"""Layout -> whether a folder is of it, and its reader, in the order in which they are tried."""
+"""Files of other stages next to a checkpoint about these very weights; they go with them."""
 
 
 @dataclass(frozen=True)
-class ImportConfig:
-    """Which folder is imported, and where to."""
+class Reader:
+    """How a layout is recognised and read."""
 
-    source: str = ""
-    """The folder that somebody else's trainer, or our own export, wrote."""
-    layout: str = "auto"
-    """auto, speculators, mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle, medusa or causal (language
-    models).
-    """
-    out: str = ""
-    """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best, where measuring finds it."""
-    overwrite: bool = False
-    """Replace the checkpoint when it is there and was imported."""
+    matches: Callable[[Folder], bool]
+    read: Callable[[Folder, Receiver], Imported]
 
-    def __post_init__(self) -> None:
-        if self.layout != "auto" and self.layout not in READERS:
-            raise UserError(
-                f"import.layout '{self.layout}' is unknown.{suggest(self.layout, ['auto', *READERS])}"
-            )
+
+READERS = {
+    "speculators": Reader(speculators.matches, speculators.read),
+    "mtp": Reader(mtp.matches, mtp.read),
+    "eagle3": Reader(eagle3.matches, eagle3.read),
+    "dflash": Reader(dflash.matches, dflash.read),
+    "eagle": Reader(eagle.matches, eagle.read),
+    "medusa": Reader(medusa.matches, medusa.read),
+    "causal": Reader(causal.matches, causal.read),
+}
+"""In the order in which they are tried; the names are `inference.export.config.READABLE`."""
 
 
 def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = "auto") -> Imported:
-    """Write `out` from a folder, for `target`, replacing an earlier import.
+    """Write the checkpoint `out` from a folder, for `target`, replacing an earlier import.
 
-    Raises `UserError`, before anything is written, for a folder of no layout that we read, and for an `out` that was
-    not imported.
+    Raises `UserError`, before anything is written, for a folder that fits none of our kinds, and
+    for an `out` that was not imported.
     """
     name = layout if layout != "auto" else recognise(folder)
-    found = READERS[name][1](folder, Receiver(target.info, target.weights))
-    kind = get_kind(found.kind)
-    values = found.config
-    own = folder.export
-    if own.get("kind") == found.kind and isinstance(own.get("config"), dict):
-        values = own["config"]
-    drafter = kind.drafter_class(build_config(found.kind, values), target.info)
+    receiver = Receiver(target.info, target.weights)
+    found = READERS[name].read(folder, receiver)
+    kind, values = own_kind(folder, found)
+    found.kind = kind.name
+    drafter = kind.drafter_class(build_config(kind.name, values), target.info)
     assert isinstance(drafter, TrainableDrafter), "layouts are of kinds with weights"
-    tensors = fitting(found, drafter, folder, Receiver(target.info, target.weights))
+    tensors = fit(found, drafter, folder, receiver)
     floats = {value.dtype for value in tensors.values() if value.is_floating_point()}
     if len(floats) == 1:
         drafter.to(floats.pop())
@@ -87,31 +73,50 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
         save_drafter(drafter, fresh, target.info, tensors)
         load_weights(drafter, fresh / WEIGHTS_FILE)  # finite, complete, and readable
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]
-        write_manifest(fresh, STAGE, {"kind": found.kind, "source": str(folder.path.resolve()), "files": files})
+        source = str(folder.path.resolve())
+        write_manifest(fresh, STAGE, {"kind": found.kind, "source": source, "files": files})
     return found
 
 
+def own_kind(folder: Folder, found: Imported) -> tuple[Kind, Json]:
+    """The kind and configuration: those in our notes if they are of the method that was read.
+
+    The notes restore what the layout has no place for, and kinds that are laid out as another one.
+    """
+    kind, notes = get_kind(found.kind), folder.export
+    if notes.config and notes.kind in kind_names():
+        own = get_kind(notes.kind)
+        method = own.export_method(build_config(own.name, notes.config))
+        if method == kind.export_method(build_config(kind.name, found.config)):
+            return own, notes.config
+    return kind, found.config
+
+
 def recognise(folder: Folder) -> str:
-    """The layout of a folder; raises `UserError` when it is none that we read."""
-    for name, (matches, _) in READERS.items():
-        if matches(folder):
+    """The layout of a folder; raises `UserError` if it is none that can be read."""
+    for name, reader in READERS.items():
+        if reader.matches(folder):
             return name
     raise UserError(
-        f"'{folder.path}' is of no layout that we read ({', '.join(READERS)}): its class is '{folder.architecture}' "
-        f"and its tensors begin with {sorted(folder.tensors)[:4]}."
+        f"'{folder.path}' is of no layout that we read ({', '.join(READERS)}): its class is "
+        f"'{folder.architecture}' and its tensors begin with {sorted(folder.tensors)[:4]}."
     )
 
 
-def fitting(
+def fit(
     found: Imported, drafter: TrainableDrafter, folder: Folder, receiver: Receiver
 ) -> dict[str, Tensor]:
-    """The tensors under our names, without those that this configuration shares with the target; checked by name and shape."""
+    """The tensors under our names, checked by name and shape.
+
+    Copies of the target's are left out.
+    """
     wanted = drafter.state_dict()
     tensors = dict(found.tensors)
     for name in sorted(set(tensors) - set(wanted)):
-        short = name.removeprefix("model.")
-        if not receiver.is_shared(short, tensors[name]):
-            raise UserError(f"'{folder.path}': '{name}' has no place in a drafter of kind '{found.kind}'.")
+        if not receiver.is_shared(name.removeprefix("model."), tensors[name]):
+            raise UserError(
+                f"'{folder.path}': '{name}' has no place in a drafter of kind '{found.kind}'."
+            )
         del tensors[name]
     missing = sorted(set(wanted) - set(tensors))
     if missing:
@@ -119,15 +124,9 @@ def fitting(
     for name, value in tensors.items():
         if value.shape != wanted[name].shape:
             raise UserError(
-                f"'{folder.path}': '{name}' has shape {list(value.shape)}, a drafter of kind '{found.kind}' needs "
-                f"{list(wanted[name].shape)}."
+                f"'{folder.path}': '{name}' has shape {list(value.shape)}, a drafter of kind "
+                f"'{found.kind}' needs {list(wanted[name].shape)}."
             )
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise UserError(f"'{folder.path}': '{name}' holds values that are not finite.")
     return tensors
-
-
-def summary(found: Imported) -> dict[str, Any]:
-    """What was imported, in a few words for the terminal."""
-    count = sum(value.numel() for value in found.tensors.values())
-    return {"kind": found.kind, "parameters": count, "notes": found.notes}

@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, suggest
-from heads.nn.blocks import LayerShape
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
@@ -221,19 +220,11 @@ def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
 
 
 def is_llama(drafter: Any) -> bool:
-    """Whether a drafter is a Llama (or with norms or biases a Qwen) that drafts token by token, by its tensors."""
-    shape = getattr(drafter, "shape", None)
-    if not isinstance(drafter, TrainableDrafter) or not isinstance(shape, LayerShape):
+    """Whether a drafter is a Llama (or with norms or biases a Qwen) that drafts token by token."""
+    if not isinstance(drafter, TrainableDrafter) or not drafter.language_model:
         return False
-    names = drafter.state_dict()
-    own = all(
-        name.startswith(("model.layers.", "model.norm.", "model.embed_tokens.", "lm_head.")) for name in names
-    )
-    return (
-        own
-        and "model.layers.0.self_attn.q_proj.weight" in names
-        and not (shape.qk_norm and shape.attention_bias)
-    )
+    shape: Any = drafter.shape
+    return not (shape.qk_norm and shape.attention_bias)  # Qwen3's biases are on the output too
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""vLLM on the same prompts, as a process of its own: `scripts/serving_baseline.py`, run by the Python of vLLM's environment.
+"""vLLM on the same prompts, as a process of its own: `vllm_worker.py`, run by the Python of vLLM's environment.
 
 Not interleaved with our arms (an engine that is loaded takes memory and threads even when idle), and labelled so. Prompts cross as
 token ids, answers come back as token ids, tokens per step and seconds, prefill and decoding apart. `serve` is the process;
-`measure_vllm` are the modes that a measurement has beside its arms; `inference.export.live_check` serves exports with it.
+`measure_vllm` are the modes that a measurement has beside its arms; `inference.export.check.live` serves exports with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inference.decoding.requests import Request
 from inference.measure.baselines import BaselinesConfig, assistant_arm, write_llama
 from inference.target.model import TargetModel
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serving_baseline.py"
+SCRIPT = Path(__file__).with_name("vllm_worker.py")
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The longest and shortest run of tokens that is looked up, as in kind ngram."""
 Key = tuple[str, int]

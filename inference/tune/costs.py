@@ -10,18 +10,14 @@ Legend: b rows, n nodes, L cached tokens of the longest row, B rows decoded toge
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from inference.decoding.arm import Arm
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
-from inference.decoding.costs import Bench, Call, CostCurves, CostPoint, captured, interleaved
+from inference.decoding.costs import Bench, Call, CostCurves, StepKey, measure_grid
 from inference.decoding.draft import Draft
-from inference.kernels.packed_linear import packed_linears
 from inference.measure.metrics import divide
 from inference.target.model import TargetModel
 
@@ -48,32 +44,18 @@ def measure_curves(
     stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
     sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
     widest = max(sizes) + max((draft.depth for draft in drafts), default=0)
-    launch = "graph" if target.device.type == "cuda" else "eager"
-    found: dict[tuple[str, str], list[CostPoint]] = {}
-    for rows in sorted(set(batches)):
-        for length in sorted(set(lengths)):
-            bench = Bench(target, rows, length, widest, text)
-            calls: dict[tuple[str, str, int], Call] = {("", "verify", n): bench.verification(n) for n in sizes}
-            with ExitStack() as stack:
-                stack.enter_context(packed_linears(drafter))
-                for label, draft in shapes.items():
-                    arm, nodes = Arm(label, drafter, draft.on(decode)), draft.size
-                    step = bench.step(arm, draft.tree(decode, target.device))
-                    calls[label, "draft", nodes], calls[label, "commit", nodes] = step
-                calls = {key: captured(call) if launch == "graph" else call for key, call in calls.items()}
-                timed = interleaved(calls, target.device, repeats, 2, seed)
-            for (label, what, nodes), seconds in timed.items():
-                low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
-                found.setdefault((label, what), []).append(CostPoint(nodes, rows, length, middle, low, high))
-    return CostCurves(
-        target=target.info.id,
-        device=target.device.type,
-        dtype=str(target.dtype).removeprefix("torch."),
-        launch=launch,
-        repeats=repeats,
-        verify_points=tuple(found["", "verify"]),
-        draft_points={label: tuple(found[label, "draft"]) for label in shapes},
-        commit_points={label: tuple(found[label, "commit"]) for label in shapes},
+
+    def steps(bench: Bench) -> dict[StepKey, Call]:
+        calls: dict[StepKey, Call] = {}
+        for label, draft in shapes.items():
+            arm = Arm(label, drafter, draft.on(decode))
+            step = bench.step(arm, draft.tree(decode, target.device))
+            calls[label, "draft", draft.size], calls[label, "commit", draft.size] = step
+        return calls
+
+    rows, depths = sorted(set(batches)), sorted(set(lengths))
+    return measure_grid(
+        target, sizes, rows, depths, widest, text, [drafter], steps, repeats, 2, seed
     )
 
 
@@ -101,13 +83,18 @@ class StepCosts:
         """
         raw = self.on_curves(draft, b, length, nodes)
         ratios, other = self.correction(draft.family, b)
-        return {**{phase: raw[phase] * ratios.get(phase, 1.0) for phase in MEASURED}, "other": other}
+        return {
+            **{phase: raw[phase] * ratios.get(phase, 1.0) for phase in MEASURED},
+            "other": other,
+        }
 
     def step(self, draft: Draft, b: float, length: float, nodes: float = 0) -> float:
         """Seconds of a step: see `phases`."""
         return sum(self.phases(draft, b, length, nodes).values())
 
-    def on_curves(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
+    def on_curves(
+        self, draft: Draft, b: float, length: float, nodes: float = 0
+    ) -> dict[str, float]:
         """The phases that have a curve, uncorrected."""
         verify = self.curves.verify(nodes or draft.size, b, length)
         if draft.shape == "none":
@@ -129,14 +116,22 @@ class StepCosts:
         low, high = self.calibrations[family, below], self.calibrations[family, above]
         share = divide(b - below, above - below)
         share = min(max(share, 0.0), 1.0)
-        ratios = {phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase]) for phase in low.ratios}
+        ratios = {
+            phase: low.ratios[phase] + share * (high.ratios[phase] - low.ratios[phase])
+            for phase in low.ratios
+        }
         return ratios, low.other + share * (high.other - low.other)
 
     def calibrate(self, family: str, rows: int, runs: Sequence[TimedRun]) -> None:
         """Take over what the clock booked while drafts of a family were decoded in `rows` rows. Sums over the runs: the ratio of a
         draft that costs next to nothing says little about one that costs much.
         """
-        expected, booked, steps, other = dict.fromkeys(MEASURED, 0.0), dict.fromkeys(MEASURED, 0.0), 0, 0.0
+        expected, booked, steps, other = (
+            dict.fromkeys(MEASURED, 0.0),
+            dict.fromkeys(MEASURED, 0.0),
+            0,
+            0.0,
+        )
         for run in runs:
             raw = self.on_curves(run.draft, rows, run.length, run.nodes)
             steps += run.clock.passes
@@ -146,7 +141,10 @@ class StepCosts:
                     booked[phase] += seconds
                 elif phase != "prefill":  # also what a loop without drafter books to drafting
                     other += seconds
-        ratios = {phase: divide(booked[phase], expected[phase]) if expected[phase] else 1.0 for phase in MEASURED}
+        ratios = {
+            phase: divide(booked[phase], expected[phase]) if expected[phase] else 1.0
+            for phase in MEASURED
+        }
         self.calibrations[family, rows] = Calibration(ratios, divide(other, steps))
 
 

@@ -15,9 +15,9 @@ import torch
 import yaml
 
 from heads.api.checkpoint import new_drafter
+from heads.api.config import build as to_dataclass
 from heads.api.drafter import TrainableDrafter
 from heads.api.registry import get_kind, kind_names
-from scripts.convert import to_dataclass
 
 RECIPE_FILES = Path(__file__).parents[2] / "conf" / "head"
 

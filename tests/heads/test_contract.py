@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_drafter
+from heads.api.config import build as to_dataclass
 from heads.api.errors import UserError
 from heads.api.registry import get_kind, kind_names
 from heads.api.state import write_rows
@@ -22,7 +23,6 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.parity import check_parity
 from inference.target.model import TargetModel
-from scripts.convert import to_dataclass
 from tests.heads.micro import PlainNoise, micro_target, packed_batch, seen_states
 from tests.heads.recipes import (
     MICRO,

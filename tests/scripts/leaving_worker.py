@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import inference.decoding.engine  # noqa: F401 - what all of the forked processes need
-import scripts.runner  # noqa: F401
+import scripts.run.runner  # noqa: F401
 import train.run  # noqa: F401
-from scripts import leaving
 from scripts.cli import main
+from scripts.run import signals as leaving
 
 
 def before(place: str, act: Callable[[], None]) -> None:

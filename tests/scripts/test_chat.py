@@ -13,9 +13,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord
 from inference.target.model import TargetModel
-from scripts.chat import Answer, Chat, TextStream, converse, run, summary
-from scripts.config import load_settings
-from scripts.stages import STAGES
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages.chat import Answer, Chat, TextStream, converse, run, summary
 from tests.inference.tokenizers import save_micro_target
 
 

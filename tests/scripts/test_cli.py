@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.cli import main
-from scripts.stages import STAGES
+from scripts.config.stages import STAGES
 
 
 def headstart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +102,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "optim=3"], "optim=3: there is no such option."),
         (["train", "optim.lr=[1"], "'optim.lr=[1' cannot be read"),
         (["train", "~optim.lr=3"], "to clear a value write optim.lr=null"),
-        (["train", "run.name=a/b"], "run.name: 'a/b' must be a plain folder name."),
+        (["train", "run.name=a/b"], "run.name: 'a/b' must be a plain folder name"),
         (["train", "experiment=demmo"], "experiment=demmo: there is no such option. Did you mean 'demo'?"),
     ],
 )

@@ -11,10 +11,10 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned
 from inference.manifest import write_json
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from inference.staleness.reference import require_reference
 from scripts.cli import main
-from scripts.rounds import is_copy
+from scripts.stages.loop.rounds import is_copy
 from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
 from tests.inference.test_folders import contents, recorded

@@ -14,13 +14,12 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.manifest import write_manifest
 from inference.target.model import TargetModel
-from scripts import drafters
-from scripts.config import load_settings
-from scripts.drafters import Found
-from scripts.measure import MeasureConfig, arm, chosen
-from scripts.push import choose
-from scripts.run import RunConfig
-from scripts.stages import STAGES
+from scripts.config.own import MeasureConfig, RunConfig
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.run import drafters
+from scripts.run.drafters import Found, choose
+from scripts.stages.measure import arm, chosen
 from tests.models import random_target
 
 RUN = RunConfig(name="x")

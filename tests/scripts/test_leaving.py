@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from scripts.cli import main
-from scripts.leaving import leaving_in_order
+from scripts.run.signals import leave_in_order
 from tests.train.launch import REPOSITORY, environment
 from tests.train.micro_run import prepare
 
 LINE = "nothing is lost; the same command continues where this one stopped."
 TRAIN = [
-    "scripts.runner:load_settings",
+    "scripts.run.runner:load_settings",
     "train.run:load_target",
     "train.data.pack:write_packed",
     "train.run:make_engine",
@@ -102,7 +102,7 @@ def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: 
 
 def test_handlers_are_put_back_and_children_die_of_their_own_signals() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with leaving_in_order():
+    with leave_in_order():
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)

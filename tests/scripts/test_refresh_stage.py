@@ -12,10 +12,10 @@ from heads.api.checkpoint import build_config, new_drafter, read_config, save_dr
 from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts import drafters
-from scripts import refresh as stage
 from scripts.cli import main
-from scripts.run import RunConfig
+from scripts.config.own import RunConfig
+from scripts.run import drafters
+from scripts.stages import refresh as stage
 from tests.inference.tokenizers import save_micro_target
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")

@@ -14,13 +14,14 @@ from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
 from inference.measure.metrics import Gain
 from inference.verifications import read_facts
-from scripts import rounds_facts
-from scripts.config import Settings, load_settings
-from scripts.loop_kill import kill_and_compare, timeless
-from scripts.rounds import Rounds, switched
-from scripts.rounds_plan import RoundPlan, grammar, text
-from scripts.rounds_table import compared, table
-from scripts.stages import STAGES
+from scripts.config.schema import Settings, load_settings, read_settings, write_settings
+from scripts.config.stages import STAGES
+from scripts.stages.loop import facts as rounds_facts
+from scripts.stages.loop.plan import RoundPlan
+from scripts.stages.loop.record import HelpedGeneration, LoopRecord, RoundRecord, Spent
+from scripts.stages.loop.rounds import Rounds, only_switches
+from scripts.stages.loop.table import compare, table
+from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
 from train.feedback.config import FeedbackConfig
 
@@ -35,7 +36,7 @@ def settings(*overrides: str) -> Settings:
 def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> None:
     plan = RoundPlan(settings("loop.round.prompts=share"))
     first, second = plan.generation(0, "", False, None), plan.generation(1, "a b/best", True, None)
-    loaded = [load_settings(step.stage, step.overrides) for step in (first, second)]
+    loaded = [step.settings for step in (first, second)]
     assert [item.data.share for item in loaded] == [(0, 3), (1, 3)]
     assert [item.sampling.seed for item in loaded] == [1, 2]
     assert [item.generate.drafter for item in loaded] == [None, "a b/best"]
@@ -48,7 +49,7 @@ def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> 
 def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> None:
     plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90"))
     step = plan.generation(2, "d", True, tmp_path / "hard_prompts.jsonl")
-    data = load_settings(step.stage, step.overrides).data
+    data = step.settings.data
     assert data.path == "" and [source.share for source in data.mixture] == [(2, 3), (0, 1)]
     assert (data.mixture[0].limit, data.mixture[0].column, data.mixture[0].domain_column) == (90, "messages", "domain")
     assert (data.mixture[1].path, data.mixture[1].kind) == (str(tmp_path / "hard_prompts.jsonl"), "tokens")
@@ -57,7 +58,7 @@ def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> Non
 def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Path) -> None:
     plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90", "data.shuffle=true", f"run.root={tmp_path}"))
     step = plan.answering_made(2, "branches", "d")
-    found = load_settings(step.stage, step.overrides)
+    found = step.settings
     assert (found.data.path, found.data.kind, found.data.mixture) == (str(plan.made_prompts(2, "branches")), "tokens", ())
     assert (found.data.limit, found.data.shuffle, found.data.share) == (None, False, (0, 1))
     assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == ("d", True, 1)
@@ -67,14 +68,14 @@ def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Pat
 def test_trainings_are_parts_of_one_schedule_and_only_later_rounds_use_the_drafters_words() -> None:
     plan = RoundPlan(settings("train.on_policy.share=0.5", "schedule.begin=0.1"))
     steps = [plan.training_step(n, Path("x"), f"round-{n - 1}/best" if n else "", n > 0) for n in range(3)]
-    loaded = [load_settings(step.stage, step.overrides) for step in steps]
+    loaded = [step.settings for step in steps]
     parts = [(item.schedule.begin, item.schedule.end) for item in loaded]
     assert [bound for part in parts for bound in part] == pytest.approx([0.1, 0.4, 0.4, 0.7, 0.7, 1.0])
     assert [item.train.refresh.init_from for item in loaded] == ["", "round-0/best", "round-1/best"]
     assert [item.train.on_policy.share for item in loaded] == [0.0, 0.5, 0.5]
     assert len({item.train.seed for item in loaded}) == 3
     whole = RoundPlan(settings("loop.round.one_schedule=false")).training_step(1, Path("x"), "", True)
-    assert load_settings(whole.stage, whole.overrides).schedule.begin == 0.0
+    assert whole.settings.schedule.begin == 0.0
 
 
 def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
@@ -82,11 +83,11 @@ def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
         settings("loop.round.overrides=[[],['sampling.temperature=0.25','train.max_steps=7']]", "loop.round.trial_steps=5")
     )
     answers = [plan.generation(n, "", False, None) for n in range(3)]
-    assert [load_settings(step.stage, step.overrides).sampling.temperature for step in answers] == [0.7, 0.25, 0.25]
+    assert [step.settings.sampling.temperature for step in answers] == [0.7, 0.25, 0.25]
     training = plan.training_step(2, Path("x"), "", True)
-    assert load_settings(training.stage, training.overrides).train.max_steps == 7
+    assert training.settings.train.max_steps == 7
     trial = plan.trial(1, "replay", Path("x"), "start", False)
-    loaded = load_settings(trial.stage, trial.overrides)
+    loaded = trial.settings
     assert (loaded.train.max_steps, loaded.schedule.end, loaded.run.drafter, loaded.run.name) == (5, 1.0, "replay", "trials")
 
 
@@ -108,7 +109,7 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
         ("decode.shape=none", "nothing is drafted"),
         ("loop.recipes=[a,b]", r"loop.rounds=3 trains one drafter in rounds, but this loop trains \['a', 'b'\]"),
         ("loop.rounds=-1", "loop.rounds must not be negative; given: -1"),
-        ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
+        ("loop.round.prompts=some", "loop.round.prompts: given 'some'"),
         ("loop.round.trial_steps=-1", "loop.round.trial_steps must not be negative"),
         ("loop.budget.tokens=-5", "loop.budget.tokens must not be negative; given: -5"),
     ],
@@ -118,12 +119,24 @@ def test_what_rounds_cannot_be_made_of_is_refused(override: str, problem: str) -
         RoundPlan(settings(override))
 
 
-def test_values_are_written_as_overrides_read_them() -> None:
-    values = {"path": "it's a\\b, {c}", "limit": None, "on": True, "sources": [{"weight": 1.5, "share": (1, 3)}]}
-    given = [f"data.template_arguments={grammar(values)}", f"data.path={text(values['path'])}"]
-    data = load_settings(STAGES["generate"], given).data
-    assert dict(data.template_arguments) == {**values, "sources": [{"weight": 1.5, "share": [1, 3]}]}
-    assert data.path == values["path"]
+def test_a_changed_step_reads_back_as_it_was(tmp_path: Path) -> None:
+    plan = RoundPlan(settings("loop.round.prompts=share", f"run.root={tmp_path}", 'run.name="it is a, {b}"'))
+    step = plan.generation(2, "it's a\\b, {c}", True, tmp_path / "hard, 'ones'.jsonl")
+    write_settings(step.settings, tmp_path / "generate.yaml")
+    found = read_settings(step.stage, tmp_path / "generate.yaml")
+    for group in step.stage.groups:
+        assert getattr(found, group) == getattr(step.settings, group)
+    assert found.resolved == step.settings.resolved and found.choices == step.settings.choices
+
+
+def test_a_rounds_own_values_win_over_the_loops_changes() -> None:
+    own = "loop.round.overrides=[['sampling.seed=77','data.share=[1,2]','schedule.end=0.9','train.eval_every=3']]"
+    plan = RoundPlan(settings("loop.round.prompts=share", own, "loop.round.trial_steps=5"))
+    answers, training = plan.generation(1, "d", True, None), plan.training_step(1, Path("x"), "", False)
+    assert (answers.settings.sampling.seed, answers.settings.data.share) == (77, (1, 2))
+    assert (training.settings.schedule.begin, training.settings.schedule.end) == (pytest.approx(1 / 3), 0.9)
+    trial = plan.trial(1, "replay", Path("x"), "start", False).settings
+    assert (trial.schedule.end, trial.train.eval_every, trial.train.save_every) == (1.0, 3, 0)
 
 
 def test_a_training_costs_its_setup_and_every_process(tmp_path: Path) -> None:
@@ -135,7 +148,7 @@ def test_a_training_costs_its_setup_and_every_process(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / name).write_text(json.dumps(content))
     found = rounds_facts.spent([training, generate, nothing])
-    assert found == {"seconds": 130.0, "tokens": 7, "gpu_hours": pytest.approx((300 + 60) / 3600)}
+    assert found == Spent(130.0, 7, pytest.approx((300 + 60) / 3600))
 
 
 # ---- how the loop goes on --------------------------------------------------------------------------------------------------------
@@ -145,9 +158,8 @@ def gained(tau: float, low: float, high: float) -> Gain:
     return Gain(tau, (low, high), tau, (low, high))
 
 
-def entry(number: int, switches: list[str], tokens: float = 100.0) -> dict[str, Any]:
-    spent = {"seconds": 10.0, "tokens": tokens, "gpu_hours": 0.5}
-    return {"round": number, "switches": switches, "spent": spent}
+def entry(number: int, switches: list[str]) -> RoundRecord:
+    return RoundRecord(number, switches=switches, spent=Spent(10.0, 100.0, 0.5))
 
 
 @pytest.fixture
@@ -181,7 +193,7 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(loop: Ca
 
 def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records_are_not_read() -> None:
     rounds = Rounds(settings())
-    slow, fast = {"speedup": 0.8}, {"speedup": 1.2}
+    slow, fast = (HelpedGeneration(1, 9, 1.0, 1.0, speedup, 2.0, {}, 1) for speedup in (0.8, 1.2))
     assert rounds.helper("d", ["variations"], slow) == ""
     assert rounds.helper("d", ["variations"], fast) == rounds.helper("d", ["variations"], None) == "d"
     assert rounds.helper("d", ["variations", "branches"], slow) == rounds.helper("d", ["variations", "token_weights"], slow) == "d"
@@ -196,8 +208,8 @@ def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds])
 
 def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
     config = FeedbackConfig(token_weights=True, domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0)
-    assert switched(config, ["token_weights"]) == FeedbackConfig(token_weights=True, error_weight=2.0)
-    assert switched(config, ["domain_weights", "hard_prompts"]) == FeedbackConfig(
+    assert only_switches(config, ["token_weights"]) == FeedbackConfig(token_weights=True, error_weight=2.0)
+    assert only_switches(config, ["domain_weights", "hard_prompts"]) == FeedbackConfig(
         domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0
     )
 
@@ -264,7 +276,7 @@ def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
         assert 0 < len(lines) <= found["generated"]["answers"] and not earlier & {line["id"] for line in lines}
         earlier |= {line["id"] for line in lines}
         answers = read_manifest(folder / "feedback", "generate")
-        assert answers["counts"]["done"] == rounds_facts.answers_of(found) > found["generated"]["answers"]
+        assert answers["counts"]["done"] == LoopRecord.read(run).rounds[number].answers > found["generated"]["answers"]
         assert found["branches"]["verifications"] > 0
     assert "branches" in content["rounds"][1] and "branches" not in content["rounds"][0]
 
@@ -302,7 +314,8 @@ def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(
     (run / "train" / "medusa" / "best" / "decode.yaml").write_text("what another stage has written\n")
     before = json.loads((run / "loop.json").read_text())
     overrides = [*micro_loop(run.parents[1]), *MADE, "run.root=.", "run.name=run", "loop.round.open_loop=true"]
-    Rounds(load_settings(STAGES["loop"], overrides)).run()
+    returned = Rounds(load_settings(STAGES["loop"], overrides)).run()
+    assert LoopRecord.read(run) == returned
     content = json.loads((run / "loop.json").read_text())
     found = content.pop("open_loop")
     assert content.pop("settings")["round"]["open_loop"] and not before.pop("settings")["round"]["open_loop"]
@@ -316,8 +329,9 @@ def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(
     best = content["rounds"][content["best"]["round"]]["measured"]["tau"]
     assert found["gain"]["tau"] == pytest.approx(best - found["measured"]["tau"])
     assert found["measured"]["prompts"] == content["rounds"][0]["measured"]["prompts"]
-    shown = "".join(str(cell) for column in table({**content, "open_loop": found}).columns for cell in column.cells)
-    assert "open loop" in shown and "accepted drafts per pass" in compared(found)
+    shown = "".join(str(cell) for column in table(returned).columns for cell in column.cells)
+    assert returned.open_loop is not None
+    assert "open loop" in shown and "accepted drafts per pass" in compare(returned.open_loop)
 
 
 def test_what_a_rounds_process_does_beside_its_stages_is_spent_too(killed: tuple[dict[str, Any], Path]) -> None:
@@ -328,7 +342,7 @@ def test_what_a_rounds_process_does_beside_its_stages_is_spent_too(killed: tuple
     stages = [run / "round-1" / place for place in ("generate", "branches/generate", "train/medusa", "measure", "trials/measure")]
     stages += list((run / "round-1" / "trials" / "train").iterdir())
     alone = rounds_facts.spent([stage for stage in stages if stage.is_dir()])
-    assert entry["spent"]["seconds"] == pytest.approx(alone["seconds"] + rounds_facts.other_seconds(run / "round-1"), rel=1e-6)
+    assert entry["spent"]["seconds"] == pytest.approx(alone.seconds + rounds_facts.other_seconds(run / "round-1"), rel=1e-6)
 
 
 def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,15 @@ import pytest
 import yaml
 
 from heads.api.errors import UserError
-from scripts.config import Settings
-from scripts.run import RunConfig, open_folder, read_config
-from scripts.stages import STAGES
+from scripts.config.own import RunConfig
+from scripts.config.schema import Settings
+from scripts.config.stages import STAGES
+from scripts.run.folder import open_folder, read_config
 
 
 def settings(run: RunConfig, **groups: Any) -> Settings:
     """Settings of a stage that reads `run` and whatever else is given as plain values."""
-    return Settings(
-        STAGES["report"], {"run": run}, {"head": "medusa"}, {"run": {"name": run.name}, **groups}, []
-    )
+    return Settings(STAGES["report"], {"run": asdict(run), **groups}, {"head": "medusa"})
 
 
 def test_a_folder_records_what_made_it(in_folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
     open_folder(given, Path("out"))
     again = open_folder(given, Path("out"))
     assert not again.complete
-    assert len(again.record["sessions"]) == 2
+    assert len(again.record.sessions) == 2
     again.finish()
     assert open_folder(given, Path("out")).complete
     assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 2  # skipping leaves no trace

@@ -20,8 +20,8 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.export.live_check import LiveRow, Served, live_check
-from inference.export.live_check_folder import LiveConfig, served_folder
+from inference.export.check.config import LiveConfig
+from inference.export.check.live import LiveRow, Served, live_check, make_requests, read_served
 from inference.measure.vllm_process import EngineProcess
 from inference.target.model import TargetModel
 from tests.inference.export.ground import load_target, write
@@ -80,10 +80,10 @@ def rows(engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPat
     """Everything in one process of vLLM: the exports, Medusa by our proposer, and an export with a fault."""
     target, scratch = load_target(tiny_target), tmp_path_factory.mktemp("served")
     config = LiveConfig(prompts=str(ROOT / "assets" / "prompts"), prompts_per_domain=2, max_new_tokens=40)
-    requests = config.requests(target, 8)
+    requests = make_requests(config, target, 8)
     served: list[Served] = []
     for kind in DRAFTERS:
-        served.append(replace(served_folder(exported(kind, target, requests, scratch / kind), target), name=kind))
+        served.append(replace(read_served(exported(kind, target, requests, scratch / kind), target), name=kind))
         if kind == "medusa":
             told = {**served[-1].speculative, "method": "custom_class", "model": CUSTOM}
             where = {"headstart_medusa": str(served[-1].folder)}

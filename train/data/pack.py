@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
@@ -295,3 +297,25 @@ def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
             directory,
             stored.get("revision"),
         )
+
+
+PARITY_TOKENS = 48
+
+
+def token_counts(data: PackedData, vocab_size: int) -> Tensor:
+    """How often each token occurs in the supervised parts of the data: [V] int64."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for index in range(len(data)):
+        row = data.row(index)
+        counts += np.bincount(row.tokens[row.loss_mask], minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def parity_documents(data: PackedData, least: int) -> Iterator[list[int]]:
+    """Documents of at least `least` tokens, cut to a length at which the check is quick."""
+    for index in range(len(data)):
+        row = data.row(index)
+        for segment in range(1, int(row.segments.max()) + 1):
+            tokens = row.tokens[row.segments == segment]
+            if len(tokens) >= least:
+                yield tokens[: max(least, PARITY_TOKENS)].tolist()

@@ -156,8 +156,7 @@ def _scale(states: Tensor, weight: float) -> Tensor:
 
 def require_trainable_features(drafter: TrainableDrafter) -> None:
     """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them without their updates."""
-    kept = getattr(drafter, "kept", None)
-    if kept is not None and not getattr(drafter, "whole", False):
+    if drafter.runs_target_layers:
         raise UserError(
             f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs the target's layers itself, "
             "without their updates. Use head.exit_layer (an early exit), or joint=none."

@@ -71,7 +71,7 @@ class AcceptanceHead:
             )
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(
-                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with scripts/fit_acceptance.py."
+                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with scripts/tools/fit_acceptance.py."
             ) from error
 
 

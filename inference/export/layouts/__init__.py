@@ -1,1 +1,1 @@
-"""How serving engines and other trainers lay out a drafter: one file per family, each read and written from one table."""
+"""How serving engines and other trainers lay out a drafter: one file per family."""

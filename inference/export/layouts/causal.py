@@ -1,12 +1,12 @@
-"""Small language models: ordinary Hugging Face checkpoints (Llama, Qwen2 or Qwen3), with the target's vocabulary and tokenizer.
+"""Small language models: Hugging Face checkpoints with the target's vocabulary.
 
-Engines draft with them as they are (`draft_model`), transformers as `assistant_model`. A PARD drafter is one that names its mask
-token. What is shared with the target is written out, since a language model of its own has to be whole.
+Llama, Qwen2 or Qwen3. Engines draft with them as they are (`draft_model`), transformers as
+`assistant_model`. A PARD drafter is one that names its mask token. What is shared with the target
+is written out: a language model of its own has to be complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
+from heads.nn.small_lm.model import SmallLM
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,
+    Json,
     Options,
     Row,
+    Shapes,
     Target,
     Written,
     give,
-    refuse,
+    same_names,
     take,
 )
 from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.layout import Layout
 from inference.export.layouts.llama import (
     block_config,
-    followed_rope,
+    follow_rope,
     layer_rows,
     plain_rope,
     read_rope,
@@ -39,96 +44,105 @@ from inference.export.layouts.llama import (
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 READABLE = (*FAMILIES, "mistral")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
+"""A bias that Qwen3's layers have beside those of queries, keys and values; ours have none."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 DEPTH = 4
-"""Drafts per step of a distilled drafter when nothing says otherwise."""
+"""Drafts per step of a distilled drafter, unless the export sets another number."""
 
 
-def rows(shape: LayerShape, layers: int, vocabulary: int, *, embedding: bool, head: bool) -> list[Row]:
-    """The tensors of a small language model; embedding, head: whether it has these of its own."""
+def rows(
+    shape: LayerShape, layers: int, vocabulary: int, *, embedding: bool, head: bool
+) -> list[Row]:
+    """The tensors of a small language model; embedding, head: whether it has its own."""
     hidden = shape.hidden_size
-    found = [Row("model.norm.weight", "model.norm.weight", (hidden,))]
+    shapes: Shapes = {"model.norm.weight": (hidden,)}
     if embedding:
-        found.append(Row(EMBEDDING, EMBEDDING, (vocabulary, hidden)))
+        shapes[EMBEDDING] = (vocabulary, hidden)
     if head:
-        found.append(Row(HEAD, HEAD, (vocabulary, hidden)))
+        shapes[HEAD] = (vocabulary, hidden)
+    found = same_names(shapes)
     for index in range(layers):
         found += layer_rows(f"model.layers.{index}.", f"model.layers.{index}.", shape)
     return found
 
 
+def read_sizes(config: Json, where: str) -> tuple[LayerShape, int]:
+    """The layers' sizes, with the norms and biases of the model's family, and their number."""
+    shape, family = read_shape(config, where), config["model_type"]
+    bias = family == "qwen2" or shape.attention_bias
+    layers = int(config["num_hidden_layers"])
+    return replace(shape, qk_norm=family == "qwen3", attention_bias=bias), layers
+
+
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+    """See `Layout.tensors`."""
+    config = folder.flat
+    shape, layers = read_sizes(config, str(folder.path))
+    head = not config.get("tie_word_embeddings")
+    table = rows(shape, layers, int(config["vocab_size"]), embedding=True, head=head)
+    if shape.qk_norm and shape.attention_bias:
+        names = map(OUTPUT_BIAS.format, range(layers))
+        table += same_names(dict.fromkeys(names, (shape.hidden_size,)))
+    return table, {}
+
+
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """The folder of a distilled or PARD drafter: a model that any of the engines, and transformers, loads by itself."""
-    drafter: Any = checkpoint.drafter
-    config, info, shape = drafter.config, checkpoint.info, drafter.shape
-    pard, shared = checkpoint.kind == "pard", config.share_embeddings
-    if pard and engine == "sglang":
-        raise refuse(
-            "its standalone drafters are autoregressive, without mask tokens", "SGLang", "Serve it with vLLM."
-        )
-    if pard and engine == "transformers":
-        raise refuse(
-            "assisted generation asks its assistant for one token at a time, and a PARD drafter's later tokens need mask tokens",
-            "transformers", "Serve it with vLLM, or train head=distilled.",
-        )  # fmt: skip
-    ours, layers = checkpoint.tensors, len(drafter.model.layers)
-    table = rows(
-        shape, layers, info.vocab_size, embedding=not shared, head=not shared and not config.tie_embeddings
-    )
-    tensors = give(table, ours, left=("pard_token",))
-    dtype = tensors["model.norm.weight"].dtype
-    notes = []
-    tied = config.tie_embeddings
-    if shared:
+    """The folder of a `SmallLM`: a model that the engines, and transformers, load by itself."""
+    drafter, info, ours = checkpoint.drafter, checkpoint.info, checkpoint.tensors
+    assert isinstance(drafter, SmallLM), f"kind '{checkpoint.kind}' is no language model"
+    config, shape, layers = drafter.config, drafter.shape, len(drafter.model.layers)
+    own, tied = not config.share_embeddings, bool(config.tie_embeddings)
+    table = rows(shape, layers, info.vocab_size, embedding=own, head=own and not tied)
+    written = Written({}, give(table, ours, left=("pard_token",)), tokenizer=True)
+    tensors, dtype = written.tensors, ours["model.norm.weight"].dtype
+    if not own:
         weights = target.weights
         tied = weights.lm_head is weights.embedding
         tensors[EMBEDDING] = weights.embedding.to(dtype)
         if not tied:
             tensors[HEAD] = weights.lm_head.to(dtype)
-        notes.append("embedding and LM head are copies of the target's")
+        written.notes.append("embedding and LM head are copies of the target's")
+    if shape.qk_norm and shape.attention_bias:
+        for name in map(OUTPUT_BIAS.format, range(layers)):
+            tensors[name] = torch.zeros(shape.hidden_size, dtype=dtype)
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
-    if shape.qk_norm and shape.attention_bias:  # Qwen3's bias is on the output as well
-        for index in range(layers):
-            tensors[f"model.layers.{index}.self_attn.o_proj.bias"] = torch.zeros(
-                shape.hidden_size, dtype=dtype
-            )
-    described = {
+    special = {name: getattr(target.described, name, None) for name in SPECIAL}
+    written.config = {
         "architectures": [FAMILIES[family]],
         "model_type": family,
-        **block_config(shape, info, layers, rope_of(checkpoint, target)),
-        "tie_word_embeddings": bool(tied),
-        **special_tokens(target),
+        **block_config(shape, info, layers, find_rope(checkpoint, target)),
+        "tie_word_embeddings": tied,
+        **{name: value for name, value in special.items() if value is not None},
     }
     if family != "llama":
-        described["use_sliding_window"] = False
-    speculative: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": options.tokens or DEPTH}
+        written.config["use_sliding_window"] = False
+    pard = "pard_token" in ours
+    tokens = options.tokens or (config.depth if pard else DEPTH)
+    written.speculative = {"method": "draft_model", "num_speculative_tokens": tokens}
     if pard:
-        described["pard_token"] = int(ours["pard_token"])
-        speculative |= {"num_speculative_tokens": options.tokens or config.depth, "parallel_drafting": True}
-    return Written(described, tensors, speculative, notes=notes, tokenizer=True)
+        written.config["pard_token"] = int(ours["pard_token"])
+        written.speculative["parallel_drafting"] = True
+    return written
 
 
-def rope_of(checkpoint: Checkpoint, target: Target) -> dict[str, Any]:
-    """The rotary parameters: the target's where its layers were copied, otherwise the drafter's own."""
-    drafter: Any = checkpoint.drafter
+def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
+    """The rotary parameters: the target's if its layers were copied, else the drafter's own."""
+    drafter = checkpoint.drafter
+    assert isinstance(drafter, SmallLM), f"kind '{checkpoint.kind}' is no language model"
     config = drafter.config
     theta = config.rope_theta or checkpoint.info.rope_theta
     if config.from_target_layers:
-        return followed_rope(target, drafter.shape.head_dim, theta)
+        return follow_rope(target, drafter.shape.head_dim, theta)
     if not config.rope_scaling:
         return plain_rope(theta)
-    scaling: dict[str, Any] = dict(zip(SCALING, config.rope_scaling, strict=True))
+    scaling = dict(zip(SCALING, config.rope_scaling, strict=True))
     scaling[SCALING[-1]] = int(scaling[SCALING[-1]])
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
 
-def special_tokens(target: Target) -> dict[str, Any]:
-    """The ids of begin, end and padding, as the target has them."""
-    found = {
-        name: getattr(target.described, name, None)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    return {name: value for name, value in found.items() if value is not None}
+LAYOUT = Layout("causal", tuple(FAMILIES.values()), expect, rope=find_rope, eps=False)
 
 
 def matches(folder: Folder) -> bool:
@@ -137,27 +151,26 @@ def matches(folder: Folder) -> bool:
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary, padded or trimmed to its size."""
+    """A distilled (or PARD) drafter from a causal language model with the target's vocabulary.
+
+    The vocabulary is padded or trimmed to the target's.
+    """
     config, where, size = folder.config, str(folder.path), receiver.info.vocab_size
     odd = [name for name in ("mlp_bias", "use_sliding_window") if config.get(name)]
     if config.get("model_type") == "mistral" and config.get("sliding_window"):
         odd.append("sliding_window")
     if odd or str(config.get("hidden_act", "silu")) != "silu":
-        raise UserError(
-            f"'{where}' has {', '.join(odd) or 'another activation'}, which our drafters do not have."
-        )
-    theirs, notes = dict(folder.tensors), []
-    shape = read_shape(config, where)
-    family = config["model_type"]
-    layers = int(config["num_hidden_layers"])
-    bias = family == "qwen2" or bool(config.get("attention_bias"))
-    for index in range(layers):
-        extra = theirs.pop(f"model.layers.{index}.self_attn.o_proj.bias", None)
+        what = ", ".join(odd) or "another activation"
+        raise UserError(f"'{where}' has {what}, which our drafters do not have.")
+    theirs, notes = dict(folder.tensors), list[str]()
+    shape, layers = read_sizes(config, where)
+    for name in map(OUTPUT_BIAS.format, range(layers)):
+        extra = theirs.pop(name, None)
         if extra is not None and bool(extra.any()):
             raise UserError(
-                f"'{where}' has a bias on the output of its attention, which our drafters do not have."
+                f"'{where}' has a bias on the output of its attention, which our drafters do not "
+                "have."
             )
-    shape = replace(shape, qk_norm=family == "qwen3", attention_bias=bias)
     tied = bool(config.get("tie_word_embeddings", False)) or HEAD not in theirs
     if tied:
         theirs.pop(HEAD, None)
@@ -165,9 +178,9 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
         if name in theirs and theirs[name].shape[0] != size:
             done = "padded" if theirs[name].shape[0] < size else "trimmed"
             notes.append(f"{name}: {theirs[name].shape[0]} rows, {done} to {size}")
-            theirs[name] = fitted(theirs[name], size)
+            theirs[name] = resize(theirs[name], size)
     found = take(rows(shape, layers, size, embedding=True, head=not tied), theirs, where)
-    values = network(config, shape, layers, receiver)
+    values = network(config, shape, layers)
     values["tie_embeddings"] = tied
     token = config.get("pard_token")
     if token is None:
@@ -176,15 +189,14 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))}, notes)
 
 
-def network(config: Mapping[str, Any], shape: LayerShape, layers: int, receiver: Receiver) -> dict[str, Any]:
-    """The values of a `NetworkConfig` for a language model of these sizes; raises `UserError` for rotary scalings we lack."""
+def network(config: Json, shape: LayerShape, layers: int) -> dict[str, Any]:
+    """The values of a `NetworkConfig`; raises `UserError` for rotary scalings that ours lack."""
     rope = read_rope(config)
-    if (
-        rope["rope_type"] not in ("default", "llama3")
-        or float(rope.get("partial_rotary_factor") or 1.0) != 1.0
-    ):
+    partial = float(rope.get("partial_rotary_factor") or 1.0)
+    if rope["rope_type"] not in ("default", "llama3") or partial != 1.0:
         raise UserError(
-            f"rotary positions of type '{rope['rope_type']}' cannot be a drafter's: allowed are default and llama3."
+            f"rotary positions of type '{rope['rope_type']}' cannot be a drafter's: allowed are "
+            "default and llama3."
         )
     values: dict[str, Any] = {
         "num_layers": layers,
@@ -203,9 +215,9 @@ def network(config: Mapping[str, Any], shape: LayerShape, layers: int, receiver:
     return values
 
 
-def fitted(rows_: Tensor, size: int) -> Tensor:
+def resize(table: Tensor, size: int) -> Tensor:
     """Rows [V', H] as [V, H]: padded with zeros or trimmed."""
-    found = torch.zeros(size, rows_.shape[1], dtype=rows_.dtype)
-    count = min(size, rows_.shape[0])
-    found[:count] = rows_[:count]
+    found = torch.zeros(size, table.shape[1], dtype=table.dtype)
+    count = min(size, table.shape[0])
+    found[:count] = table[:count]
     return found

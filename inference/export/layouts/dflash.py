@@ -1,33 +1,51 @@
-"""Block drafters: DFlash, DFlash 2, DSpark and Domino, as z-lab, DeepSpec and the engines lay them out.
+"""Block drafters (DFlash, DFlash 2, DSpark, Domino) of z-lab, DeepSpec and the engines.
 
-All are a stack of Qwen3 layers under the same names, with tensors of their own behind it. Layers of the target are numbered from 0:
-L is the state after L + 1 layers. A learned mask vector is the embedding of one token that text does not hold: beside DFlash in a
-file of its own (`mask_embedding.pt`, which vLLM reads), in DSpark as that token's row in a copy of the target's embedding.
+All are a stack of Qwen3 layers under the same names, with tensors of their own behind it. Layers of
+the target are numbered from 0: L is the state after L + 1 layers. A learned mask vector is the
+embedding of one token that text does not hold: beside DFlash in a file of its own
+(`mask_embedding.pt`, which vLLM reads), in DSpark as that token's row in a copy of the target's
+embedding.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heads.api.checkpoint import build_config
 from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
+from heads.nn.block.config import Config
+from heads.nn.block.model import BlockModel
 from heads.nn.blocks import LayerShape
 from inference.export.layouts.base import (
     Checkpoint,
+    Imported,
+    Json,
     Options,
     Row,
+    Shapes,
     Target,
     Written,
     give,
     refuse,
+    same_names,
+    take,
 )
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
+from inference.export.layouts.layout import Layout, captured_layers, require_taps
 from inference.export.layouts.llama import (
     block_config,
-    followed_rope,
+    follow_rope,
+    layer_kinds,
     layer_rows,
+    read_shape,
+    require_fit,
+    sizes_config,
     with_qk_norm,
 )
 
@@ -39,232 +57,279 @@ ARCHITECTURES = {
     "domino": "DFlashDraftModel",
 }
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
-"""Our dependencies that are DSpark's, and what it calls them."""
+"""Our dependencies that are DSpark's, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
-ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-"""What transformers' DFlash assistant calls these tensors."""
+ENCODER = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
+"""The names of these tensors in transformers' DFlash assistant."""
+TELLING = {
+    "markov_head.markov_w1.weight": "dspark",
+    "prefix_gru.weight_ih_l0": "domino",
+    "candidate_selector.predecessor_codebook": "dflash2",
+    "encoder.fc.weight": "dflash-assistant",
+}
+"""A tensor of each layout but plain DFlash's."""
 
 
-def flavour(config: Any) -> str:
-    """Which of the four a configuration of ours is, or what no engine has: dflare (a mixture of taps per layer), treeflash (states
-    conditioned on the parent), or mixed (parts of several).
-    """
-    if config.layer_fusion:
-        return "dflare"
-    if config.dependency == "parent":
-        return "treeflash"
-    if config.dependency in MARKOV:
-        return "mixed" if config.convolution else "dspark"
-    if config.dependency == "gru":
-        return "mixed" if config.convolution or config.confidence else "domino"
-    if (config.dependency == "selector") != config.convolution or config.confidence:
-        return "mixed"
-    return "dflash2" if config.convolution else "dflash"
-
-
-def rows(config: Any, shape: LayerShape, layers: int, taps: int, vocabulary: int) -> list[Row]:
+def rows(config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: int) -> list[Row]:
     """The tensors of a block drafter of our configuration, without mask vector and temperatures."""
     hidden, rank = shape.hidden_size, config.dependency_rank
-    shapes: dict[str, tuple[int, ...]] = {
+    wide, codes = hidden + rank, (vocabulary, rank)
+    shapes: Shapes = {
         "fc.weight": (hidden, taps * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    if config.dependency in MARKOV:
-        shapes |= {
-            "markov_head.markov_w1.weight": (vocabulary, rank),
-            "markov_head.markov_w2.weight": (vocabulary, rank),
-        }
+    markov = config.dependency in MARKOV
+    if markov:
+        shapes |= {f"markov_head.markov_{part}.weight": codes for part in ("w1", "w2")}
     if config.dependency == "gated":
         shapes |= {
-            "markov_head.gate_proj.weight": (rank, hidden + rank),
+            "markov_head.gate_proj.weight": (rank, wide),
             "markov_head.gate_proj.bias": (rank,),
         }
     if config.dependency == "rnn":
         shapes |= {
-            "markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+            "markov_head.joint_proj.weight": (3 * rank, wide + rank),
             "markov_head.joint_proj.bias": (3 * rank,),
         }
     if config.confidence:
-        wide = hidden + (rank if config.dependency in MARKOV else 0)
-        shapes |= {"confidence_head.proj.weight": (1, wide), "confidence_head.proj.bias": (1,)}
+        shapes |= {
+            "confidence_head.proj.weight": (1, wide if markov else hidden),
+            "confidence_head.proj.bias": (1,),
+        }
     if config.dependency == "gru":
-        shapes |= {"prefix_gru.weight_ih_l0": (3 * rank, hidden), "prefix_gru.weight_hh_l0": (3 * rank, rank)}
-        shapes |= {"embed_proj.0.weight": (rank, hidden + rank), "embed_proj.2.weight": (vocabulary, rank)}
+        shapes |= {
+            "prefix_gru.weight_ih_l0": (3 * rank, hidden),
+            "prefix_gru.weight_hh_l0": (3 * rank, rank),
+            "embed_proj.0.weight": (rank, wide),
+            "embed_proj.2.weight": codes,
+        }
     if config.dependency == "selector":
         shapes |= {
-            f"candidate_selector.{name}_codebook": (vocabulary, rank) for name in ("predecessor", "successor")
+            "candidate_selector.predecessor_codebook": codes,
+            "candidate_selector.successor_codebook": codes,
+            "candidate_selector.hidden_projection.weight": (rank, hidden),
         }
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-    found = [Row(name, name, dims) for name, dims in shapes.items()]
+    found = []
     for index in range(layers):
         prefix = f"layers.{index}."
         found += layer_rows(prefix, prefix, shape)
         for part in ("attention_conv", "mlp_conv") if config.convolution else ():
             groups = 4 * (hidden // config.conv_group_size)
-            found.append(Row(f"{prefix}{part}.base_kernel", f"{prefix}{part}.base_kernel", (2, 2, hidden)))
-            name = f"{prefix}{part}.kernel_projection.weight"
-            found.append(Row(name, name, (groups, hidden)))
-    return found
+            shapes[f"{prefix}{part}.base_kernel"] = (2, 2, hidden)
+            shapes[f"{prefix}{part}.kernel_projection.weight"] = (groups, hidden)
+    return same_names(shapes) + found
+
+
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+    """See `Layout.tensors`."""
+    config, inner, theirs = folder.flat, folder.block, folder.tensors
+    shape = with_qk_norm(read_shape(config, str(folder.path)))
+    values = {"block_size": int(inner["block_size"]), **method_values(config, inner, theirs)}
+    own: Config = build_config("dflash", values)
+    layers, taps = (
+        int(config["num_hidden_layers"]),
+        captured_layers(config, info.num_layers, "vllm"),
+    )
+    table = rows(own, shape, layers, len(taps), info.vocab_size)
+    if "encoder.fc.weight" in theirs:
+        names = {**{row.theirs: row.theirs for row in table}, **ENCODER}
+        table = [Row(row.ours, names[row.theirs], row.shape) for row in table]
+    spare = (EMBEDDING, HEAD) if own.dependency in MARKOV else (EMBEDDING,)
+    return table, dict.fromkeys(spare, (info.vocab_size, info.hidden_size))
+
+
+def find_rope(checkpoint: Checkpoint, target: Target) -> Json:
+    """The rotary parameters: the target's, which block drafters follow."""
+    drafter = checkpoint.drafter
+    assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
+    return follow_rope(target, drafter.shape.head_dim, checkpoint.info.rope_theta)
+
+
+def layout(name: str, *architectures: str, most: bool = True) -> Layout:
+    """One of the layouts. most: whether its blocks give a token fewer than they have slots."""
+
+    def draftable(config: Json) -> tuple[int, str]:
+        inner = {**config, **(config.get("dflash_config") or {})}
+        size = int(inner["block_size"]) - 1
+        return size, f"blocks that give {size}"
+
+    return Layout(
+        name,
+        architectures,
+        expect,
+        find_rope,
+        draftable=draftable if most else None,
+        taps=True,
+        block=True,
+    )
+
+
+LAYOUTS = (
+    layout("dflash", "DFlashDraftModel"),
+    layout("dflash2", "DFlash2DraftModel"),
+    layout("dspark", "Qwen3DSparkModel", "DSparkDraftModel", most=False),
+    layout("domino", "DFlashDraftModel"),
+    layout("dflash-assistant", "MuseGlimmerAssistantModel", most=False),
+)
 
 
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
     """The folder for `engine`; raises `UserError` for what it cannot express."""
-    config, info = checkpoint.config, checkpoint.info
-    drafter: Any = checkpoint.drafter
-    kind = flavour(config)
-    require_expressible(checkpoint, kind, engine)
-    shape: LayerShape = drafter.shape
-    taps, layers = drafter.needs.taps, len(drafter.layers)
-    ours = checkpoint.tensors
-    left = ("mask_embedding", TEMPERATURES)
-    tensors = give(rows(config, with_qk_norm(shape), layers, len(taps), info.vocab_size), ours, left)
-    token = config.mask_token_id if config.mask_token_id >= 0 else target.unused_token(options.mask_token_id)
-    described: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[kind]],
+    config, info, drafter = checkpoint.config, checkpoint.info, checkpoint.drafter
+    assert isinstance(drafter, BlockModel), f"kind '{checkpoint.kind}' is no block drafter"
+    require_expressible(checkpoint, engine)
+    taps, layers, shape = drafter.needs.taps, len(drafter.layers), drafter.shape
+    ours, method = checkpoint.tensors, checkpoint.method
+    table = rows(config, with_qk_norm(shape), layers, len(taps), info.vocab_size)
+    token = config.mask_token_id
+    if token < 0:
+        token = target.unused_token(options.mask_token_id)
+    block = {
+        "mask_token_id": token,
+        "target_layer_ids": [tap - 1 for tap in taps],
+        "causal": drafter.causal,
+    }
+    described = {
+        "architectures": [ARCHITECTURES[method]],
         "model_type": "qwen3",
-        **block_config(shape, info, layers, followed_rope(target, shape.head_dim, info.rope_theta)),
+        **block_config(shape, info, layers, find_rope(checkpoint, target)),
         "layer_types": ["full_attention"] * layers,
         "use_sliding_window": False,
         "sliding_window": None,
         "draft_vocab_size": info.vocab_size,
         "block_size": config.block_size,
         "num_target_layers": info.num_layers,
+        **own_keys(config, method, block),
     }
-    block = {"mask_token_id": token, "target_layer_ids": [tap - 1 for tap in taps], "causal": drafter.causal}
-    described |= own_keys(config, kind, block)
     depth = config.block_size - (0 if config.sample_from_anchor else 1)
-    tokens = draft_length(options.tokens, depth, drafter.causal)
-    written = Written(
-        described,
-        tensors,
-        {"method": "dspark" if kind == "dspark" else "dflash", "num_speculative_tokens": tokens},
-    )
+    told = {
+        "method": "dspark" if method == "dspark" else "dflash",
+        "num_speculative_tokens": draft_length(options.tokens, depth, drafter.causal),
+    }
+    written = Written(described, give(table, ours, ("mask_embedding", TEMPERATURES)), told)
     if TEMPERATURES in ours and not bool((ours[TEMPERATURES] == 1).all()):
         written.kept["confidence_temperatures"] = ours[TEMPERATURES].double().tolist()
         written.notes.append(
             "the temperatures that calibrate the confidence per depth have no place in the layout"
         )
     if config.mask_token_id < 0:
-        place_mask(written, ours["mask_embedding"], token, kind, target)
+        place_mask(written, ours["mask_embedding"], token, method, target)
     return written
 
 
-def own_keys(config: Any, kind: str, block: dict[str, Any]) -> dict[str, Any]:
-    """config.json's keys of each flavour. DSpark's stand at the top level, the others' inside `dflash_config`."""
-    if kind == "dspark":
+def own_keys(config: Config, method: str, block: Json) -> Json:
+    """Each method's keys: DSpark's at the top level, the others' in `dflash_config`."""
+    rank = config.dependency_rank
+    if method == "dspark":
         return {
             "mask_token_id": block["mask_token_id"],
             "target_layer_ids": block["target_layer_ids"],
             "is_causal": block["causal"],
             "sample_from_anchor": config.sample_from_anchor,
             "dspark_bonus_anchor": not config.sample_from_anchor,
-            "markov_rank": config.dependency_rank,
+            "markov_rank": rank,
             "markov_head_type": MARKOV[config.dependency],
             "enable_confidence_head": config.confidence,
             "confidence_head_with_markov": config.confidence,
         }
-    if kind == "dflash2":
+    if method == "domino":
+        own = {"projector_type": "domino", "emb_dim": rank, "gru_hidden_dim": rank}
+        own |= {"pure_draft_prefix_len": 1, "shift_label": False}
+        return {"dflash_config": block | own, "emb_dim": rank}
+    if method == "dflash2":
         block |= {
             "conv_kernel_size": 2,
             "conv_group_size": config.conv_group_size,
-            "selector_rank": config.dependency_rank,
+            "selector_rank": rank,
             "selector_top_k": config.selector_top_k,
         }
-    if kind == "domino":
-        rank = config.dependency_rank
-        block |= {
-            "projector_type": "domino", "emb_dim": rank, "gru_hidden_dim": rank, "pure_draft_prefix_len": 1, "shift_label": False,
-        }  # fmt: skip
-        return {"dflash_config": block, "emb_dim": rank}
     return {"dflash_config": block | {"sample_from_anchor": False}}
 
 
 def draft_length(asked: int, depth: int, causal: bool) -> int:
-    """Drafts per step: all of the block's, since slots that see each other are trained together; fewer where they do not."""
+    """Drafts per step: all of the block's, or fewer where slots see earlier ones only."""
     if not asked or asked == depth:
         return depth
     if asked > depth or not causal:
         why = "" if causal else ", no fewer because its slots see each other"
-        raise UserError(f"export.tokens: this block drafts {depth} tokens per step{why}; given {asked}.")
+        raise UserError(
+            f"export.tokens: this block drafts {depth} tokens per step{why}; given {asked}."
+        )
     return asked
 
 
-def require_expressible(checkpoint: Checkpoint, kind: str, engine: str) -> None:
-    """Raise `UserError`, naming the option to train with instead, for what an engine lacks."""
-    config, name = checkpoint.config, {"vllm": "vLLM", "sglang": "SGLang"}[engine]
-    if kind == "dflare":
-        raise refuse(
-            "no engine mixes the taps per layer (head.layer_fusion)",
-            name,
-            "Train with head.layer_fusion=false.",
-        )
-    if kind == "treeflash":
-        raise refuse(
-            "no engine conditions a slot's state on its parent (head.dependency=parent)", name,
-            "Train with head.dependency=markov, gru, selector or none.",
-        )  # fmt: skip
-    if kind == "mixed":
-        raise refuse(
-            "it mixes parts of several methods (dependency, convolution, confidence) that engines know in fixed sets only", name,
-            "Train one of head=dflash, dflash2, dspark, domino.",
-        )  # fmt: skip
-    if config.sample_from_anchor and kind != "dspark":
-        raise refuse(
-            "it drafts from the root's own slot on (head.sample_from_anchor=true), which only DSpark does there", name,
+def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
+    """Raise `UserError` for what an engine lacks; it names the option to train with instead."""
+    config, dspark = checkpoint.config, checkpoint.method == "dspark"
+    sglang, anchor = engine == "sglang", config.sample_from_anchor
+    refusals = (
+        (
+            anchor and not dspark,
+            "it drafts from the root's own slot on (head.sample_from_anchor=true), which only "
+            "DSpark does there",
             "Train with head.sample_from_anchor=false, or head=dspark.",
-        )  # fmt: skip
-    if checkpoint.drafter.needs.taps[0] == 0:
-        raise refuse(
+        ),
+        (
+            checkpoint.drafter.needs.taps[0] == 0,
             "it reads the embeddings (tap 0), which have no layer id",
-            name,
             "Train with head.taps of 1 and more.",
-        )
-    if engine == "vllm" and kind == "domino":
-        raise refuse("it has no Domino", name, "Serve it with SGLang.")
-    if engine == "vllm" and config.dependency in ("gated", "rnn"):
-        raise refuse(
-            f"its DSpark has no '{config.dependency}' table", name,
+        ),
+        (
+            not sglang and config.dependency in ("gated", "rnn"),
+            f"its DSpark has no '{config.dependency}' table",
             "Train with head.dependency=markov, or serve it with SGLang.",
-        )  # fmt: skip
-    if engine == "sglang" and config.in_block == "causal":
-        raise refuse(
+        ),
+        (
+            sglang and config.in_block == "causal",
             "the slots of its blocks see each other in layers without a window",
-            name,
             "Train with head.in_block=bidirectional, or serve it with vLLM.",
-        )
-    if engine == "sglang" and kind == "dspark" and not config.sample_from_anchor:
-        raise refuse(
-            "its DSpark drafts from the root's slot on", name, "Train with head.sample_from_anchor=true."
-        )
-    if engine == "sglang" and config.mask_token_id < 0:
-        raise refuse(
-            "it always embeds the mask with the target's table, and this drafter learned a vector of its own", name,
+        ),
+        (
+            sglang and dspark and not anchor,
+            "its DSpark drafts from the root's slot on",
+            "Train with head.sample_from_anchor=true.",
+        ),
+        (
+            sglang and config.mask_token_id < 0,
+            "it always embeds the mask with the target's table, and this drafter learned a vector "
+            "of its own",
             "Train with head.mask_token_id=<an unused token of the target>.",
-        )  # fmt: skip
-
-
-def place_mask(written: Written, mask: Tensor, token: int, kind: str, target: Target) -> None:
-    """Put a learned mask vector [H] where vLLM looks for it."""
-    written.notes.append(
-        f"token {token} stands for the slots of a block; where it is the root itself, the drafter misreads it"
+        ),
     )
-    if kind == "dspark":
+    for applies, what, instead in refusals:
+        if applies:
+            raise refuse(what, "SGLang" if sglang else "vLLM", instead)
+
+
+def place_mask(written: Written, mask: Tensor, token: int, method: str, target: Target) -> None:
+    """Store a learned mask vector [H] where vLLM looks for it."""
+    written.notes.append(
+        f"token {token} stands for the slots of a block; where it is the root itself, the drafter "
+        "misreads it"
+    )
+    if method == "dspark":
         embedding = target.weights.embedding.to(mask.dtype).clone()
         embedding[token] = mask
-        written.tensors["embed_tokens.weight"] = embedding
+        written.tensors[EMBEDDING] = embedding
         return
     buffer = io.BytesIO()
     torch.save({"mask_token_id": token, "embedding": mask.contiguous().clone()}, buffer)
     written.files[MASK_FILE] = buffer.getvalue()
 
 
-def write_assistant(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
-    """transformers' DFlash assistant, the one block drafter it has: plain, bidirectional, with the target's mask."""
-    config = checkpoint.config
+def write_assistant(
+    checkpoint: Checkpoint, target: Target, options: Options, engine: str
+) -> Written:
+    """transformers' DFlash assistant: plain, bidirectional, with the embedding of a mask token."""
+    config, described = checkpoint.config, target.described
     if config.mask_token_id < 0:
         raise refuse(
-            "it embeds the mask with the target's table, and this drafter learned a vector of its own",
+            "it embeds the mask with the target's table, and this drafter learned a vector of its "
+            "own",
             "transformers",
             "Train with head.mask_token_id=<an unused token of the target>.",
         )
@@ -277,16 +342,173 @@ def write_assistant(checkpoint: Checkpoint, target: Target, options: Options, en
     written = write(checkpoint, target, options, "vllm")
     inner = written.config.pop("dflash_config")
     written.tensors = {ENCODER.get(name, name): value for name, value in written.tensors.items()}
-    described = target.described
+    special = [f"{name}_token_id" for name in ("bos", "eos", "pad")]
     written.config |= {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
         "mask_token_id": inner["mask_token_id"],
         "target_layer_ids": inner["target_layer_ids"],
         "sliding_window": described.max_position_embeddings,
-        **{
-            f"{name}_token_id": getattr(described, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
-        },
+        **{name: getattr(described, name, None) for name in special},
     }
     written.speculative |= {"method": "assistant_model", "speculation_type": "dflash"}
     return written
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def matches(folder: Folder) -> bool:
+    """Whether a folder is a block drafter: layers with normed heads after a projection."""
+    ours = {theirs: name for name, theirs in ENCODER.items()}
+    names = {ours.get(name, name) for name in folder.tensors}
+    needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+    return needed <= names and "layers.0.hidden_norm.weight" not in names
+
+
+def read(folder: Folder, receiver: Receiver) -> Imported:
+    """Our checkpoint from z-lab's, DeepSpec's or an engine's layout."""
+    config, where = folder.config, str(folder.path)
+    inner = config.get("dflash_config") or {}
+    ids = inner.get("target_layer_ids", config.get("target_layer_ids"))
+    token = inner.get("mask_token_id", config.get("mask_token_id"))
+    if ids is None or token is None or config.get("block_size") is None:
+        raise UserError(
+            f"'{where}': config.json lacks target_layer_ids, mask_token_id or block_size."
+        )
+    layers = config
+    if inner.get("use_swa"):  # z-lab's way to say that all layers slide
+        window = inner.get("swa_window_size", config.get("sliding_window"))
+        layers = {**config, "layer_types": ["sliding_attention"], "sliding_window": window}
+    kinds = layer_kinds(layers, receiver.info.max_position_embeddings, where)
+    causal = config.get("is_causal", inner.get("causal"))
+    if causal is None:
+        require_one_kind(kinds, where)
+        causal = kinds == {"sliding_attention"} and not inner.get("use_swa")
+    taps = tuple(int(layer) + 1 for layer in ids)
+    return build(folder, config, receiver, taps, int(token), causal=bool(causal), extra=inner)
+
+
+def require_one_kind(kinds: set[str], where: str) -> None:
+    """Raise `UserError` for a mixture of sliding and full layers."""
+    if len(kinds) > 1:
+        raise UserError(
+            f"'{where}' mixes sliding and full layers, which see their block differently; ours "
+            "see it alike."
+        )
+
+
+def build(
+    folder: Folder,
+    config: Json,
+    receiver: Receiver,
+    taps: tuple[int, ...],
+    token: int,
+    *,
+    causal: bool,
+    extra: Json,
+) -> Imported:
+    """Our checkpoint, given taps, mask token and attention. extra: holds the keys of the method."""
+    where, info = str(folder.path), receiver.info
+    shape = read_shape(config, where)
+    require_fit(shape, config, info, where, scaled=True)
+    require_taps(taps, info.num_layers, where)
+    plain = {theirs: ours for ours, theirs in ENCODER.items()}
+    theirs = {plain.get(name, name): value for name, value in folder.tensors.items()}
+    notes: list[str] = []
+    values: dict[str, Any] = {
+        "block_size": int(config["block_size"]),
+        "in_block": "causal" if causal else "bidirectional",
+        "num_layers": int(config["num_hidden_layers"]),
+        "taps": list(taps),
+        "start_from": "random",
+        "carry_root": False,
+        **sizes_config(shape, info),
+        **method_values(config, extra, theirs),
+    }
+    mask = take_mask(folder, theirs, receiver, token, notes)
+    values["mask_token_id"] = token if mask is None else -1
+    receiver.drop_shared(HEAD, theirs, where, notes)
+    offsets = theirs.pop("d2t", None)
+    theirs.pop("t2d", None)
+    if offsets is not None and bool(offsets.any()):
+        raise UserError(
+            f"'{where}' drafts from a reduced vocabulary, which our block drafters do not."
+        )
+    own: Config = build_config("dflash", values)
+    table = rows(own, with_qk_norm(shape), own.num_layers, len(taps), info.vocab_size)
+    found = take(table, theirs, where)
+    if mask is not None:
+        found["mask_embedding"] = mask
+    if own.confidence:
+        depth = own.block_size - (0 if own.sample_from_anchor else 1)
+        kept = folder.export.kept.get("confidence_temperatures", [1.0] * depth)
+        found[TEMPERATURES] = torch.tensor(kept, dtype=found["confidence_head.proj.weight"].dtype)
+    return Imported("dflash", values, found, notes)
+
+
+def method_values(config: Json, extra: Json, theirs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a folder's extra tensors and keys say of the method, as values of our configuration."""
+    markov = theirs.get("markov_head.markov_w1.weight")
+    gru = theirs.get("prefix_gru.weight_hh_l0")
+    codebook = theirs.get("candidate_selector.predecessor_codebook")
+    anchored = extra.get("sample_from_anchor", markov is not None)
+    values: dict[str, Any] = {
+        "sample_from_anchor": bool(config.get("sample_from_anchor", anchored))
+    }
+    if markov is not None:
+        named = {name: ours for ours, name in MARKOV.items()}
+        kind = str(config.get("markov_head_type", "vanilla"))
+        if kind not in named:
+            raise UserError(
+                f"a DSpark drafter with markov_head_type '{kind}' is none of {', '.join(named)}."
+            )
+        values |= {"dependency": named[kind], "dependency_rank": int(markov.shape[1])}
+    if gru is not None:
+        if extra.get("shift_label") or int(extra.get("pure_draft_prefix_len", 1)) != 1:
+            raise UserError(
+                "a Domino drafter with shift_label or pure_draft_prefix_len other than 1 is not "
+                "ours."
+            )
+        values |= {"dependency": "gru", "dependency_rank": int(gru.shape[1])}
+    if codebook is not None:
+        both = {**config, **extra}
+        values |= {
+            "dependency": "selector",
+            "dependency_rank": int(codebook.shape[1]),
+            "selector_top_k": int(both.get("selector_top_k", 16)),
+            "convolution": True,
+            "conv_group_size": int(both.get("conv_group_size", 16)),
+        }
+    if "confidence_head.proj.weight" in theirs:
+        wide = theirs["confidence_head.proj.weight"].shape[1] - theirs["norm.weight"].shape[0]
+        if wide != values.get("dependency_rank", 0):
+            raise UserError("a confidence head that does not read the Markov table is not ours.")
+        values["confidence"] = True
+    return values
+
+
+def take_mask(
+    folder: Folder, theirs: dict[str, Tensor], receiver: Receiver, token: int, notes: list[str]
+) -> Tensor | None:
+    """The mask's own vector [H], or None where it is the target's embedding of `token`."""
+    embedding, own = theirs.pop(EMBEDDING, None), receiver.weights.embedding
+    file = folder.path / MASK_FILE
+    if file.is_file():
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        vector = state["embedding"] if isinstance(state, dict) else state
+        return vector.reshape(-1).clone()
+    if embedding is None:
+        return None
+    if receiver.is_shared(EMBEDDING, embedding):
+        notes.append(f"{EMBEDDING}: a copy of the target's, left out")
+        return None
+    rest = torch.arange(own.shape[0]) != token
+    if embedding.shape != own.shape or not torch.equal(
+        own.to(embedding.dtype)[rest], embedding[rest]
+    ):
+        raise UserError(
+            f"'{folder.path}' has an embedding of its own; our block drafters share the target's "
+            "(all rows but the mask token's must be equal). Was it made for this target?"
+        )
+    return embedding[token].clone()

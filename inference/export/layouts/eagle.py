@@ -1,7 +1,8 @@
-"""EAGLE-1 and -2 as engines and the authors lay it out: one Llama layer without a first norm, under its own names.
+"""EAGLE-1 and -2: one Llama layer without a first norm, behind a projection of (token, state).
 
-vLLM builds `fc` without a bias and refuses a file that has one; SGLang always builds one and leaves it random unless the file sets
-it, so its folder holds zeros there. Embedding and LM head are the target's. EAGLE-2 is the same weights with another tree.
+vLLM builds `fc` without a bias and refuses a file that has one; SGLang always builds one and leaves
+it random unless the file sets it, so its folder holds zeros there. Embedding and LM head are the
+target's. EAGLE-2 is the same weights with another tree.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from heads.api.errors import UserError
+from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.feature.base import layer_shape
 from inference.export.layouts.base import (
@@ -18,13 +20,16 @@ from inference.export.layouts.base import (
     Imported,
     Options,
     Row,
+    Shapes,
     Target,
     Written,
     give,
     refuse,
+    same_names,
     take,
 )
-from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
+from inference.export.layouts.layout import Layout
 from inference.export.layouts.llama import (
     block_config,
     layer_rows,
@@ -36,26 +41,40 @@ from inference.export.layouts.llama import (
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 DEPTH = 4
-"""Drafts per step when nothing says otherwise."""
+"""Drafts per step unless the training or the export sets another number."""
+OTHER_FIRST_NORMS = (
+    "layers.0.input_layernorm.weight",
+    "layers.0.hidden_norm.weight",
+    "midlayer.hidden_norm.weight",
+    "norm.weight",
+)
+"""Tensors that tell other drafters with an `fc` from EAGLE-1."""
 
 
 def rows(shape: LayerShape, bias: bool) -> list[Row]:
     """The tensors of an EAGLE-1 drafter; bias: whether `fc` has one."""
     hidden = shape.hidden_size
-    found = [Row("fc.weight", "fc.weight", (hidden, 2 * hidden))]
+    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden)}
     if bias:
-        found.append(Row("fc.bias", "fc.bias", (hidden,)))
-    return found + layer_rows("layers.0.", "layers.0.", shape, norms=("post_attention_layernorm",))
+        shapes["fc.bias"] = (hidden,)
+    layer = layer_rows("layers.0.", "layers.0.", shape, norms=("post_attention_layernorm",))
+    return same_names(shapes) + layer
 
 
-def has_bias(config: Any) -> bool:
-    """Whether a configuration of ours has a bias on `fc`."""
-    return bool(getattr(config, "fc_bias", False))
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+    """See `Layout.tensors`."""
+    shape = read_shape(folder.flat, str(folder.path))
+    sglang = folder.architecture == ARCHITECTURES["sglang"]
+    return rows(shape, sglang), {EMBEDDING: (info.vocab_size, info.hidden_size)}
+
+
+LAYOUT = Layout("eagle", (*ARCHITECTURES.values(), "EagleLlamaForCausalLM"), expect)
 
 
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
     """The folder for `engine`."""
-    shape, bias = layer_shape(checkpoint.config, checkpoint.info), has_bias(checkpoint.config)
+    config, info = checkpoint.config, checkpoint.info
+    shape, bias = layer_shape(config, info), bool(config.fc_bias)
     if engine == "vllm" and bias:
         raise refuse(
             "its projection `fc` has a bias",
@@ -65,32 +84,21 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     tensors = give(rows(shape, bias), checkpoint.tensors)
     if engine == "sglang" and not bias:
         tensors["fc.bias"] = torch.zeros(shape.hidden_size, dtype=tensors["fc.weight"].dtype)
-    config = {
+    described = {
         "architectures": [ARCHITECTURES[engine]],
         "model_type": "llama",
-        **block_config(shape, checkpoint.info, 1, plain_rope(checkpoint.info.rope_theta)),
+        **block_config(shape, info, 1, plain_rope(info.rope_theta)),
         "bias": engine == "sglang",
     }
-    tokens = options.tokens or max(DEPTH, checkpoint.config.align_steps)
-    return Written(config, tensors, {"method": "eagle", "num_speculative_tokens": tokens})
+    tokens = options.tokens or max(DEPTH, config.align_steps)
+    return Written(described, tensors, {"method": "eagle", "num_speculative_tokens": tokens})
 
 
 def matches(folder: Folder) -> bool:
-    """Whether a folder is EAGLE-1: an `fc` of two inputs in front of a single layer that has no first norm."""
+    """Whether a folder is EAGLE-1: an `fc` in front of a single layer without a first norm."""
     names = set(folder.tensors)
-    return (
-        "fc.weight" in names
-        and "layers.0.mlp.up_proj.weight" in names
-        and not (
-            {
-                "layers.0.input_layernorm.weight",
-                "layers.0.hidden_norm.weight",
-                "midlayer.hidden_norm.weight",
-                "norm.weight",
-            }
-            & names
-        )
-    )
+    needed = {"fc.weight", "layers.0.mlp.up_proj.weight"}
+    return needed <= names and names.isdisjoint(OTHER_FIRST_NORMS)
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
@@ -100,10 +108,12 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     require_fit(shape, config, receiver.info, where)
     if int(config.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"'{where}' has {config['num_hidden_layers']} layers; our eagle has one.")
-    tensors, notes = receiver.without_shared(folder)
+    tensors, notes = dict(folder.tensors), list[str]()
+    for name in (EMBEDDING, HEAD):
+        receiver.drop_shared(name, tensors, where, notes)
     bias = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
     found = take(rows(shape, bias), tensors, where, spare=("fc.bias",))
-    values: dict[str, Any] = {**sizes_config(shape, receiver.info)}
+    values: dict[str, Any] = sizes_config(shape, receiver.info)
     if bias:
         values["fc_bias"] = True
     return Imported("eagle", values, found, notes)

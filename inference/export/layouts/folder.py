@@ -1,14 +1,13 @@
-"""A folder that somebody else wrote, read without executing anything, and the target that receives what is in it."""
+"""A drafter's folder on disk, read without executing anything, and the target that receives it."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +16,11 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
+from inference.export.layouts.base import Json
 from inference.folders import EXPORT_FILE
 
 CONFIG = "config.json"
+FORMAT = 1
 PICKLES = ("*.pt", "*.bin", "*.pth")
 NOT_WEIGHTS = (
     "training_args.bin",
@@ -29,37 +30,100 @@ NOT_WEIGHTS = (
     "mask_embedding.pt",
     "trainer_state.pt",
 )
-SHARED = ("embed_tokens.weight", "lm_head.weight")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass
+class ExportNotes:
+    """`headstart_export.json`: what an exported folder is and how it is served (docs/formats.md).
+
+    All fields are empty for the folder of another trainer.
+    """
+
+    format: int = FORMAT
+    kind: str = ""
+    method: str = ""
+    engine: str = "vllm"
+    layout: str = ""
+    source: dict[str, str] = field(default_factory=dict)
+    """`checkpoint`: the folder it was made of; `sha256`: of that folder's weights."""
+    config: Json = field(default_factory=dict)
+    """The drafter's configuration, as in the checkpoint."""
+    taps: list[int] = field(default_factory=list)
+    """The layers of the target that the drafter reads: L is the state after L layers."""
+    target: Json = field(default_factory=dict)
+    """The target's facts, as in the checkpoint."""
+    speculative_config: Json = field(default_factory=dict)
+    hf_overrides: Json = field(default_factory=dict)
+    serve: str = ""
+    serve_as_custom_class: str = ""
+    kept: Json = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Name -> SHA-256 of every other file of the folder."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ExportNotes:
+        """The notes of a folder, empty if it has none; raises `UserError` if they are broken.
+
+        Unknown keys are left out, and missing ones have their default: other versions wrote them.
+        """
+        path = folder / EXPORT_FILE
+        if not path.is_file():
+            return cls()
+        content, empty = read_json(path), cls()
+        names = [each.name for each in fields(cls) if each.name in content]
+        for name in names:
+            wanted = type(getattr(empty, name))
+            if not isinstance(content[name], wanted):
+                raise UserError(
+                    f"'{path}' is broken: {name} must be a {wanted.__name__}, it is a "
+                    f"{type(content[name]).__name__}. Export the drafter again."
+                )
+        return cls(**{name: content[name] for name in names})
 
 
 @dataclass(frozen=True)
 class Folder:
-    """config: its config.json; tensors: of all its weight files; export: our own notes beside them, empty in other people's."""
+    """A folder's config.json, the tensors of all its weight files, and our notes."""
 
     path: Path
-    config: dict[str, Any]
+    config: Json
     tensors: dict[str, Tensor]
-    export: dict[str, Any]
+    export: ExportNotes
 
     @classmethod
     def read(cls, path: Path) -> Folder:
-        """Read a folder; raises `UserError` when it lacks a config.json or weights, or one of them is broken."""
+        """Read a folder.
+
+        Raises `UserError` if it lacks config.json or weights, or one is broken.
+        """
         if not path.is_dir():
             raise UserError(
-                f"'{path}' is not a folder. Fetch the drafter first (`hf download <repo> --local-dir <folder>`)."
+                f"'{path}' is not a folder. Fetch the drafter first "
+                "(`hf download <repo> --local-dir <folder>`)."
             )
-        config = read_json(path / CONFIG)
-        export = read_json(path / EXPORT_FILE) if (path / EXPORT_FILE).is_file() else {}
-        return cls(path, config, read_tensors(path), export)
+        return cls(path, read_json(path / CONFIG), read_tensors(path), ExportNotes.read(path))
 
     @cached_property
     def architecture(self) -> str:
         """The first of its architectures, or nothing."""
         return str((self.config.get("architectures") or [""])[0])
 
+    @cached_property
+    def flat(self) -> Json:
+        """config.json with the keys of a nested decoder layer (speculators) at the top level."""
+        layer = self.config.get("transformer_layer_config")
+        return {**layer, **self.config} if isinstance(layer, dict) else self.config
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises `UserError` when it is absent or broken."""
+    @cached_property
+    def block(self) -> Json:
+        """`flat` with the keys of `dflash_config` at the top level."""
+        return {**self.flat, **(self.flat.get("dflash_config") or {})}
+
+
+def read_json(path: Path) -> Json:
+    """A JSON object; raises `UserError` if it is absent or broken."""
     if not path.is_file():
         raise UserError(f"'{path.parent}' has no {path.name}: it is not the folder of a drafter.")
     try:
@@ -67,12 +131,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"'{path}' is broken ({error}). Fetch it again.") from error
     if not isinstance(found, dict):
-        raise UserError(f"'{path}' is broken: an object is needed, it holds a {type(found).__name__}.")
+        raise UserError(
+            f"'{path}' is broken: it must hold an object, not a {type(found).__name__}."
+        )
     return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files; without any, of its torch files, with nothing but tensors unpickled."""
+    """All tensors of a folder's safetensors files, or else of its torch files."""
     found: dict[str, Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
     for file in files:
@@ -84,17 +150,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             ) from error
     if files:
         return found
-    for file in sorted(
-        item for pattern in PICKLES for item in path.glob(pattern) if item.name not in NOT_WEIGHTS
-    ):
-        found.update(unpickled(file))
+    items = {item for pattern in PICKLES for item in path.glob(pattern)}
+    for file in sorted(item for item in items if item.name not in NOT_WEIGHTS):
+        found.update(unpickle(file))
     if not found:
-        raise UserError(f"'{path}' holds no weights: neither *.safetensors nor {', '.join(PICKLES)}.")
+        raise UserError(
+            f"'{path}' holds no weights: neither *.safetensors nor {', '.join(PICKLES)}."
+        )
     return found
 
 
-def unpickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a torch file; raises `UserError` for one that would execute code, or holds anything else."""
+def unpickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a torch file; raises `UserError` for one that holds anything else."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -102,7 +169,7 @@ def unpickled(file: Path) -> dict[str, Tensor]:
         raise UserError(
             f"'{file}' cannot be read as tensors alone ({first}). Nothing in it was executed."
         ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
         raise UserError(f"'{file}' does not hold a table of tensors by name.")
     return {str(name): value for name, value in state.items()}
 
@@ -114,29 +181,26 @@ class Receiver:
     info: TargetInfo
     weights: TargetWeights
 
-    def without_shared(
-        self, folder: Folder, names: tuple[str, ...] = SHARED
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Their tensors but copies of the target's embedding and LM head, and what was left out.
+    def drop_shared(
+        self, name: str, theirs: dict[str, Tensor], where: str, notes: list[str]
+    ) -> None:
+        """Take a copy of the target's embedding or LM head out of their tensors, and note it.
 
-        Raises `UserError` for an embedding that is not the target's: ours of this kind share it.
+        Raises `UserError` for one that is not the target's.
         """
-        rest, notes = dict(folder.tensors), []
-        for name in names:
-            theirs = rest.get(name)
-            if theirs is None:
-                continue
-            if not self.is_shared(name, theirs):
-                what = "embedding" if name.startswith("embed") else "LM head"
-                raise UserError(
-                    f"'{folder.path}' has an {what} of its own ('{name}' differs from the target's), which our drafters of this "
-                    "kind share with the target. Was it made for this target?"
-                )
-            del rest[name]
-            notes.append(f"{name}: a copy of the target's, left out")
-        return rest, notes
+        value = theirs.pop(name, None)
+        if value is None:
+            return
+        if not self.is_shared(name, value):
+            what = "embedding" if name.startswith("embed") else "LM head"
+            raise UserError(
+                f"'{where}' has an {what} of its own ('{name}' differs from the target's), which "
+                "our drafters of this kind share with the target. Was it made for this target?"
+            )
+        notes.append(f"{name}: a copy of the target's, left out")
 
     def is_shared(self, name: str, theirs: Tensor) -> bool:
-        """Whether their tensor is the target's own, up to the rounding of the number format it was stored in."""
-        own = self.weights.embedding if name.startswith("embed") else self.weights.lm_head
+        """Whether a tensor is the target's own, up to the rounding of its number format."""
+        embedding, head = self.weights.embedding, self.weights.lm_head
+        own = embedding if name.startswith("embed") else head
         return own.shape == theirs.shape and torch.equal(own.to(theirs.dtype).cpu(), theirs.cpu())

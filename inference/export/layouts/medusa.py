@@ -1,12 +1,14 @@
 """Medusa: vLLM's layout (up to 0.32), and the two older ones of its authors.
 
-Our heads of one layer are one stacked tensor; there every head has a file entry of its own. Without an LM head per head, vLLM wants
-the target's in the file. vLLM ignores names that it does not know, without a word, so nothing but a forward pass proves a folder.
+All heads of one layer are one stacked tensor of ours; there, every head has a file entry of its
+own. Without an LM head per head, vLLM wants the target's in the file. vLLM ignores names that it
+does not know without an error.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,25 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.export.layouts.base import Checkpoint, Imported, Options, Row, Target, Written, give, take
-from inference.export.layouts.folder import Folder, Receiver
+from heads.api.target_info import TargetInfo
+from inference.export.layouts.base import (
+    Checkpoint,
+    Imported,
+    Options,
+    Row,
+    Shapes,
+    Target,
+    Written,
+    give,
+    same_names,
+    take,
+)
+from inference.export.layouts.folder import HEAD, Folder, Receiver
+from inference.export.layouts.layout import Layout
 
-SHARED_HEAD = "lm_head.weight"
-PROPOSER = "vllm_medusa.py"
+PROPOSER = Path(__file__).parents[1] / "vllm_medusa.py"
+"""A proposer that the folder holds for versions of vLLM without Medusa."""
+BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 OLD_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 
@@ -36,49 +52,70 @@ def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool)
     return found
 
 
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+    """See `Layout.tensors`."""
+    config, hidden, size = folder.flat, info.hidden_size, info.vocab_size
+    own = not config.get("original_lm_head", False)
+    table = rows(int(config["num_heads"]), int(config["num_hidden_layers"]), hidden, size, own)
+    if not config.get("medusa_fc_bias", False):
+        table = [row for row in table if not row.theirs.endswith(".bias")]
+    return table + ([] if own else same_names({HEAD: (size, hidden)})), {}
+
+
+LAYOUT = Layout(
+    "medusa",
+    ("MedusaModel",),
+    expect,
+    rope=None,
+    draftable=lambda config: (int(config["num_heads"]), f"{config['num_heads']} heads"),
+    silent=True,
+)
+
+
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
     """vLLM's folder."""
     config, info = checkpoint.config, checkpoint.info
-    table = rows(config.num_heads, config.num_layers, info.hidden_size, info.vocab_size, config.own_lm_head)
-    tensors = give(table, checkpoint.tensors)
-    if not config.own_lm_head:
+    heads, layers, own = config.num_heads, config.num_layers, config.own_lm_head
+    tensors = give(rows(heads, layers, info.hidden_size, info.vocab_size, own), checkpoint.tensors)
+    if not own:
         require_plain_head(target)
-        tensors[SHARED_HEAD] = target.weights.lm_head.to(tensors["blocks.0.layers.0.weight"].dtype)
-    if options.tokens > config.num_heads:
-        raise UserError(f"export.tokens: this drafter has {config.num_heads} heads; given {options.tokens}.")
-    described: dict[str, Any] = {
+        dtype = tensors["blocks.0.layers.0.weight"].dtype
+        tensors[HEAD] = target.weights.lm_head.to(dtype)
+    if options.tokens > heads:
+        raise UserError(f"export.tokens: this drafter has {heads} heads; given {options.tokens}.")
+    described = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": info.hidden_size,
         "vocab_size": info.vocab_size,
         "truncated_vocab_size": info.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
+        "num_heads": heads,
+        "num_hidden_layers": layers,
         "medusa_fc_bias": True,
-        "original_lm_head": not config.own_lm_head,
+        "original_lm_head": not own,
     }
-    told = {"method": "medusa", "num_speculative_tokens": options.tokens or config.num_heads}
-    proposer = (
-        Path(__file__).parents[1] / PROPOSER
-    ).read_bytes()  # for versions of vLLM without a Medusa of their own
-    return Written(described, tensors, told, {PROPOSER: proposer})
+    told = {"method": "medusa", "num_speculative_tokens": options.tokens or heads}
+    return Written(described, tensors, told, {PROPOSER.name: PROPOSER.read_bytes()})
 
 
 def require_plain_head(target: Target) -> None:
-    """Raise `UserError` for a target whose LM head is more than one matrix: Medusa's layout holds nothing else."""
+    """Raise `UserError` for a target whose LM head has a bias, which the layout cannot hold."""
     if any(name.endswith("lm_head.bias") for name in target.weights.state):
         raise UserError(
-            "the target's LM head has a bias, which Medusa's layout cannot hold. Train with head.own_lm_head=true."
+            "the target's LM head has a bias, which Medusa's layout cannot hold. Train with "
+            "head.own_lm_head=true."
         )
 
 
 def matches(folder: Folder) -> bool:
     """Whether a folder holds Medusa heads in one of the three layouts."""
-    return any(name.startswith("blocks.0.layers.") or OLD_BLOCK.fullmatch(name) for name in folder.tensors)
+    return any(
+        name.startswith("blocks.0.layers.") or OLD_BLOCK.fullmatch(name) for name in folder.tensors
+    )
 
 
-def modern(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under vLLM's names, whichever of the layouts they came in."""
+def modernise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of any of the three layouts under vLLM's names."""
     found = {}
     for name, value in tensors.items():
         block, head = OLD_BLOCK.fullmatch(name), OLD_HEAD.fullmatch(name)
@@ -94,30 +131,24 @@ def modern(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def read(folder: Folder, receiver: Receiver) -> Imported:
     """Our checkpoint from Medusa heads; a missing bias is zero."""
     where, info, config = str(folder.path), receiver.info, folder.config
-    theirs, notes = modern(folder.tensors), []
-    blocks = [
-        match for name in theirs if (match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name))
-    ]
+    theirs, notes = modernise(folder.tensors), list[str]()
+    blocks = [match for name in theirs if (match := BLOCK.fullmatch(name))]
     if not blocks:
         raise UserError(f"'{where}' holds no Medusa block.")
     heads, layers = (1 + max(int(match[group]) for match in blocks) for group in (1, 2))
-    said = config.get("num_heads", config.get("medusa_num_heads", heads))
-    if int(said) > heads:
-        raise UserError(f"'{where}': config.json names {said} heads, the weights hold {heads}.")
+    named = int(config.get("num_heads") or config.get("medusa_num_heads") or heads)
+    if named > heads:
+        raise UserError(f"'{where}': config.json names {named} heads, the weights hold {heads}.")
     if "token_map" in theirs:
-        raise UserError(f"'{where}' drafts from a reduced vocabulary (token_map), which our medusa does not.")
+        raise UserError(
+            f"'{where}' drafts from a reduced vocabulary (token_map), which our medusa does not."
+        )
     for match in blocks:
+        weight = theirs[match[0]]
         name = match[0].removesuffix("weight") + "bias"
-        if name not in theirs:
-            theirs[name] = torch.zeros(theirs[match[0]].shape[0], dtype=theirs[match[0]].dtype)
-    shared = theirs.pop(SHARED_HEAD, None)
+        theirs.setdefault(name, torch.zeros(weight.shape[0], dtype=weight.dtype))
+    receiver.drop_shared(HEAD, theirs, where, notes)
     own = any(name.startswith("lm_heads.") for name in theirs)
-    if shared is not None:
-        if not receiver.is_shared(SHARED_HEAD, shared):
-            raise UserError(
-                f"'{where}': its shared LM head is not the target's. Was it made for this target?"
-            )
-        notes.append(f"{SHARED_HEAD}: a copy of the target's, left out")
     found = take(rows(heads, layers, info.hidden_size, info.vocab_size, own), theirs, where)
-    values = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
+    values: dict[str, Any] = {"num_heads": heads, "num_layers": layers, "own_lm_head": own}
     return Imported("medusa", values, found, notes)

@@ -1,16 +1,16 @@
-"""Multi-token prediction: the block of a MiMo checkpoint, which vLLM and SGLang run beside any dense target.
+"""Multi-token prediction: MiMo's block, which vLLM and SGLang run beside any dense target.
 
-Engines load MTP blocks of the target's own family only, out of the target's checkpoint. MiMo's is the one that is built like ours
-(two norms, a projection, one decoder layer, a final norm, the target's embedding and LM head), and its folder may hold nothing
-else: so the block is exported as a folder of its own that is given beside the target. Its projection reads the state first, ours
-the token first; its layer is Qwen2's, whose biases are zeros here. It blanks the token of the very first position, which ours
-reads; with a text's usual first token that changes one row of the block's cache. vLLM takes the block's sizes, and the number of
-blocks, from the target's configuration: the layer must have the target's sizes, and the number is given with --hf-overrides.
+Engines load MTP blocks of the target's own family only, out of the target's checkpoint. MiMo's is
+built like ours (two norms, a projection, one decoder layer, a final norm, the target's embedding
+and LM head), and its folder may hold nothing else: so the block is exported as a folder of its own,
+given beside the target. Its projection reads the state first, ours the token first; its layer is
+Qwen2's, whose biases are zeros here. It blanks the token of the very first position, which ours
+reads; with a text's usual first token that changes one row of the block's cache. vLLM takes the
+block's sizes, and the number of blocks, from the target's configuration: the layer must have the
+target's sizes, and the number is given with --hf-overrides.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,19 @@ from heads.nn.feature.base import layer_shape
 from inference.export.layouts.base import (
     Checkpoint,
     Imported,
+    Json,
     Options,
     Row,
+    Shapes,
     Target,
     Written,
     give,
     refuse,
+    same_names,
     take,
 )
 from inference.export.layouts.folder import Folder, Receiver
+from inference.export.layouts.layout import Layout
 from inference.export.layouts.llama import (
     block_config,
     layer_rows,
@@ -47,7 +51,11 @@ NAMES = {
     "norm.weight": "final_layernorm.weight",
 }
 PROJECTION = PREFIX + "input_proj.weight"
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SPECULATORS = "mtp_layers.0.input_proj.weight"
+"""The projection in the library speculators, which reads the token first."""
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
 
 
 def rows(shape: LayerShape) -> list[Row]:
@@ -58,16 +66,29 @@ def rows(shape: LayerShape) -> list[Row]:
     return found + layer_rows("mtp.layers.0.", PREFIX, shape)
 
 
-def swapped(projection: Tensor) -> Tensor:
+def swap_halves(projection: Tensor) -> Tensor:
     """A projection [H, 2H] of (token, state) as one of (state, token), and back."""
     token, state = projection.chunk(2, 1)
     return torch.cat([state, token], 1).contiguous()
 
 
-def biases(shape: LayerShape) -> dict[str, int]:
-    """Names and sizes of the biases that Qwen2's attention has and ours has not."""
-    sizes = {"q": shape.num_attention_heads, "k": shape.num_key_value_heads, "v": shape.num_key_value_heads}
-    return {f"{PREFIX}self_attn.{name}_proj.bias": count * shape.head_dim for name, count in sizes.items()}
+def biases(shape: LayerShape) -> Shapes:
+    """The biases that Qwen2's attention has and ours has not."""
+    query, value = shape.num_attention_heads, shape.num_key_value_heads
+    counts = {"q": query, "k": value, "v": value}
+    return {
+        f"{PREFIX}self_attn.{name}_proj.bias": (count * shape.head_dim,)
+        for name, count in counts.items()
+    }
+
+
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+    """See `Layout.tensors`."""
+    shape = read_shape({**folder.flat, "attention_bias": False}, str(folder.path))
+    return rows(shape) + same_names(biases(shape)), {}
+
+
+LAYOUT = Layout("mtp-mimo", ("MiMoForCausalLM",), expect, silent=True)
 
 
 def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> Written:
@@ -82,16 +103,17 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     shape = layer_shape(config, info)
     if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         raise refuse(
-            f"its heads are {shape.head_dim} wide, and MiMo's layer divides the hidden size by the number of heads",
+            f"its heads are {shape.head_dim} wide, and MiMo's layer divides the hidden size by the "
+            "number of heads",
             "an engine",
             f"Train with head.head_dim={shape.hidden_size // shape.num_attention_heads}.",
         )
     if engine == "vllm":
         require_sizes_of_target(shape, info)
     tensors = give(rows(shape), checkpoint.tensors)
-    tensors[PROJECTION] = swapped(tensors[PROJECTION])
-    for name, size in biases(shape).items():
-        tensors[name] = torch.zeros(size, dtype=tensors[PROJECTION].dtype)
+    tensors[PROJECTION] = swap_halves(tensors[PROJECTION])
+    dtype = tensors[PROJECTION].dtype
+    tensors |= {name: torch.zeros(size, dtype=dtype) for name, size in biases(shape).items()}
     described = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
@@ -99,53 +121,58 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
         "num_nextn_predict_layers": 1,
         "use_sliding_window": False,
     }
-    return Written(
-        described,
-        tensors,
-        {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths},
-        notes=[
-            "the engine blanks the token at position 0, which the drafter was trained with: one row of its cache differs"
-        ],
+    told = {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths}
+    note = (
+        "the engine blanks the token at position 0, which the drafter was trained with: one row of "
+        "its cache differs"
     )
+    return Written(described, tensors, told, notes=[note])
 
 
 def require_sizes_of_target(shape: LayerShape, info: TargetInfo) -> None:
-    """Raise `UserError` for a layer that vLLM would build with other sizes, namely the target's."""
+    """Raise `UserError` unless the layer has the target's sizes, with which vLLM builds it."""
     wrong = [name for name in SIZES if getattr(shape, name) != getattr(info, name)]
     if wrong:
-        sizes = ", ".join(f"{name} {getattr(shape, name)} instead of {getattr(info, name)}" for name in wrong)
-        raise refuse(f"its layer is not built like the target's ({sizes})", "vLLM", "Train with the target's own sizes (0).")
+        sizes = ", ".join(
+            f"{name} {getattr(shape, name)} instead of {getattr(info, name)}" for name in wrong
+        )
+        raise refuse(
+            f"its layer is not built like the target's ({sizes})",
+            "vLLM",
+            "Train with the target's own sizes (0).",
+        )
 
 
 def matches(folder: Folder) -> bool:
     """Whether a folder holds an MTP block in MiMo's layout, or in speculators'."""
-    return any(name in folder.tensors for name in (PROJECTION, "mtp_layers.0.input_proj.weight"))
+    return PROJECTION in folder.tensors or SPECULATORS in folder.tensors
 
 
 def read(folder: Folder, receiver: Receiver) -> Imported:
-    """Our checkpoint (one recursed block) from MiMo's layout, or from speculators', whose projection reads the token first."""
+    """Our checkpoint (one recursed block) from MiMo's layout, or from speculators'."""
     where, info = str(folder.path), receiver.info
-    config: dict[str, Any] = folder.config.get("transformer_layer_config", folder.config)
-    theirs = dict(folder.tensors)
-    token_first = "mtp_layers.0.input_proj.weight" in theirs
-    if token_first:
-        theirs = {
-            f"model.{name}" if name.startswith("mtp_layers") else name: value
-            for name, value in theirs.items()
-        }
-    notes: list[str] = []
-    for name in [name for name in theirs if not name.startswith(PREFIX)]:
-        if "mtp_layers" in name:
-            raise UserError(f"'{where}' holds several MTP blocks; ours of this form has one.")
-        del theirs[name]  # the target's own weights, where the block was stitched into them
+    config: Json = folder.config.get("transformer_layer_config", folder.config)
+    token_first = SPECULATORS in folder.tensors
+    theirs = {
+        f"model.{name}" if token_first and name.startswith("mtp_layers") else name: value
+        for name, value in folder.tensors.items()
+    }
+    if any("mtp_layers" in name and not name.startswith(PREFIX) for name in theirs):
+        raise UserError(f"'{where}' holds several MTP blocks; ours of this form has one.")
+    # The block may have been stitched into the target: the target's own weights are left out.
+    theirs = {name: value for name, value in theirs.items() if name.startswith(PREFIX)}
     if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in theirs):
-        raise UserError(f"'{where}' has norms on query and key heads, which our MTP blocks do not have.")
+        raise UserError(
+            f"'{where}' has norms on query and key heads, which our MTP blocks do not have."
+        )
     shape = read_shape({**config, "attention_bias": False}, where)
     require_fit(shape, config, info, where)
     for name in biases(shape):
         if bool(theirs.pop(name, torch.zeros(1)).any()):
-            raise UserError(f"'{where}' has biases on its attention, which our MTP blocks do not have.")
+            raise UserError(
+                f"'{where}' has biases on its attention, which our MTP blocks do not have."
+            )
     found = take(rows(shape), theirs, where)
     if not token_first:
-        found["mtp.fc.weight"] = swapped(found["mtp.fc.weight"])
-    return Imported("mtp", {"shared": True, **sizes_config(shape, info)}, found, notes)
+        found["mtp.fc.weight"] = swap_halves(found["mtp.fc.weight"])
+    return Imported("mtp", {"shared": True, **sizes_config(shape, info)}, found)

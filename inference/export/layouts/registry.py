@@ -1,29 +1,43 @@
-"""Which drafter goes to which engine: the one table behind `headstart export`, its refusals and docs/serving.md.
+"""Which drafter goes to which engine: the table behind `headstart export` and docs/serving.md.
 
-A drafter is looked up by its method, which is its kind or, for block drafters, what its options make of it (`method_of`). An entry
-is a writer, or the sentence that says why there is none.
+A drafter is looked up by its method, which is what its kind answers to `Kind.export_method`: the
+kind's name or, for block drafters, the published method that its options make of it. An entry is a
+layout with its writer, or the sentence that says why there is none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from heads.api.errors import UserError
+from inference.export.config import ENGINES
 from inference.export.layouts import causal, dflash, eagle, eagle3, medusa, mtp, speculators
-from inference.export.layouts.base import Checkpoint, Options, Target, Written
+from inference.export.layouts.base import Checkpoint, Options, Target, Writer, Written
 
-ENGINES = ("vllm", "sglang", "speculators", "transformers")
-"""What a drafter can be exported for. speculators: vLLM's library of drafters, whose folders vLLM serves by themselves."""
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        eagle.LAYOUT,
+        *eagle3.LAYOUTS,
+        *dflash.LAYOUTS,
+        mtp.LAYOUT,
+        medusa.LAYOUT,
+        causal.LAYOUT,
+    )
+}
+"""Layouts by name. Those of the library speculators are wrapped ones: `speculators-<name>`."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way into an engine: the layout, by name and writer."""
+    """How a method reaches an engine: the layout's name and its writer."""
 
     layout: str
-    writer: Any
+    write: Writer
 
+
+Ways = dict[str, Route | str]
+"""Engine -> its route, or the reason why there is none."""
 
 _STATES = "its assisted generation takes language models; this one reads the target's inner states"
 _LOOKUP = "it has no weights, and engines have a lookup of their own"
@@ -34,18 +48,18 @@ _BLOCKS = "no engine has it; train head=dflash, dflash2, dspark or domino for on
 _OWN = "`headstart serve` serves it"
 
 
-def _nowhere(reason: str) -> dict[str, Route | str]:
+def _nowhere(reason: str) -> Ways:
     return dict.fromkeys(ENGINES, f"{reason}; {_OWN}")
 
 
-def _block(name: str, **others: Route | str) -> dict[str, Route | str]:
-    found: dict[str, Route | str] = {engine: Route(name, dflash.write) for engine in ("vllm", "sglang")}
-    found["speculators"] = Route(f"speculators-{name}", speculators.write)
+def _block(name: str, **others: Route | str) -> Ways:
+    found: Ways = {engine: Route(name, dflash.write) for engine in ("vllm", "sglang")}
+    found["speculators"] = Route(f"speculators-{name}", speculators.write_block)
     found["transformers"] = "it has an assistant class for plain DFlash alone"
     return found | others
 
 
-ROUTES: dict[str, dict[str, Route | str]] = {
+ROUTES: dict[str, Ways] = {
     "eagle": {
         "vllm": Route("eagle", eagle.write),
         "sglang": Route("eagle", eagle.write),
@@ -55,20 +69,21 @@ ROUTES: dict[str, dict[str, Route | str]] = {
     "eagle3": {
         "vllm": Route("eagle3", eagle3.write),
         "sglang": Route("eagle3", eagle3.write),
-        "speculators": Route("speculators-eagle3", speculators.write),
+        "speculators": Route("speculators-eagle3", speculators.write_eagle3),
         "transformers": _STATES,
     },
     "peagle": {
         "vllm": Route("peagle", eagle3.write),
         "sglang": "it has no P-EAGLE; vLLM has",
-        "speculators": Route("speculators-peagle", speculators.write),
+        "speculators": Route("speculators-peagle", speculators.write_eagle3),
         "transformers": _STATES,
     },
     "mtp": {
         "vllm": Route("mtp-mimo", mtp.write),
         "sglang": Route("mtp-mimo", mtp.write),
         "speculators": "its MTP layers have norms on query and key heads, ours have none",
-        "transformers": "it builds MTP blocks from the target's own layer class, for families that come with them",
+        "transformers": "it builds MTP blocks from the target's own layer class, for families that "
+        "come with them",
     },
     "dflash": _block("dflash", transformers=Route("dflash-assistant", dflash.write_assistant)),
     "dflash2": _block("dflash2"),
@@ -87,7 +102,8 @@ ROUTES: dict[str, dict[str, Route | str]] = {
         "vllm": Route("causal", causal.write),
         "sglang": "its stand-alone drafters are autoregressive, without mask tokens; vLLM has them",
         "speculators": "the library has no stand-alone drafters; vLLM serves the folder for vllm",
-        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later tokens need mask tokens",
+        "transformers": "it asks its assistant for one token at a time, and a PARD drafter's later "
+        "tokens need mask tokens",
     },
     "medusa": {
         "vllm": Route("medusa", medusa.write),
@@ -107,20 +123,19 @@ ROUTES: dict[str, dict[str, Route | str]] = {
 """Method -> engine -> the way there, or why there is none."""
 
 
-def method_of(kind: str, config: Any) -> str:
-    """The name that a drafter has in `ROUTES`."""
-    return dflash.flavour(config) if kind == "dflash" else kind
+def write(
+    checkpoint: Checkpoint, target: Target, options: Options, engine: str
+) -> tuple[str, Written]:
+    """The layout's name and the folder of a drafter for an engine.
+
+    Raises `UserError` without a way.
+    """
+    route = find_route(checkpoint.method, engine)
+    return route.layout, route.write(checkpoint, target, options, engine)
 
 
-def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str) -> tuple[str, Written]:
-    """The layout's name and the folder of a drafter for an engine; raises `UserError` with the reason where there is no way."""
-    method = method_of(checkpoint.kind, checkpoint.config)
-    route = way(method, engine)
-    return route.layout, route.writer(checkpoint, target, options, engine)
-
-
-def way(method: str, engine: str) -> Route:
-    """The route of a method into an engine; raises `UserError` with the reason where there is none."""
+def find_route(method: str, engine: str) -> Route:
+    """The route of a method into an engine; raises `UserError` with the reason if there is none."""
     found = ROUTES.get(method, {}).get(engine, f"no layout is known for it; {_OWN}")
     if isinstance(found, str):
         raise UserError(f"a drafter of method '{method}' cannot be exported for {engine}: {found}.")
@@ -139,7 +154,11 @@ def markdown() -> str:
                 cells.append(found.layout)
             else:
                 cells.append("no")
-                reasons.setdefault(f"{engine}: {found}" if _OWN not in found else found, []).append(method)
+                reasons.setdefault(f"{engine}: {found}" if _OWN not in found else found, []).append(
+                    method
+                )
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    why = [f"* {', '.join(dict.fromkeys(methods))}: {reason}." for reason, methods in reasons.items()]
+    why = [
+        f"* {', '.join(dict.fromkeys(methods))}: {reason}." for reason, methods in reasons.items()
+    ]
     return "\n".join([*lines, "", *why])

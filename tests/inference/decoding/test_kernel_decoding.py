@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 PROGRAM = """
 import os, sys
 import torch
-from inference.decoding.engine import DecodeConfig, Engine
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.kernels import dispatch
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.registry import get_kind
-from inference.export.engine_folder import ExportConfig, export, prepare
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import export, prepare
 from inference.export.layouts.base import Target
+from inference.export.layouts.folder import ExportNotes
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
@@ -134,6 +136,11 @@ def load_target(folder: Path) -> TargetModel:
     return TargetModel.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
 
 
+def target_config(target: TargetModel) -> TargetConfig:
+    """How `load_target` loaded it."""
+    return TargetConfig(target.info.id, dtype="float32", device="cpu")
+
+
 def drafter_of(target: TargetModel, name: str, seed: int = 1) -> Any:
     """A drafter of a variant whose weights have all been moved by noise, so that none can be forgotten unnoticed."""
     kind, values = VARIANTS[name]
@@ -155,11 +162,11 @@ def save(target: TargetModel, name: str, folder: Path, seed: int = 1) -> Path:
     return folder
 
 
-def write(target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any) -> dict[str, Any]:
+def write(target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any) -> ExportNotes:
     """Export a checkpoint."""
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
     read = prepare(checkpoint, engine)
-    return export(ExportConfig(engine=engine, **options), read, Target.of(given, read.info), out)
+    facts = Target.of(target_config(target), read.info)
+    return export(ExportConfig(engine=engine, **options), read, facts, out)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

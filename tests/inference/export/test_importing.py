@@ -13,8 +13,9 @@ from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
-from inference.export.importing import ImportConfig, import_folder, recognise
-from inference.export.layouts.folder import Folder
+from inference.export.config import ImportConfig
+from inference.export.importing import import_folder, recognise
+from inference.export.layouts.folder import ExportNotes, Folder
 from inference.target.model import TargetModel
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
 
@@ -263,7 +264,7 @@ def test_folders_that_are_no_drafters(target: TargetModel, tmp_path: Path) -> No
     with pytest.raises(UserError, match="is broken"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="an object is needed"):
+    with pytest.raises(UserError, match="must hold an object"):
         Folder.read(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no weights"):
@@ -294,3 +295,13 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.
     torch.save(["a list"], tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="table of tensors"):
         Folder.read(tmp_path)
+
+
+def test_notes_of_other_versions_are_read(tmp_path: Path) -> None:
+    old = {"format": 1, "kind": "eagle3", "engine": "sglang", "taps": [1, 3], "of_later": 1}
+    (tmp_path / "headstart_export.json").write_text(json.dumps(old))
+    notes = ExportNotes.read(tmp_path)
+    assert (notes.kind, notes.engine, notes.taps, notes.files) == ("eagle3", "sglang", [1, 3], {})
+    (tmp_path / "headstart_export.json").write_text(json.dumps({**old, "taps": "1, 3"}))
+    with pytest.raises(UserError, match="taps must be a list, it is a str"):
+        ExportNotes.read(tmp_path)

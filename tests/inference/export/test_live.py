@@ -14,9 +14,18 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.export import live_check as live
-from inference.export.live_check import Served, decode, first_position, live_check, our_counts
-from inference.export.live_check_folder import LiveConfig, lines, served_folder
+from inference.export.check import live
+from inference.export.check.config import LiveConfig
+from inference.export.check.live import (
+    Served,
+    check_folder,
+    count_steps,
+    decode,
+    first_position,
+    lines,
+    live_check,
+    read_served,
+)
 from inference.measure.vllm_process import EngineProcess, ServedMode
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
@@ -68,12 +77,12 @@ def test_steps_are_counted_as_engines_count_them(
     plain = sorted(Engine(target, None, replace(settings, shape="none")).run(requests), key=lambda done: done.request.index)
     decoded = [len(done.tokens) - 1 for done in plain]
     assert any(left % (DEPTH + 1) for left in decoded), "some answer must end inside a step"
-    right = our_counts(target, fake(AlwaysRight, known, target), plain, DEPTH, settings)
+    right = count_steps(target, fake(AlwaysRight, known, target), plain, DEPTH, settings)
     steps = sum(-(-left // (DEPTH + 1)) for left in decoded)  # what is accepted behind an answer's end counts
     assert (right.steps, right.drafted, right.accepted) == (steps, DEPTH * steps, DEPTH * steps)
     assert right.by_position == [steps] * DEPTH
     assert right.length == 1 + DEPTH
-    wrong = our_counts(target, fake(AlwaysWrong, known, target), plain, DEPTH, settings)
+    wrong = count_steps(target, fake(AlwaysWrong, known, target), plain, DEPTH, settings)
     assert (wrong.steps, wrong.accepted, wrong.by_position) == (sum(decoded), 0, [0] * DEPTH)
 
 
@@ -185,19 +194,19 @@ def test_only_what_was_exported_for_vllm_can_be_served(target: TargetModel, tmp_
     checkpoint = save(target, "eagle", tmp_path / "checkpoint")
     write(target, checkpoint, tmp_path / "vllm", "vllm")
     write(target, checkpoint, tmp_path / "sglang", "sglang")
-    served = served_folder(tmp_path / "vllm", target)
+    served = read_served(tmp_path / "vllm", target)
     assert (served.name, served.kind, served.drafter.kind) == ("vllm", "eagle", "eagle")
     assert served.mode().speculative == {"model": str(tmp_path / "vllm"), "method": "eagle", "num_speculative_tokens": 4}
     with pytest.raises(UserError, match="is for sglang; a live check serves with vLLM"):
-        served_folder(tmp_path / "sglang", target)
+        read_served(tmp_path / "sglang", target)
     (tmp_path / "vllm" / "headstart_export.json").unlink()
     with pytest.raises(UserError, match="does not say how it is served"):
-        served_folder(tmp_path / "vllm", target)
+        read_served(tmp_path / "vllm", target)
 
 
 def test_settings_are_checked() -> None:
     with pytest.raises(UserError, match=r"verify\.live\.python=<path>"):
-        LiveConfig().process()
+        check_folder(LiveConfig(), None, Path("folder"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"verify\.live\.batches must name sizes of at least 1; given: \[0\]"):
         LiveConfig(batches=(0,))
     with pytest.raises(UserError, match=r"verify\.live\.max_new_tokens must be above 0"):

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
-from heads.api.registry import kind_names
-from inference.export.forward_check import check_forward
+from heads.api.registry import get_kind, kind_names
+from inference.export.check.config import VerifyConfig
+from inference.export.check.verify import verify
+from inference.export.config import ENGINES
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
-from inference.export.layouts.registry import ENGINES, ROUTES, Route
-from inference.export.verify import verify
-from inference.export.verify_config import VerifyConfig
-from inference.target.loading import TargetConfig
+from inference.export.layouts.registry import ROUTES, Route
 from inference.target.model import TargetModel
 from tests.inference.export.ground import (
     EXPORTS,
@@ -27,9 +26,11 @@ from tests.inference.export.ground import (
     same,
     save,
     save_target,
+    target_config,
     tensors,
     write,
 )
+from tests.oracle.compare import forward_gap
 
 
 @pytest.mark.parametrize(("name", "engine"), EXPORTS, ids=[" to ".join(pair) for pair in EXPORTS])
@@ -43,13 +44,10 @@ def test_an_export_is_right_and_comes_back_to_the_bit(
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (mine / "config.json").read_text()
     )
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    found = verify(VerifyConfig(str(tmp_path / "out"), contexts=3), given, target)
+    found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
     assert found.faults == []
-    assert found.layout == facts["layout"]
-    assert found.forward is not None
-    assert found.forward.worst is not None
-    assert found.forward.worst < 1e-4
+    assert found.layout == facts.layout
+    assert forward_gap(tmp_path / "out", target, mine) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["dflash_token", "distilled_layers", "dspark"])
@@ -59,14 +57,7 @@ def test_scaled_rotary_positions_of_the_target_are_followed(tmp_path: Path, name
     write(scaled, mine, tmp_path / "out", "vllm")
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["rope_parameters"] == LLAMA3
-    found = check_forward(Folder.read(tmp_path / "out"), described_layout(tmp_path / "out"), scaled, mine, 3)
-    assert found.faults == []
-    assert found.worst is not None
-    assert found.worst < 1e-4
-
-
-def described_layout(folder: Path) -> str:
-    return str(json.loads((folder / "headstart_export.json").read_text())["layout"])
+    assert forward_gap(tmp_path / "out", scaled, mine) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["eagle3_plain", "dflash", "medusa"])
@@ -76,13 +67,11 @@ def test_a_shorter_format_is_near_and_says_so(target: TargetModel, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     kinds = {value.dtype for value in tensors(tmp_path / "out").values()}
     assert kinds <= {torch.bfloat16, torch.int64, torch.bool}
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    assert verify(VerifyConfig(str(tmp_path / "out"), contexts=3), given, target).faults == []
+    assert verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults == []
+    assert 0.0 < forward_gap(tmp_path / "out", target, mine) < 0.1
 
 
 def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> None:
-    from inference.export.layouts.registry import method_of
-
     block = {"dflash", "dflash2", "dspark", "domino", "dflare", "treeflash", "mixed"}
     assert (set(ROUTES) - block) | {"dflash"} == set(kind_names())
     for method, ways in ROUTES.items():
@@ -90,12 +79,7 @@ def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> Non
         for way in ways.values():
             assert isinstance(way, Route) or len(way) > 20
     # Every way is walked by a test above.
-    from heads.api.registry import get_kind
-
-    walked = {
-        (method_of(VARIANTS[name][0], get_kind(VARIANTS[name][0]).config_class(**VARIANTS[name][1])), engine)
-        for name, engine in EXPORTS
-    }
+    walked = {(method_of(name), engine) for name, engine in EXPORTS}
     there = {
         (method, engine)
         for method, ways in ROUTES.items()
@@ -103,6 +87,11 @@ def test_every_kind_and_engine_has_a_way_or_a_reason(target: TargetModel) -> Non
         if isinstance(way, Route)
     }
     assert walked == there
+
+
+def method_of(name: str) -> str:
+    kind, values = get_kind(VARIANTS[name][0]), VARIANTS[name][1]
+    return kind.export_method(kind.config_class(**values))
 
 
 REFUSED = {
@@ -139,9 +128,9 @@ def test_what_an_engine_cannot_run_is_refused_with_the_reason(
 def test_vllm_is_told_the_number_of_mtp_blocks(target: TargetModel, tmp_path: Path) -> None:
     mine = save(target, "fastmtp", tmp_path / "mine")
     facts = write(target, mine, tmp_path / "vllm", "vllm")
-    assert facts["hf_overrides"] == {"num_nextn_predict_layers": 1}
-    assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in facts["serve"]
-    assert write(target, mine, tmp_path / "sglang", "sglang")["hf_overrides"] == {}
+    assert facts.hf_overrides == {"num_nextn_predict_layers": 1}
+    assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in facts.serve
+    assert write(target, mine, tmp_path / "sglang", "sglang").hf_overrides == {}
 
 
 def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
@@ -156,8 +145,8 @@ def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
         write(target, mine, tmp_path / "out", "vllm", tokens=2)
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     facts = write(target, mine, tmp_path / "out", "vllm", tokens=2, overwrite=True)
-    assert facts["speculative_config"]["num_speculative_tokens"] == 2
-    assert "--speculative-config" in facts["serve"]
+    assert facts.speculative_config["num_speculative_tokens"] == 2
+    assert "--speculative-config" in facts.serve
     other = load_target(save_target(tmp_path / "other", seed=6))
     with pytest.raises(UserError, match="was trained for target"):
         write(other, mine, tmp_path / "out2", "vllm")

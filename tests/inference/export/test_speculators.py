@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from heads.api.checkpoint import load_drafter, read_config
-from inference.export.forward_check import check_forward
+from inference.export.check.config import VerifyConfig
+from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
-from inference.export.verify import layout_of, verify
-from inference.export.verify_config import VerifyConfig
-from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from tests.inference.export.ground import save, tensors, write
+from tests.inference.export.ground import save, target_config, tensors, write
+from tests.oracle.compare import forward_gap
 
 PYTHON = os.environ.get("HEADSTART_SPECULATORS") or (sys.executable if find_spec("speculators") else "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="speculators is not installed; name its Python in HEADSTART_SPECULATORS")
@@ -75,13 +74,9 @@ def test_what_the_library_saves_is_imported_and_computes_what_its_layout_says(
     import_folder(folder, target, tmp_path / "ours")
     assert load_drafter(tmp_path / "ours", target.info, target.weights).needs.taps == (1, 3, 4)
     if name != "dflash" and name != "dspark":  # vLLM runs their full layers causally as saved; see `layouts.speculators`
-        found = check_forward(folder, layout_of(folder), target, tmp_path / "ours", 3)
-        assert found.faults == []
-        assert found.worst is not None
-        assert found.worst < 1e-4
+        assert forward_gap(tmp_path / "saved", target, tmp_path / "ours") < 1e-4
     write(target, tmp_path / "ours", tmp_path / "again", "speculators", mask_token_id=3)
-    given = TargetConfig(target.info.id, dtype="float32", device="cpu")
-    assert verify(VerifyConfig(str(tmp_path / "again"), contexts=3), given, target).faults == []
+    assert verify(VerifyConfig(str(tmp_path / "again")), target_config(target), target).faults == []
     back, saved = tensors(tmp_path / "again"), folder.tensors
     shared = {"embed_tokens.weight", "lm_head.weight"}
     assert set(saved) - shared <= set(back)

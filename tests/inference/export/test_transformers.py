@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from heads.api.checkpoint import load_drafter
-from inference.export.forward_check import difference, ours, places
 from inference.target.model import TargetModel
 from tests.inference.export.ground import save, write
+from tests.oracle.compare import difference, ours, places
 
 PROMPT = [[5, 9, 11, 7, 30, 12]]
 
@@ -41,11 +41,11 @@ def test_a_distilled_drafter_assists_and_computes_the_same(
     assert not report["unexpected_keys"]
     drafter = load_drafter(mine, target.info, target.weights)
     for place in places(target, 3, 2):
-        chain, rows = ours(drafter, target, place, 2)
+        chain, rows = ours(drafter, place, 2)
         tokens = torch.cat([place.context.tokens, chain[:1]])
         with torch.no_grad():
             theirs = assistant.eval()(tokens[None]).logits[0, -2:]
-        assert difference(rows, theirs, candidates=False) < 1e-4
+        assert difference(rows, theirs) < 1e-4
     assert generate(plain, assistant_model=assistant) == generate(plain)
 
 
@@ -66,7 +66,7 @@ def test_the_dflash_assistant_of_transformers_drafts_what_ours_drafts(plain, tar
         with torch.no_grad():
             out = assistant(noise_embeds=context.embedding[block][None], context_hidden_states=states[None])
         theirs = context.logits(out.last_hidden_state[0, 1:])
-        chain, rows = ours(drafter, target, place, size - 1)
-        assert difference(rows, theirs, candidates=False) < 1e-4
+        chain, rows = ours(drafter, place, size - 1)
+        assert difference(rows, theirs) < 1e-4
         assert torch.equal(theirs.argmax(-1), chain)
     assert generate(plain, assistant_model=assistant, speculation_type="dflash") == generate(plain)

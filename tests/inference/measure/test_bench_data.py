@@ -22,8 +22,8 @@ from inference.measure.datasets import (
     prompt_hash,
     template_columns,
 )
-from scripts.config import load_settings
-from scripts.stages import STAGES
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "humaneval": [

@@ -24,16 +24,19 @@ from inference.decoding.decode_file import (
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
-from inference.export.card import _how_to_draft
-from inference.export.engine_folder import ExportConfig, prepare, write_layout
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import prepare, write_layout
+from inference.export.hub.card import card
+from inference.export.hub.config import PushConfig
 from inference.export.layouts.base import Target as ExportTarget
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts import drafters
-from scripts.chat import build_engine
-from scripts.config import Settings, load_settings
-from scripts.measure import arm
-from scripts.stages import STAGES
+from scripts.config.schema import Settings, load_settings
+from scripts.config.stages import STAGES
+from scripts.run import drafters
+from scripts.stages.chat import build_engine
+from scripts.stages.measure import arm
+from tests.inference.export.hub.example_folder import CONFIG, report_of
 from tests.inference.tokenizers import save_micro_target
 from tests.models import random_target
 
@@ -166,10 +169,12 @@ def test_what_was_tuned_with_other_weights_leaves_no_machine(
 
 
 def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None:
-    lines = _how_to_draft(read_tuned(checkpoint(target, tmp_path)))
+    digest, about = "d" * 64, PushConfig("someone/x")
+    tuned = read_tuned(checkpoint(target, tmp_path))
+    lines = card({"greedy": report_of(digest)}, digest, CONFIG, about, tuned=tuned).splitlines()
     assert "| 1 | 0 | tree 4, depth 2 | 150 | 100 | 1.50 [1.40, 1.60] |" in lines
     assert any("none: plain decoding is fastest" in line for line in lines)
-    assert _how_to_draft(None) == []
+    assert "## How to draft" not in card({"greedy": report_of(digest)}, digest, CONFIG, about)
 
 
 # ---- the stages ----------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from inference.tune.layer_search import (
     parts_of,
     search_layers,
 )
-from scripts.search_layers import main, settings
+from scripts.tools.search_layers import main, settings
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
 

@@ -14,9 +14,9 @@ from heads.api.registry import get_kind
 from inference.decoding.decode_file import read_tuned
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts import traffic, tune
-from scripts.config import load_settings
-from scripts.stages import STAGES
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages import traffic, tune
 from tests.inference.tokenizers import save_micro_target
 
 QUICK = ["prompts_per_domain=4", "max_new_tokens=6", "repeats=1"]

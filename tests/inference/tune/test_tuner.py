@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from heads.api.errors import UserError
+from inference.decoding import costs as costs_module
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import CostCurves, CostPoint
@@ -20,7 +21,6 @@ from inference.decoding.engine import Engine
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
-from inference.tune import costs as costs_module
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey

@@ -1,0 +1,293 @@
+"""Configuration classes: frozen dataclasses whose types say which values are allowed.
+
+`@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from YAML
+(`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does not fit
+becomes one `UserError` with the dotted path, what was given, what is allowed and the nearest name.
+Conditions that concern several fields stay in `__post_init__`.
+
+Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared tuple, a
+mapping the declared dataclass, a whole number a float or a text, a text a path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from heads.api.errors import UserError, suggest
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+# ---- bounded types -----------------------------------------------------------------------------
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+UnitInterval = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Gt(0), Le(1)]
+OpenFraction = Annotated[float, Gt(0), Lt(1)]
+NonEmpty = Annotated[tuple[Item, ...], MinLen(1)]
+BOUNDED = (
+    "PositiveInt",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "NonNegativeFloat",
+    "UnitInterval",
+    "Fraction",
+    "OpenFraction",
+)
+"""Names of the types above that have limits."""
+
+UNSET = "???"
+"""Hydra's mark for a value that the user must give."""
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    types.NoneType: "null",
+}
+SETTINGS = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+
+def config(path: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that checks every construction of a frozen dataclass.
+
+    path: where the class stands in the configuration (`decode`, `loop.round`), for error messages.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        hints = get_type_hints(cls, include_extras=True)
+        for field in dataclasses.fields(cast(Any, cls)):
+            field.type = strict(hints[field.name])
+        made = cast(Any, checked_dataclass(cast(Any, cls), frozen=True, config=SETTINGS))
+        validating = made.__init__
+
+        @functools.wraps(validating)
+        def construct(self: Any, *arguments: Any, **values: Any) -> None:
+            try:
+                validating(self, *arguments, **values)
+            except ValidationError as error:
+                raise explain(error, made, path) from None
+
+        made.__init__ = construct
+        return cast(type[T], made)
+
+    return decorate
+
+
+def build(cls: type[T], values: Any, path: str) -> T:
+    """Build a configuration class, or any dataclass, from plain values.
+
+    Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path` is
+    the dotted path of `values` in its messages.
+    """
+    missing = find_unset(values)
+    if missing is not None:
+        where, hint = locate(cls, missing, path)
+        raise UserError(f"{where} is missing. Give it as {where}=... ({expected(hint)}).")
+    try:
+        if hasattr(cls, "__pydantic_validator__"):
+            return cast(T, TypeAdapter(cls).validate_python(values))
+        twin = unchecked_twin(cls).model_validate(values)
+        return cls(**{name: getattr(twin, name) for name in twin.model_fields_set})
+    except ValidationError as error:
+        raise explain(error, cls, path) from None
+    except UserError as error:
+        raise with_path(error, path) from error
+
+
+@functools.cache
+def unchecked_twin(cls: type) -> Any:
+    """A pydantic model with the fields of a plain dataclass."""
+    hints = get_type_hints(cls, include_extras=True)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, cls)):
+        required = field.default is dataclasses.MISSING
+        required = required and field.default_factory is dataclasses.MISSING
+        fields[field.name] = (strict(hints[field.name]), ... if required else None)
+    return create_model(cls.__name__, __config__=SETTINGS, **fields)
+
+
+def strict(hint: Any) -> Any:
+    """The type hint with numbers, texts and switches that pydantic does not convert."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is str:
+        return Annotated[str, BeforeValidator(number_as_text), Strict()]
+    if hint in (int, float, bool):
+        return Annotated[hint, Strict()]
+    if origin is Annotated:
+        inner, *marks = arguments
+        return Annotated[(strict(inner), *marks)]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(strict(option) for option in arguments)]  # noqa: UP007
+    if origin in (tuple, list, dict, Mapping):
+        return origin[tuple(item if item is Ellipsis else strict(item) for item in arguments)]
+    return hint
+
+
+def number_as_text(value: Any) -> Any:
+    """A whole number as the text that it was written as: `run.name=2024`."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def find_unset(values: Any) -> tuple[Any, ...] | None:
+    """The place of the first value that the user still has to give."""
+    if isinstance(values, Mapping):
+        items: Any = values.items()
+    elif isinstance(values, (list, tuple)):
+        items = enumerate(values)
+    else:
+        return () if isinstance(values, str) and values == UNSET else None
+    for key, value in items:
+        found = find_unset(value)
+        if found is not None:
+            return (key, *found)
+    return None
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def explain(error: ValidationError, cls: type, path: str) -> UserError:
+    """The first problem that pydantic found, in our words."""
+    first = error.errors(include_url=False)[0]
+    kind, place, value = first["type"], first["loc"], first["input"]
+    where, hint = locate(cls, place, path)
+    if kind == "value_error":
+        return with_path(first["ctx"]["error"], where)
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        owner = locate(cls, place[:-1], path)[1]
+        names = [field.name for field in dataclasses.fields(bare(owner))]
+        return UserError(f"{where}: there is no such key.{suggest(str(place[-1]), names)}")
+    if kind in ("missing", "missing_argument") and isinstance(place[-1], str):
+        return UserError(f"{where} is missing and has no default. Give it as {where}=...")
+    if kind == "missing":  # of a list of fixed length
+        where, hint = locate(cls, place[:-1], path)
+    if kind == "literal_error":
+        allowed = [str(option) for option in get_args(bare(hint))]
+        return UserError(f"{where}: given {describe(value)}.{suggest(str(value), allowed)}")
+    if kind == "too_short":
+        return UserError(f"{where} is empty. Give at least one value.")
+    if kind.startswith(("greater_than", "less_than")):
+        return UserError(f"{where} must {limits(hint)}; given: {value}.")
+    return UserError(f"{where}: expected {expected(hint)}, given {describe(value)}.")
+
+
+def with_path(error: Exception, path: str) -> UserError:
+    """The refusal of a class itself, with its path unless the message begins with one."""
+    message = str(error)
+    named = message.startswith(f"{path.split('.')[0]}.")
+    return UserError(message if named or not path else f"{path}: {message}")
+
+
+def locate(cls: Any, place: tuple[Any, ...], path: str) -> tuple[str, Any]:
+    """Dotted path and type hint of a place in a configuration class."""
+    hint = cls
+    for part in place:
+        inner = bare(hint)
+        arguments = get_args(inner)
+        if dataclasses.is_dataclass(inner):
+            if isinstance(part, int):  # a positional argument
+                part = dataclasses.fields(inner)[part].name
+            hint = get_type_hints(inner, include_extras=True).get(part)
+            path = f"{path}.{part}"
+        elif get_origin(inner) in (tuple, list) and isinstance(part, int):
+            hint = arguments[part if part < len(arguments) and Ellipsis not in arguments else 0]
+            path = f"{path}[{part}]"
+        elif get_origin(inner) in (dict, Mapping) and part != "[key]":
+            hint, path = arguments[1], f"{path}.{part}"
+        else:
+            break  # pydantic goes on with the member of a union that it tried
+    return path, hint
+
+
+def bare(hint: Any) -> Any:
+    """The type hint without marks, and without `None` where one other type is left."""
+    if get_origin(hint) is Annotated:
+        return bare(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        options = [option for option in get_args(hint) if option is not types.NoneType]
+        return bare(options[0]) if len(options) == 1 else hint
+    return hint
+
+
+def limits(hint: Any) -> str:
+    """The range of a bounded type in words, to follow "must"."""
+    if get_origin(hint) is not Annotated:
+        return limits(next(item for item in get_args(hint) if get_origin(item) is Annotated))
+    marks = get_args(hint)[1:]
+    ge, gt, le, lt = (
+        next((getattr(mark, name) for mark in marks if hasattr(mark, name)), None)
+        for name in ("ge", "gt", "le", "lt")
+    )
+    if ge is not None and le is not None:
+        return f"be {ge} to {le}"
+    if gt is not None and lt is not None:
+        return f"lie between {gt} and {lt}"
+    if ge == 0 and lt is None:
+        return "not be negative"
+    parts = {"be at least": ge, "be above": gt, "at most": le, "below": lt}
+    return " and ".join(f"{word} {bound}" for word, bound in parts.items() if bound is not None)
+
+
+def expected(hint: Any) -> str:
+    """A type hint in words, for error messages and help."""
+    hint = bare(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(expected(option) for option in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (tuple, list):
+        return f"a list [..] of {expected(arguments[0])}"
+    if origin in (dict, Mapping):
+        return f"keys with {expected(arguments[1])} each"
+    if dataclasses.is_dataclass(hint):
+        return f"keys of {cast(Any, hint).__name__}"
+    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def describe(value: Any) -> str:
+    """A given value in words: the value and its type."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "a switch",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        tuple: "a list",
+        dict: "keys",
+    }
+    return f"{value!r} ({names.get(type(value), type(value).__name__)})"

@@ -1,0 +1,515 @@
+"""`headstart verify-export verify.mode=live`: vLLM serves an export, compared with our decoder.
+
+vLLM answers the same prompts with the exported drafter and without one, greedily. Per batch size:
+is the text the engine's own plain text, and ours; is the acceptance length that of our decoder; if
+not, from which drafted position on? An engine that reads an export wrongly still gives the right
+text; only acceptance shows it.
+
+Acceptance length is the engine's: 1 + accepted drafts / drafting steps, where a step counts what
+the target accepted even if the answer ends inside it. Our records cut the last step where the
+answer ends, so `count_steps` decodes every answer again without an end and counts the steps that
+began before it. Both programs then count the same steps of the same text.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.audit.comparison import Divergence, Known, audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Completion, Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.export.check.config import LiveConfig
+from inference.export.check.verify import find_source
+from inference.export.layouts.folder import Folder
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.vllm_process import (
+    EngineProcess,
+    ServedMode,
+    ServingMode,
+    require_folder,
+    serve,
+    vllm_request,
+)
+from inference.target.model import TargetModel
+
+PLAIN = "plain"
+TOLERANCE = 0.02
+"""How far the engine's acceptance length may be from ours, as a share of ours."""
+SAID = ("verify.live.python", "verify.live.seconds")
+CORRECTED = {
+    "grouped_rms_norm": "vLLM's CPU kernel of rms_norm gives all layers of DFlash's context keys "
+    "layer 0's k_norm; corrected in the engine's process"
+}
+"""Faults of vLLM that a live check works around."""
+
+
+@dataclass(frozen=True)
+class Causes:
+    """Likely causes of another acceptance: from the first drafted token on, or only later."""
+
+    first: str
+    later: str
+
+
+_TAPS = (
+    "the layers that are tapped (one off?), the order of fc's chunks, a norm per tap (fc_norm), "
+    "the shift of the tokens, or the vocabulary map (d2t)"
+)
+_MODEL = "rotary frequencies, norms, a missing embedding or LM head, or another vocabulary"
+_BLOCK = Causes(
+    "the layers that are tapped (one off?), the order of fc's chunks, the mask token's embedding, "
+    "or causal against bidirectional attention in the block",
+    "the embedding of the mask token, the attention within the block, or the positions of its "
+    "slots (rope)",
+)
+CAUSES = {
+    "eagle": Causes(
+        "the order of embedding and feature in fc, the shift of the tokens, or a norm on the "
+        "feature",
+        "what a drafted step passes to the next: its output, without another norm, at the next "
+        "position (rope)",
+    ),
+    "eagle3": Causes(
+        _TAPS,
+        "what a drafted step passes to the next: before or after the final norm (norm_output), and "
+        "its position (rope)",
+    ),
+    "peagle": Causes(
+        _TAPS,
+        "the embedding of the mask token, mask_hidden, or the positions of the mask tokens (rope)",
+    ),
+    "mtp": Causes(
+        "the order of token and state in input_proj, the shift of the tokens, or a norm on either",
+        "what a drafted step passes to the next: after its final norm, at the next position (rope)",
+    ),
+    "medusa": Causes(
+        "which token a head predicts (head i at position t: t+2+i), the LM head, or a bias that "
+        "was left out",
+        "the order of the heads, or heads whose tensors have names that the engine does not know",
+    ),
+    "distilled": Causes(_MODEL, "its cache: positions of drafted tokens (rope)"),
+    "pard": Causes(
+        _MODEL, "the mask token (pard_token) or the positions of the mask tokens (rope)"
+    ),
+    **dict.fromkeys(("dflash", "dflash2", "dspark", "domino"), _BLOCK),
+}
+"""Method -> likely causes."""
+UNKNOWN = Causes("the layout of its tensors", "the layout of its tensors")
+
+
+@dataclass(frozen=True)
+class Served:
+    """An export and our drafter that it was made of.
+
+    kind: its method; folder: what the engine loads, None for a method without a model (ngram);
+    speculative: the engine's `speculative_config` without `model`; compared: whether acceptance
+    must agree; additional, corrections, overrides: see `ServingMode`.
+    """
+
+    name: str
+    kind: str
+    drafter: Any
+    folder: Path | None
+    speculative: Mapping[str, Any]
+    additional: Mapping[str, Any] = field(default_factory=dict)
+    compared: bool = True
+    corrections: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens per step."""
+        return int(self.speculative["num_speculative_tokens"])
+
+    def mode(self) -> ServingMode:
+        """The engine's settings for it."""
+        where = {} if self.folder is None else {"model": str(self.folder.resolve())}
+        told = {**where, **self.speculative}
+        return ServingMode(self.name, told, self.additional, self.corrections, self.overrides)
+
+
+@dataclass
+class Counts:
+    """Drafting steps, drafted tokens, accepted ones, and accepted ones by position [K]."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    by_position: list[int]
+
+    @property
+    def length(self) -> float:
+        """1 + accepted / steps."""
+        return 1.0 + divide(self.accepted, self.steps)
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of steps that accepted position i (unconditional)."""
+        return [divide(count, self.steps) for count in self.by_position]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One program's answers: tokens and accepted tokens per step of every prompt, and its counts.
+
+    tokens_per_second: of the whole pass over the prompts, reading them included.
+    """
+
+    tokens: list[list[int]]
+    steps: list[list[int]]
+    counts: Counts
+    tokens_per_second: float
+
+
+@dataclass
+class LiveRow:
+    """An export at one batch size; `problems` is empty if it agrees with our decoder."""
+
+    name: str
+    kind: str
+    engine: str
+    batch: int
+    ours: Decoded | None = None
+    theirs: Decoded | None = None
+    plain_tokens_per_second: dict[str, float] = field(default_factory=dict)
+    lossless: dict[str, int] = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+    same_as_ours: int = 0
+    same_steps: int = 0
+    corrected: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def difference(self) -> float:
+        """(engine's acceptance length - ours) / ours."""
+        assert self.ours is not None and self.theirs is not None
+        return divide(self.theirs.counts.length, self.ours.counts.length) - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What reports keep: everything but the texts."""
+        shared = {"name": self.name, "kind": self.kind, "engine": self.engine, "batch": self.batch}
+        if self.ours is None or self.theirs is None:
+            return {**shared, "problems": self.problems}
+        return {
+            **shared,
+            "identical": self.lossless["identical"],
+            **{key: self.lossless[key] for key in ("sequences", "near_ties", "mismatches")},
+            "near_tie_margins": [item.margin for item in self.divergences if item.near_tie],
+            "identical_to_ours": self.same_as_ours,
+            "answers_with_equal_steps": self.same_steps,
+            "tau_ours": self.ours.counts.length,
+            "tau_engine": self.theirs.counts.length,
+            "difference": self.difference,
+            "steps": {"ours": self.ours.counts.steps, "engine": self.theirs.counts.steps},
+            "positions": {"ours": self.ours.counts.rates, "engine": self.theirs.counts.rates},
+            "tokens_per_second": {
+                "ours": self.ours.tokens_per_second,
+                "engine": self.theirs.tokens_per_second,
+                "ours_plain": self.plain_tokens_per_second["ours"],
+                "engine_plain": self.plain_tokens_per_second["engine"],
+            },
+            "corrected": [CORRECTED[name] for name in self.corrected],
+            "problems": self.problems,
+        }
+
+
+def live_check(
+    target: TargetModel,
+    exports: Sequence[Served],
+    requests: Sequence[Request],
+    process: EngineProcess,
+    batches: Sequence[int] = (1, 8),
+    positions: int | None = None,
+) -> list[LiveRow]:
+    """Serve every export (one engine after another, in one process) and compare.
+
+    Returns a row per export and batch size. positions: those that the engine makes room for;
+    default: the target's. Raises `UserError` if vLLM cannot be run at all or its plain decoding
+    fails; an export that it refuses is a row with a problem.
+    """
+    require_folder(target, "a live check")
+    if not requests:
+        raise UserError(
+            "a live check needs prompts: none fits the target's positions with its answer."
+        )
+    named = [(str(request.index), 0, request) for request in requests]
+    modes = [ServingMode(PLAIN), *(export.mode() for export in exports)]
+    asked = vllm_request(target, modes, named, requests[:1], batches)
+    asked["max_model_len"] = positions or asked["max_model_len"]
+    served = serve(process, asked, target.device, "the live check's vLLM")
+    by_mode = {(mode.name, mode.batch): mode for mode in served}
+    rows, known, counted = list[LiveRow](), Known(), dict[str, Counts]()
+    for batch in batches:
+        plain = by_mode[PLAIN, batch]
+        if plain.error:
+            raise UserError(
+                f"vLLM cannot serve the target '{target.info.id}' by itself: {plain.error}"
+            )
+        theirs_plain = read_answers(plain, requests, 0)
+        ours_plain = decode(target, None, requests, 0, batch)
+        for export in exports:
+            found = by_mode[export.name, batch]
+            row = LiveRow(export.name, export.kind, f"vllm {found.version}", batch)
+            rows.append(row)
+            if found.error:
+                row.problems.append(f"the engine refuses it: {found.error}")
+                continue
+            row.corrected = found.corrected
+            row.theirs = read_answers(found, requests, export.depth)
+            known_counts = counted.get(export.name)  # They do not depend on the batch.
+            row.ours = decode(target, export.drafter, requests, export.depth, batch, known_counts)
+            counted[export.name] = row.ours.counts
+            row.plain_tokens_per_second = {
+                "ours": ours_plain.tokens_per_second,
+                "engine": theirs_plain.tokens_per_second,
+            }
+            judge(row, export, target, requests, theirs_plain.tokens, known)
+    return rows
+
+
+def judge(
+    row: LiveRow,
+    export: Served,
+    target: TargetModel,
+    requests: Sequence[Request],
+    plain: Sequence[Sequence[int]],
+    known: Known,
+) -> None:
+    """Fill in a row's verdict.
+
+    Plain: the engine's own answers without a drafter; known: see `audit`.
+    """
+    assert row.ours is not None and row.theirs is not None
+    ours, theirs, settings = row.ours, row.theirs, SamplingSettings()
+    found = audit(target, requests, plain, theirs.tokens, settings, export.depth + 1, known)
+    row.lossless, row.divergences = found.counts(), found.divergences
+    row.same_as_ours = count_equal(ours.tokens, theirs.tokens)
+    row.same_steps = count_equal(ours.steps, theirs.steps)
+    for item in found.divergences:
+        if not item.near_tie:
+            row.problems.append(
+                f"prompt {item.prompt}, token {item.place}: with the drafter the engine gives "
+                f"{item.found}, without it {item.expected}, which our target prefers by "
+                f"{item.margin:.3g}"
+            )
+    if export.compared and abs(row.difference) > TOLERANCE:
+        row.problems.append(describe_difference(row, requests))
+
+
+def count_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
+    """The number of answers that are equal."""
+    return sum(one == other for one, other in zip(ours, theirs, strict=True))
+
+
+def describe_difference(row: LiveRow, requests: Sequence[Request]) -> str:
+    """Where acceptance parts, and the likely cause."""
+    assert row.ours is not None and row.theirs is not None
+    ours, theirs, causes = row.ours.counts, row.theirs.counts, CAUSES.get(row.kind, UNKNOWN)
+    place = first_position(ours.rates, theirs.rates)
+    rates = f"ours {ours.rates[place]:.3f}, the engine's {theirs.rates[place]:.3f}"
+    return (
+        f"acceptance length {theirs.length:.3f} where ours is {ours.length:.3f} "
+        f"({row.difference:+.1%}). They part at drafted position {place + 1} ({rates})"
+        f"{first_step(row, requests)}. Likely: {causes.later if place else causes.first}."
+    )
+
+
+def first_position(ours: Sequence[float], theirs: Sequence[float]) -> int:
+    """The first drafted position at which acceptance differs by more than the tolerance.
+
+    The one that differs most if none does.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    gaps = [abs(one - other) - TOLERANCE * max(one, 1e-9) for one, other in pairs]
+    return next((place for place, gap in enumerate(gaps) if gap > 0), gaps.index(max(gaps)))
+
+
+def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
+    """The first step of an answer in which the programs accept another number of tokens."""
+    assert row.ours is not None and row.theirs is not None
+    for request, ours, theirs in zip(requests, row.ours.steps, row.theirs.steps, strict=True):
+        place = 1
+        for mine, other in zip(ours, theirs, strict=False):
+            if mine != other:
+                return (
+                    f"; first in prompt {request.index} behind answer token {place} ours took "
+                    f"{mine} tokens, the engine {other}"
+                )
+            place += mine
+    return ""
+
+
+# --- the two programs -----------------------------------------------------------------------------
+
+
+def read_answers(mode: ServedMode, requests: Sequence[Request], depth: int) -> Decoded:
+    """vLLM's answers, in the order of the requests."""
+    keys = [(str(request.index), 0) for request in requests]
+    counted = mode.acceptance
+    counts = Counts(
+        counted.get("drafts", 0),
+        counted.get("draft_tokens", 0),
+        counted.get("accepted_tokens", 0),
+        [*counted.get("accepted_by_position", []), *[0] * depth][:depth],
+    )
+    tokens = [mode.tokens[key] for key in keys]
+    rate = divide(sum(map(len, tokens)), mode.wall)
+    return Decoded(tokens, [mode.steps[key] for key in keys], counts, rate)
+
+
+def decode(
+    target: TargetModel,
+    drafter: Any,
+    requests: Sequence[Request],
+    depth: int,
+    batch: int,
+    counts: Counts | None = None,
+) -> Decoded:
+    """Our decoder's answers: greedy, a chain of `depth`. counts: of these answers, if known."""
+    settings = DecodeConfig(
+        shape="chain" if depth else "none", depth=max(depth, 1), batch_size=batch
+    )
+    engine = Engine(target, drafter, settings)
+    list(engine.run(requests[:1]))  # Allocations and thread pools settle.
+    begin = time.perf_counter()
+    done = {item.request.index: item for item in engine.run(requests)}
+    seconds = time.perf_counter() - begin
+    answers = [done[request.index] for request in requests]
+    tokens = [list(answer.tokens) for answer in answers]
+    steps = [[item.committed for item in answer.passes] for answer in answers]
+    if counts is None:
+        wide = replace(settings, batch_size=max(batch, min(8, len(requests))))
+        counts = count_steps(target, drafter, answers, depth, wide)
+    return Decoded(tokens, steps, counts, divide(sum(map(len, tokens)), seconds))
+
+
+def count_steps(
+    target: TargetModel,
+    drafter: Any,
+    answers: Sequence[Completion],
+    depth: int,
+    settings: DecodeConfig,
+) -> Counts:
+    """The engine's counts from our decoder: steps that began before the answer ended.
+
+    An answer's last step is cut in our records, so every answer is decoded again with room behind
+    its end and no token that ends it; up to there the text is the same.
+    """
+    counts = Counts(0, 0, 0, [0] * depth)
+    if not depth:
+        return counts
+    endless = copy.copy(target)
+    endless.eos_token_ids = ()
+    longer = [replace(item.request, max_new_tokens=len(item.tokens) + depth) for item in answers]
+    again = {item.request.index: item for item in Engine(endless, drafter, settings).run(longer)}
+    for answer in answers:
+        there = 1
+        for item in again[answer.request.index].passes:
+            if there >= len(answer.tokens):
+                break
+            there += item.committed
+            counts.steps += 1
+            counts.drafted += depth
+            counts.accepted += item.accepted
+            for place in range(item.accepted):
+                counts.by_position[place] += 1
+    return counts
+
+
+# --- one folder -----------------------------------------------------------------------------------
+
+
+def check_folder(
+    config: LiveConfig, target: TargetModel, path: Path, source: str = ""
+) -> list[LiveRow]:
+    """Serve an exported folder. source: its checkpoint, if not the one that the folder names.
+
+    Raises `UserError` without that checkpoint, for a folder of another engine, and if vLLM cannot
+    be run.
+    """
+    if not config.python:
+        raise UserError(
+            "a live check serves the folder with vLLM: give the Python of an environment that has "
+            "it with verify.live.python=<path>. `make serve-env` makes one "
+            "(.venv-serve/bin/python)."
+        )
+    process = EngineProcess(config.python, config.seconds, SAID)
+    served = read_served(path, target, source)
+    requests = make_requests(config, target, served.depth)
+    return live_check(target, [served], requests, process, config.batches)
+
+
+def make_requests(config: LiveConfig, target: TargetModel, depth: int) -> list[Request]:
+    """The prompts that fit the target with their answers and a draft."""
+    prompts = select_prompts(load_prompts(config.prompts), config.prompts_per_domain, 0)
+    decode = DecodeConfig(max_new_tokens=config.max_new_tokens)
+    room = target.info.max_position_embeddings - depth - 1
+    return to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")
+
+
+def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
+    """An exported folder with the drafter that it was made of."""
+    folder = Folder.read(path)
+    notes = folder.export
+    told = notes.speculative_config
+    if not told:
+        raise UserError(
+            f"'{path}' does not say how it is served: `headstart export` did not write it. Check "
+            "it with verify.mode=static."
+        )
+    if notes.engine not in ("vllm", "speculators"):
+        raise UserError(
+            f"'{path}' is for {notes.engine}; a live check serves with vLLM. Export it with "
+            "export.engine=vllm."
+        )
+    checkpoint, why = find_source(folder, source)
+    if checkpoint is None:
+        raise UserError(
+            f"a live check compares with our own decoder, but {why}. Give verify.source="
+            "<checkpoint folder>."
+        )
+    drafter = load_drafter(checkpoint, target.info, target.weights)
+    corrections = ("grouped_rms_norm",) if told["method"] in ("dflash", "dspark") else ()
+    overrides = notes.hf_overrides
+    return Served(path.name, notes.method, drafter, path, told, {}, True, corrections, overrides)
+
+
+def lines(rows: Sequence[LiveRow]) -> list[str]:
+    """The comparison for a person to read."""
+    found = []
+    for row in rows:
+        name = f"{row.name}, {row.engine}, batch {row.batch}"
+        if row.ours is None or row.theirs is None:
+            found.append(f"{name}: {'; '.join(row.problems)}")
+            continue
+        ours, theirs, counts = row.ours, row.theirs, row.lossless
+        plain = row.plain_tokens_per_second
+        found.append(
+            f"{name}: text identical {counts['identical']}/{counts['sequences']} (near ties "
+            f"{counts['near_ties']}), acceptance length {theirs.counts.length:.3f}, ours "
+            f"{ours.counts.length:.3f} ({row.difference:+.2%}), equal steps in {row.same_steps} "
+            f"answers; tokens/s {theirs.tokens_per_second:.0f} (engine without drafter "
+            f"{plain['engine']:.0f}), ours {ours.tokens_per_second:.0f} ({plain['ours']:.0f})"
+        )
+        places = (f"{place + 1:5d}" for place in range(len(ours.counts.rates)))
+        found.append("  position   " + "  ".join(places))
+        for label, side in (("engine", theirs), ("ours  ", ours)):
+            rates = (f"{rate:5.3f}" for rate in side.counts.rates)
+            found.append(f"  {label}     " + "  ".join(rates))
+        found += [f"  note: {CORRECTED[name]}" for name in row.corrected]
+        found += [
+            f"  near tie: prompt {item.prompt}, token {item.place}, {item.margin:.2g} apart"
+            for item in row.divergences
+        ]
+        found += [f"  PROBLEM: {problem}" for problem in row.problems]
+    return found

@@ -1,0 +1,1 @@
+"""Publishing drafters on the Hub and fetching them."""

@@ -1,0 +1,174 @@
+"""The model card of a drafter: front matter for the Hub, then the numbers of report.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from heads.api.errors import UserError
+from inference.decoding.decode_file import Tuned
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
+from inference.export.hub.config import PushConfig
+from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report.model import DraftFacts, Report
+
+LIBRARY = "headstart"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
+ENVIRONMENT.globals |= {
+    "definitions": DEFINITIONS,
+    "facts": facts,
+    "main_table": main_table,
+    "domain_table": domain_table,
+    "depth_table": depth_table,
+    "lines": "\n".join,
+    "LOSSY": LOSSY,
+    "TEXT": TEXT,
+    "DISTRIBUTION": DISTRIBUTION,
+}
+TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a drafter was trained.
+
+    tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git;
+    tau_measured: whether the best checkpoint was chosen by its measured tau.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    revision: str
+    tau_measured: bool = True
+
+
+def only_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
+    """The report with those drafters only whose weights have this hash; raises `UserError` without any."""
+    found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
+    if not found:
+        names = ", ".join(one.name for one in report.drafters) or "nothing"
+        raise UserError(
+            f"{source} did not measure this drafter: no entry has weights_sha256 "
+            f"{weights_sha256[:12]}... (it measured: {names}). The weights have changed since, or "
+            "it is another drafter's report. Run `headstart measure` again."
+        )
+    return report.model_copy(update={"drafters": found})
+
+
+def card(
+    reports: Mapping[str, Report],
+    weights_sha256: str,
+    checkpoint: Mapping[str, Any],
+    about: PushConfig,
+    images: Sequence[str] = (),
+    engines: Mapping[str, str] | None = None,
+    training: Training | None = None,
+    tuned: Tuned | None = None,
+) -> str:
+    """The text of README.md, from `card.md.jinja`.
+
+    reports: by title; checkpoint: the drafter's config.json; images: names of
+    the plots; engines: name of an engine, and of its folder -> the command that serves the target
+    with it; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
+    these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
+    two unless `about.allow_mismatches`).
+    """
+    own = {
+        title: only_measured(report, weights_sha256, title) for title, report in reports.items()
+    }
+    settings = [report.settings for report in own.values()]
+    used = sorted({(each.rule, each.temperature) for each in settings})
+    lossy = sorted({rule for rule, temperature in used if promise(rule, temperature) == LOSSY})
+    if lossy and not about.allow_mismatches:
+        raise UserError(
+            f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter "
+            "is not published. Measure with decode.rule=match, or set push.allow_mismatches=true "
+            "to publish it labelled as not lossless."
+        )
+    exact = [report for report in own.values() if report.settings.promise == TEXT]
+    wrong = sum(one.lossless.mismatches for report in exact for one in report.drafters)
+    if wrong and not about.allow_mismatches:
+        raise UserError(
+            f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this "
+            "drafter is not published. Find the cause (the report's run.arms.<name>.divergences "
+            "say where), or set push.allow_mismatches=true to publish it labelled as not lossless."
+        )
+    firsts = [report.drafters[0] for report in own.values()]
+    draft = firsts[0].draft
+    by_domain = [pair for first in firsts for pair in first.domains.items()]
+    return TEMPLATE.render(
+        front=front_matter(checkpoint, about),
+        name=about.repo.split("/")[-1],
+        repo=about.repo,
+        datasets=about.datasets,
+        kind=checkpoint["kind"],
+        target=checkpoint["target"],
+        parameters=f"{firsts[0].parameters:,}",
+        draft=draft,
+        arguments=draft_code(draft, settings[0].rule),
+        wrong=wrong,
+        rules=[(rule_text(*pair), pair[1], promise(*pair)) for pair in used],
+        kept=sorted({promise(*pair) for pair in used}),
+        reports=own,
+        images={image: Path(image).stem.replace("_", " ") for image in images},
+        engines=engines or {},
+        training=training,
+        tuned=tuned,
+        domains=sorted({name for name, _ in by_domain}),
+        slowest=min(
+            ((name, found.tau) for name, found in by_domain),
+            key=lambda pair: pair[1],
+            default=None,
+        ),
+        batches=sorted({each.batch_size for each in settings}),
+    )
+
+
+def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
+    """Hub id of the target; empty if it has none."""
+    target: str = checkpoint["target"]["id"]
+    return about.base_model or (
+        target if HUB_ID.fullmatch(target) and not Path(target).exists() else ""
+    )
+
+
+def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
+    """The YAML that the Hub reads."""
+    base = base_model(checkpoint, about)
+    kind = checkpoint["kind"]
+    fields: dict[str, Any] = {
+        "library_name": LIBRARY,
+        "pipeline_tag": "text-generation",
+        "tags": list(
+            dict.fromkeys([LIBRARY, "speculative-decoding", "draft-model", kind, *about.tags])
+        ),
+    }
+    if base:
+        fields["base_model"] = base
+    if about.license:
+        fields["license"] = about.license
+    if about.datasets:
+        fields["datasets"] = list(about.datasets)
+    return yaml.safe_dump(fields, sort_keys=False)
+
+
+def draft_code(draft: DraftFacts, rule: str) -> str:
+    """The arguments of a `DecodeConfig` that drafts and accepts as it was measured."""
+    code = f'shape="{draft.shape}", depth={draft.depth}'
+    if draft.shape == "tree":
+        code = f'shape="tree", choices={tuple(map(tuple, draft.choices or []))}'
+    return code if rule == "match" else f'{code}, rule="{rule}"'

@@ -1,0 +1,74 @@
+"""Configurations of `headstart push` and `headstart pull`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.api.errors import UserError
+from inference.folders import require_folder_name
+
+REPO_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DRAFTER = "@drafter"
+"""In push.repo, the place of a drafter's name: the Hub's names cannot hold the character @, and
+Hydra reads it without quotes."""
+OWN = "headstart"
+"""Of `pull.what`: the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """Where drafters are published and what their cards say."""
+
+    repo: str = ""
+    """Repository on the Hub, "user/name". With several drafters it holds @drafter, which becomes
+    each one's name."""
+    license: str = ""
+    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); yours to choose. Empty: the card
+    names none."""
+    base_model: str = ""
+    """Hub id of the target; empty: the id it was loaded by, if that is a Hub id."""
+    datasets: tuple[str, ...] = ()
+    """Hub ids of the data sets that the prompts came from, for the card."""
+    tags: tuple[str, ...] = ()
+    """Tags beside the ones that the card has anyway."""
+    private: bool = True
+    """Visibility of a repository or collection that the push creates; an existing one keeps its
+    own."""
+    create: bool = True
+    """Create the repository when it does not exist."""
+    collection: str = ""
+    """Title of a collection of the same user to put the repository into, created when it does not
+    exist; empty: none."""
+    dry_run: bool = True
+    """Build the folder and say what would happen, without any connection."""
+    allow_mismatches: bool = False
+    """Publish although measured text differed from the target's; the card then opens with a
+    warning."""
+    message: str = "Upload drafter with its measured report"
+    """Commit message."""
+
+    def __post_init__(self) -> None:
+        if self.repo and not REPO_NAME.fullmatch(self.repo.replace(DRAFTER, "drafter")):
+            raise UserError(f"push.repo must look like 'user/name'; given: '{self.repo}'.")
+
+
+@dataclass(frozen=True)
+class PullConfig:
+    """Which published drafter is fetched, and to where."""
+
+    repo: str = ""
+    """Repository on the Hub, "user/name"."""
+    revision: str = ""
+    """Branch, tag or commit; empty: the newest."""
+    what: str = OWN
+    """headstart (the checkpoint: for chat, measure and train), an engine's folder (vllm, sglang,
+    speculators, transformers), or all."""
+    out: Path | None = None
+    """Folder to write; empty: <run.root>/pulled/<user>--<name>."""
+
+    def __post_init__(self) -> None:
+        if self.repo and not REPO_NAME.fullmatch(self.repo):
+            raise UserError(f"pull.repo must look like 'user/name'; given: '{self.repo}'.")
+        require_folder_name("pull.what", self.what)

@@ -1,0 +1,1 @@
+"""Configuration: which groups a stage reads, their classes, and how YAML becomes settings."""

@@ -1,0 +1,175 @@
+"""From the command line to plain values: Hydra composes the YAML files of conf/ with what was given.
+
+Every value given on the command line is forced into the composition, so that a misspelt key reaches the one
+check that names the path and the alternatives (also with `+key=value`, which Hydra would accept).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import conf
+from heads.api.errors import UserError, suggest
+from scripts.config.stages import GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
+
+CONF = Path(conf.__file__).resolve().parent
+REPOSITORY = CONF.parent
+EXTRA_VARIABLE = "HEADSTART_CONF"
+"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own, searched
+after conf/."""
+BASE = "base"
+"""The root of every stage that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What the YAML files and the command line say together."""
+
+    values: dict[str, Any]
+    """Group -> plain values, interpolations resolved, of the groups that the stage reads."""
+    choices: dict[str, Any]
+    """Option group -> chosen option, or options for recipes; None where there is none."""
+
+
+def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
+    """Compose a stage's configuration; raises `UserError` for what does not exist or cannot be read."""
+    register_resolvers()
+    accepted = [check_override(stage, item) for item in given]
+    searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
+    if searchpath:
+        accepted.append(f"hydra.searchpath=[{searchpath}]")
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            root = stage.root if (CONF / f"{stage.root}.yaml").is_file() else BASE
+            composed = compose(root, overrides=accepted, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(
+            f"the configuration of '{stage.name}' cannot be composed: {first_line(error)}"
+        ) from error
+    choices = {group: composed.hydra.runtime.choices.get(group) for group in OPTION_GROUPS}
+    OmegaConf.set_struct(composed, False)
+    composed.pop("hydra")
+    for name in map(str, composed):
+        if name not in GROUPS:
+            raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
+    return Composition({group: plain(composed, group) for group in stage.groups}, choices)
+
+
+def plain(composed: Any, group: str) -> Any:
+    """One group as plain values with interpolations resolved; an absent group is empty."""
+    try:
+        node = composed.get(group)
+        return {} if node is None else OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or group}: {first_line(error)}.") from error
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's reading of the overrides; raises `UserError` for one that cannot be read."""
+    parsed = []
+    for text in overrides:
+        try:
+            if "=" not in text:
+                raise UserError(
+                    f"'{text}' is not a setting. Settings are key=value, for instance head=eagle3 or "
+                    "optim.lr=1e-4."
+                )
+            parsed += OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            raise UserError(
+                f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with special "
+                "characters: 'key=\"a, b\"'."
+            ) from error
+    return parsed
+
+
+def check_override(stage: Stage, override: Override) -> str:
+    """The override as Hydra shall apply it; raises `UserError` for a group, option or key that does not exist."""
+    key = override.key_or_group
+    value = override.value()
+    if override.is_sweep_override():
+        raise UserError(
+            f"'{override.input_line}' lists several values. Add -m to run once per value, or write [a,b] "
+            "for a list."
+        )
+    if override.is_delete() or override.package is not None:
+        raise UserError(
+            f"'{override.input_line}': only key=value is understood here; to clear a value write "
+            f"{key}=null."
+        )
+    if key in OPTION_GROUPS and not isinstance(value, dict):
+        check_choice(key, value)
+        return f"{key}={override.get_value_element_as_str()}"
+    group, *below = key.split(".")
+    if group not in GROUPS:
+        raise UserError(
+            f"'{override.input_line}': there is no group '{group}'."
+            f"{suggest(group, {*GROUPS, *OPTION_GROUPS})}"
+        )
+    if group not in stage.groups:
+        raise UserError(
+            f"'{override.input_line}': stage '{stage.name}' does not read '{group}'. It reads: "
+            f"{', '.join(stage.groups)}."
+        )
+    if not below:
+        raise UserError(f"'{override.input_line}': set one key at a time, as {group}.<key>=value.")
+    return f"++{key}={override.get_value_element_as_str()}"
+
+
+def check_choice(group: str, value: Any) -> None:
+    """Refuse an option that has no file in the group's folders."""
+    several = value if isinstance(value, list) and group in RECIPE_GROUPS else [value]
+    for name in several:
+        if name is not None and str(name) not in options(group):
+            hint = " For a model of your own set target.path=<folder or Hub id>." if group == "target" else ""
+            raise UserError(
+                f"{group}={name}: there is no such option.{suggest(str(name), options(group))}{hint}"
+            )
+
+
+def options(group: str) -> list[str]:
+    """The options of a group: the names of its YAML files, without importing anything."""
+    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+
+
+def conf_folders() -> list[Path]:
+    """Where configuration groups are looked for: this repository's conf/, then the user's own folders."""
+    return [CONF, *extra_folders()]
+
+
+def extra_folders() -> list[Path]:
+    """The folders named in HEADSTART_CONF; raises `UserError` for one that does not exist."""
+    folders = [Path(item).resolve() for item in os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep) if item]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{EXTRA_VARIABLE} names '{folder}', which is not a folder.")
+    return folders
+
+
+@cache
+def register_resolvers() -> None:
+    """`${repo:path}`: a file of this repository, relative to the working directory when that is possible."""
+    OmegaConf.register_new_resolver("repo", repository_path, replace=True)
+
+
+def repository_path(relative: str) -> str:
+    """A path inside the repository as a person standing in the working directory would write it."""
+    found, here = REPOSITORY / relative, Path.cwd().resolve()
+    return str(found.relative_to(here)) if found.is_relative_to(here) else str(found)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, without its full stop."""
+    return str(error).strip().split("\n")[0].rstrip(".")

@@ -1,0 +1,294 @@
+"""The settings of a stage: one checked object per configuration group.
+
+`Settings` is the table of groups: its annotations say which class each top-level key becomes. Which stages
+read a group stands in `scripts.config.stages`, its default option in conf/base.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from hydra.core.override_parser.types import Override
+
+from heads.api.config import build
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.audit.config import AuditConfig
+from inference.decoding.config import DecodeConfig
+from inference.export.check.config import VerifyConfig
+from inference.export.config import ExportConfig, ImportConfig
+from inference.export.hub.config import PullConfig, PushConfig
+from inference.measure.config import BenchConfig
+from inference.server.config import ServeConfig
+from inference.staleness.config import WatchConfig
+from inference.target.loading import TargetConfig
+from inference.traffic.config import TrafficConfig
+from inference.tune.config import TuneConfig
+from scripts.config.compose import compose_stage, parse
+from scripts.config.loop import LoopConfig
+from scripts.config.own import (
+    ChatConfig,
+    MeasureConfig,
+    RefreshStageConfig,
+    ReportConfig,
+    RunConfig,
+)
+from scripts.config.stages import OPTION_GROUPS, STAGES, Stage
+from train.config import TrainConfig
+from train.data.config import DataConfig
+from train.engines.base import EngineConfig
+from train.features.config import FeaturesConfig
+from train.feedback.config import FeedbackConfig
+from train.generate.config import GenerateConfig
+from train.generate.sampling import SamplingConfig
+from train.joint.config import JointConfig
+from train.optim import OptimConfig, ScheduleConfig
+from train.planning.plan import PlanConfig
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The chosen drafter: its kind and that kind's own configuration."""
+
+    kind: str
+    config: Any
+
+
+class Settings:
+    """What a stage works with: one attribute per group that it reads; another group's does not exist.
+
+    `import_` is the group `import`, which Python keeps for itself.
+    """
+
+    run: RunConfig
+    target: TargetConfig
+    head: HeadSettings
+    data: DataConfig
+    sampling: SamplingConfig
+    generate: GenerateConfig
+    features: FeaturesConfig
+    feedback: FeedbackConfig
+    engine: EngineConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    joint: JointConfig
+    train: TrainConfig
+    decode: DecodeConfig
+    bench: BenchConfig
+    push: PushConfig
+    export: ExportConfig
+    verify: VerifyConfig
+    import_: ImportConfig
+    pull: PullConfig
+    tune: TuneConfig
+    traffic: TrafficConfig
+    measure: MeasureConfig
+    audit: AuditConfig
+    plan: PlanConfig
+    report: ReportConfig
+    refresh: RefreshStageConfig
+    watch: WatchConfig
+    chat: ChatConfig
+    serve: ServeConfig
+    loop: LoopConfig
+
+    def __init__(
+        self,
+        stage: Stage,
+        values: Mapping[str, Any],
+        choices: Mapping[str, Any],
+        overrides: Sequence[Override] = (),
+    ) -> None:
+        """Build every group that the stage reads from plain values; raises `UserError`.
+
+        choices: option group -> chosen option. overrides: what was given beside the YAML files.
+        """
+        self.stage = stage
+        self.choices = dict(choices)
+        self.resolved = dict(values)
+        """The plain values behind the groups, as config.yaml holds them."""
+        self.overrides = list(overrides)
+        self.changed: dict[str, Any] = {}
+        """What was replaced after the composition: dotted path -> plain value."""
+        for group in stage.groups:
+            setattr(self, attribute(group), build_group(group, self.resolved.get(group) or {}))
+
+    def given(self, key: str) -> bool:
+        """Whether the command line sets `key` itself: a setting (`optim.lr`) or an option group (`decode`).
+
+        What recipes, option files and conf/base.yaml say are defaults, which is not "given": a recipe
+        describes a whole run, and a stage that chooses better values than its defaults (a drafter's own
+        draft, a refresh's learning rate) still does so under it. The overrides that a loop adds to a stage
+        (loop.measures, loop.sweep, loop.round) count as its command line.
+        """
+        return any(item.key_or_group == key for item in self.overrides)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The overrides as they were written."""
+        return [str(item.input_line) for item in self.overrides]
+
+    @property
+    def command(self) -> list[str]:
+        """The command that stands for these settings, for people to read."""
+        changed = [f"{key}={json.dumps(value)}" for key, value in self.changed.items()]
+        return ["headstart", self.stage.name, *self.arguments, *changed]
+
+    def put(self, **groups: Any) -> Settings:
+        """A copy with other groups: `settings.put(optim=replace(settings.optim, lr=0.1))`."""
+        other = copy(self)
+        other.resolved, other.changed = deepcopy(self.resolved), dict(self.changed)
+        for group, new in groups.items():
+            for place, value in differences(getattr(self, group), new, (group,)):
+                other.changed[".".join(place)] = value
+                node = other.resolved
+                for key in place[:-1]:
+                    node[key] = node.get(key) or {}
+                    node = node[key]
+                node[place[-1]] = value
+            setattr(other, group, new)
+        return other
+
+    def derive(
+        self,
+        stage: str,
+        recipe: str | None = None,
+        before: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> Settings:
+        """The settings of another stage under the same command line, as far as it reads the groups.
+
+        recipe: an experiment put before the chosen ones, whose values win. before, more: overrides put
+        before and after the command line's own. The later value of a key wins; an option that they choose
+        takes the place of the command line's.
+        """
+        chosen = self.choices.get("experiment") or []
+        experiments = [recipe] if recipe else []
+        experiments += [chosen] if isinstance(chosen, str) else chosen
+        first = [f"experiment=[{','.join(experiments)}]"] if experiments else []
+        front, back = parse([*before, *first]), parse(more)
+        taken = {item.key_or_group for item in (*front, *back)} & set(OPTION_GROUPS)
+        own = [
+            item
+            for item in self.overrides
+            if understands(STAGES[stage], item) and item.key_or_group not in taken
+        ]
+        return compose_settings(STAGES[stage], [*front, *own, *back])
+
+
+def understands(stage: Stage, override: Override) -> bool:
+    """Whether an override of a loop's command line concerns a stage of that loop."""
+    key = override.key_or_group
+    return key == "debug" or (key != "experiment" and key.split(".")[0] in stage.groups)
+
+
+def load_settings(stage: Stage, overrides: Sequence[str]) -> Settings:
+    """Compose the stage's configuration with `overrides` and build its groups; raises `UserError`."""
+    return compose_settings(stage, parse(overrides))
+
+
+def compose_settings(stage: Stage, given: Sequence[Override]) -> Settings:
+    """The settings of a stage under overrides that were read already."""
+    composed = compose_stage(stage, given)
+    return Settings(stage, composed.values, composed.choices, given)
+
+
+@cache
+def group_classes() -> dict[str, type]:
+    """Group -> its class; `head` is left out, whose class is the `Config` of the chosen kind."""
+    found = {name.rstrip("_"): cls for name, cls in get_type_hints(Settings).items()}
+    return {name: cls for name, cls in found.items() if cls is not HeadSettings}
+
+
+def attribute(group: str) -> str:
+    """The attribute of `Settings` that holds a group."""
+    return f"{group}_" if keyword.iskeyword(group) else group
+
+
+def build_group(group: str, values: Any) -> Any:
+    """The object behind a top-level key, from plain values."""
+    return build_head(values) if group == "head" else build(group_classes()[group], values, group)
+
+
+def build_head(values: Mapping[str, Any]) -> HeadSettings:
+    """`head`: `kind` picks the file in heads/, the rest fills that kind's `Config`."""
+    rest = dict(values)
+    kind = rest.pop("kind", None)
+    if not isinstance(kind, str):
+        raise UserError(
+            "head.kind is missing. Choose a drafter with head=<name>; `headstart train --help` lists them."
+        )
+    try:
+        config_class = get_kind(kind).config_class
+    except UserError as error:
+        raise UserError(f"head.kind: {error}") from error
+    return HeadSettings(kind, build(config_class, rest, "head"))
+
+
+# ---- plain values ------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A configuration object as YAML holds it."""
+    if is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def differences(
+    old: Any, new: Any, place: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Keys in which two objects of one class differ, with the plain values of `new`."""
+    for item in fields(new):
+        before, after = getattr(old, item.name), getattr(new, item.name)
+        if is_dataclass(after) and type(before) is type(after):
+            yield from differences(before, after, (*place, item.name))
+        elif before != after:
+            yield (*place, item.name), plain(after)
+
+
+def complete(group: str, values: Any) -> Any:
+    """Plain values of a group with the defaults of all keys that they leave out.
+
+    Raises `UserError` for values that the group's class does not take.
+    """
+    found = build_group(group, values)
+    return plain(found) if group != "head" else {"kind": found.kind, **plain(found.config)}
+
+
+# ---- files for other processes -----------------------------------------------------------------
+
+
+def write_settings(settings: Settings, path: Path) -> None:
+    """Write settings for another process (`headstart <stage> --config <path>`)."""
+    content = {
+        "stage": settings.stage.name,
+        "choices": {key: settings.choices.get(key) for key in OPTION_GROUPS},
+        "overrides": settings.arguments,
+        "values": settings.resolved,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def read_settings(stage: Stage, path: Path) -> Settings:
+    """The settings that `write_settings` wrote; raises `UserError` for a file that is none of it."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--config: '{path}' cannot be read ({error}).") from error
+    if not isinstance(content, dict) or content.get("stage") != stage.name:
+        raise UserError(f"--config: '{path}' does not hold the settings of stage '{stage.name}'.")
+    return Settings(stage, content["values"], content["choices"], parse(content["overrides"]))

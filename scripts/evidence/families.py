@@ -1,0 +1,206 @@
+"""The table of all families: `python -m scripts.evidence.families [RUN]` writes families.{json,md,png}.
+
+It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of every
+row (at the learning rate whose tau on the validation prompts was best) and four measurements of all
+rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from inference.report import plots
+from inference.report.markdown import list_conditions, markdown_table
+from inference.report.model import DeviceFacts, ReportSettings, TargetFacts, read_report
+from scripts.evidence.common import REPORTS, cell, read_json, write_page
+from scripts.run.drafters import SWEPT
+from scripts.tools.common import ROOT, make_parser, run
+
+COMMAND = "headstart loop experiment=families && python -m scripts.evidence.families"
+MEASURES = {
+    "chain": ("measure", "chain, T=0"),
+    "tree": ("tree", "tree, T=0"),
+    "sampled": ("sampled", "chain, T=1"),
+    "sampled_tree": ("sampled_tree", "tree, T=1"),
+}
+"""Column -> (folder of the measurement, its title). The seconds of `chain` alone count."""
+COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
+DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
+SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
+TRAINED = ("steps", "tokens", "seconds")
+ABOUT = (
+    "Every row was trained on the same generated answers of the same target; the learning rate is the one"
+    " whose tau on the validation prompts was best, out of those tried. Measured on other prompts, batch "
+    "size 1. **tau**: committed tokens per verify pass, bonus included. **TAR**: accepted drafted tokens "
+    "per tested one, chain at T=0. **speedup**: against the same loop without a drafter, chain at T=0, "
+    "same run. **efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
+    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. "
+    "Training tokens/s: throughput.json, the same rows on a quiet machine. T=1: fewer and shorter answers "
+    "(families.json has each column's settings)."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the three files; returns the exit status."""
+    parser = make_parser("scripts.evidence.families", __doc__)
+    parser.add_argument("run", type=Path, nargs="?", default=ROOT / "outputs" / "families")
+    return run(parser, report, arguments)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Collect and write."""
+    content = collect(given.run)
+    write_json(REPORTS / "families.json", content)
+    write_page(REPORTS / "families.md", markdown(content))
+    bars = {}
+    for row in by_tau(content):
+        taus = {title: row["measured"][name]["tau"] for name, (_, title) in MEASURES.items()}
+        bars[row["name"]] = {**taus, "speedup": row["measured"]["chain"]["speedup"]}
+    plots.families(bars, REPORTS / "families.png")
+    print(f"{len(content['rows'])} rows")
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """families.json's content; raises `UserError` when a measurement is missing."""
+    reports = {}
+    for column, (name, title) in MEASURES.items():
+        path = folder / name / "report.json"
+        if not path.is_file():
+            raise UserError(
+                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it continues "
+                "where it ended."
+            )
+        reports[column] = read_report(path)
+    entries = {
+        column: {one.name: one.to_dict() | {"efficiency": one.efficiency} for one in found.drafters}
+        for column, found in reports.items()
+    }
+    throughput = read_json(REPORTS / "throughput.json").get("rows", [])
+    speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
+    chain = reports["chain"]
+    return {
+        "format": 1,
+        "command": COMMAND,
+        "target": chain.target.to_dict(),
+        "device": chain.device.to_dict(),
+        "settings": {column: found.settings.to_dict() for column, found in reports.items()},
+        "baseline": {column: found.baseline.to_dict() for column, found in reports.items()},
+        "git": chain.git or {},
+        "rows": [
+            make_row(name, entries, trainings(folder, name))
+            | {"training_tokens_per_second": speeds.get(name)}
+            for name in entries["chain"]
+        ],
+    }
+
+
+def trainings(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The trainings of a row in a run, the one with the best tau on the validation prompts first."""
+    found = []
+    for path in sorted((folder / "train").glob(f"{name}{SWEPT}*")):
+        if (path / MANIFEST_FILE).is_file():
+            manifest = read_manifest(path, "train")
+            rate = {"rate": float(path.name.partition(SWEPT)[2])}
+            best = {
+                "validation_tau": manifest["best"]["tau"],
+                "best_step": manifest["best"]["step"],
+            }
+            found.append(rate | {key: manifest[key] for key in TRAINED} | best)
+    return sorted(found, key=lambda training: -(training["validation_tau"] or 0.0))
+
+
+def make_row(
+    name: str, entries: Mapping[str, Mapping[str, Any]], trained: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One drafter over all measurements."""
+    measured = {}
+    for column, arms in entries.items():
+        entry = arms[name]
+        domains = {
+            domain: {key: found[key] for key in DOMAIN_COUNTED}
+            for domain, found in entry["domains"].items()
+        }
+        measured[column] = {key: entry[key] for key in COUNTED} | {"domains": domains}
+    first = entries["chain"][name]
+    measured["chain"] |= {key: first[key] for key in (*SECONDS, "efficiency")}
+    return {
+        "name": name,
+        "kind": first["kind"],
+        "parameters": first["parameters"],
+        "memory_bytes": first["memory_bytes"]["drafter"],
+        "trainings": trained,
+        "measured": measured,
+    }
+
+
+def markdown(content: Mapping[str, Any]) -> list[str]:
+    """The lines of the page: the table, and the rates that were tried."""
+    rows = by_tau(content)
+    domains = sorted(rows[0]["measured"]["chain"]["domains"])
+    header = ["drafter", "parameters", "steps", "training tokens/s"]
+    header += [f"tau {title}" for _, title in MEASURES.values()]
+    header += [*(f"TAR {name}" for name in domains), "speedup", "efficiency", "lossless"]
+    tried = []
+    for row in rows:
+        ordered = sorted(row["trainings"], key=lambda training: training["rate"])
+        taus = ", ".join(f"{found['rate']:g}: {found['validation_tau']:.2f}" for found in ordered)
+        if taus:
+            tried.append([row["name"], taus])
+    conditions = list_conditions(
+        TargetFacts(**content["target"]),
+        DeviceFacts(**content["device"]),
+        ReportSettings(**content["settings"]["chain"]),
+        content["command"],
+    )
+    return [
+        "# Every family on the same data",
+        "",
+        f"Written by `{content['command']}` from [families.json](families.json). {ABOUT}",
+        "",
+        *conditions,
+        "",
+        *markdown_table(header, [table_row(row) for row in rows]),
+        "",
+        "![tau and speedup by family](families.png)",
+        "",
+        "Learning rates tried, and the tau of each on the validation prompts (chain of 4, T=0):",
+        "",
+        *markdown_table(["row", "rate: tau"], tried),
+        "",
+    ]
+
+
+def by_tau(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows, the largest tau of a chain first."""
+    return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
+
+
+def table_row(row: Mapping[str, Any]) -> list[str]:
+    """One line of the table."""
+    measured, trained = row["measured"], row["trainings"]
+    chain, speed = measured["chain"], row["training_tokens_per_second"]
+    lossless = [
+        sum(found["lossless"][key] for found in measured.values())
+        for key in ("identical", "sequences")
+    ]
+    return [
+        row["name"],
+        f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] else "-",
+        str(trained[0]["steps"]) if trained else "-",
+        f"{speed:,.0f}" if speed else "-",
+        *(cell(measured[name]["tau"], measured[name]["tau_ci95"]) for name in MEASURES),
+        *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),
+        cell(chain["speedup"], chain["speedup_ci95"]),
+        f"{100 * chain['efficiency']:.0f}%",
+        f"{lossless[0]}/{lossless[1]}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

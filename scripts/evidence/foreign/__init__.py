@@ -1,0 +1,1 @@
+"""What runs in an environment of another project; nothing here imports Headstart."""

@@ -1,0 +1,245 @@
+"""One training of vLLM's `speculators`, in a process and an environment of its own; driven by scripts/evidence/speculators.py.
+
+    <python with speculators> scripts/speculators_worker.py job.json
+
+It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`, `build_draft_model`, its data
+loader and its own `Trainer.train_epoch`. The library trains on accelerators only; three things are set so that it runs on a CPU:
+the trainer's device, the device of its autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Nothing of
+Headstart is imported, since that environment does not have it.
+
+Commands come as JSON lines on stdin and are answered on stdout: {"do": "steps", "count": n} trains n steps, {"do": "save", "to":
+folder} writes a checkpoint, {"do": "end"} ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH = 16
+"""Documents that the target reads at once while features are made."""
+
+
+class EndedError(Exception):
+    """Leaves the library's loop."""
+
+
+class Channel:
+    """The commands and the answers. What libraries print goes to stderr."""
+
+    def __init__(self) -> None:
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, **answer: Any) -> None:
+        """Answer with one JSON line."""
+        self.out.write(json.dumps(answer) + "\n")
+        self.out.flush()
+
+    def commands(self) -> Iterator[dict[str, Any]]:
+        """The commands until `end` or the end of stdin."""
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["do"] == "end":
+                return
+            yield command
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def load_rows(path: Path) -> list[dict[str, list[int]]]:
+    """Rows {"tokens", "mask"} as compare_speculators wrote them."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list[Any]:
+    """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer, before the final norm. Rows are
+    padded behind their ends, which causal attention does not see.
+    """
+    import torch
+
+    before_norm: list[Any] = []
+    width = max(map(len, batch))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in batch])
+    handle = model.model.norm.register_forward_pre_hook(
+        lambda _module, inputs: before_norm.append(inputs[0])
+    )
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found = model.model(tokens, output_hidden_states=True, use_cache=False)
+    finally:
+        handle.remove()
+    states = torch.stack([found.hidden_states[layer] for layer in layers] + [before_norm[0]], 2).to(
+        torch.bfloat16
+    )
+    return [states[index, : len(row)].clone() for index, row in enumerate(batch)]
+
+
+def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Write the Arrow data set and the cached hidden states; returns tokens and seconds of the target's passes."""
+    import torch
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    rows = load_rows(Path(job["rows"]))
+    model = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
+    (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
+    seconds = 0.0
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]["tokens"]))
+    for start in range(0, len(rows), BATCH):
+        batch = order[start : start + BATCH]
+        begun = time.perf_counter()
+        found = hidden_states(model, [rows[index]["tokens"] for index in batch], job["taps"])
+        seconds += time.perf_counter() - begun
+        for index, states in zip(batch, found, strict=True):
+            content = {"hidden_states": states, "token_ids": torch.tensor(rows[index]["tokens"])}
+            save_file(content, folder / "hidden_states" / f"hs_{index}.safetensors")
+    data = Dataset.from_dict(
+        {
+            "input_ids": [row["tokens"] for row in rows],
+            "loss_mask": [row["mask"] for row in rows],
+            "seq_len": [len(row["tokens"]) for row in rows],
+        }
+    )
+    data.with_format("torch").save_to_disk(str(folder))
+    return {"tokens": sum(len(row["tokens"]) for row in rows), "seconds": seconds}
+
+
+def settings(job: dict[str, Any], data: Path) -> argparse.Namespace:
+    """The library's own resolved settings for this job's flags, as its command line would give them."""
+    from speculators.train.config import TrainConfig
+
+    flags = [
+        "--speculator-type", job["kind"],
+        "--verifier-name-or-path", job["target"],
+        "--data-path", str(data),
+        "--save-path", job["out"],
+        "--target-layer-ids", *map(str, job["taps"]),
+        "--total-seq-len", str(job["tokens_per_step"]),
+        "--epochs", str(job["epochs"]),
+        "--num-workers", "0",
+        "--log-freq", "1000000000",
+        "--loss-implementation", "eager",
+        "--draft-attn-impl", "sdpa",
+        "--on-missing", "raise",
+        "--train-data-ratio", "0.999",
+        "--seed", str(job["seed"]),
+        "--no-resume-from-checkpoint",
+        *job["flags"],
+    ]  # fmt: skip
+    return argparse.Namespace(**TrainConfig.resolve(flags).flatten())
+
+
+def build(job: dict[str, Any], data: Path) -> Any:
+    """The library's trainer around a fresh drafter, on the CPU."""
+    import torch
+    from hs_connectors import HiddenStatesBackend
+    from speculators.model import SpeculatorModel
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train import trainer as library
+    from speculators.train.cli import build_draft_model, parse_vocab_mappings, set_seed
+    from speculators.train.dataloader import create_train_val_loaders
+
+    args = settings(job, data)
+    set_seed(args.seed)
+    d2t, t2d, draft_vocabulary = parse_vocab_mappings(args)
+    kind = SpeculatorModel.registry[args.speculator_type]
+    drafter = build_draft_model(args, kind, t2d, d2t, draft_vocabulary)
+    wanted = ("data_path", "total_seq_len", "vllm_endpoint", "on_missing", "verifier_name_or_path", "request_timeout",
+              "max_retries", "generation_validation_retries", "max_consecutive_generation_failures", "num_workers",
+              "prefetch_factor", "train_data_ratio", "seed")  # fmt: skip
+    loader, _ = create_train_val_loaders(
+        **{name: getattr(args, name) for name in wanted},
+        hidden_states_dtype=torch.bfloat16,
+        transfer=HiddenStatesBackend.registry["file"].from_train_args(args, args.data_path),
+        hidden_size=drafter.config.transformer_layer_config.hidden_size,
+        num_target_layers=len(drafter.target_layer_ids),
+        preprocess=shift_batch if args.speculator_type == "eagle3" else None,
+    )
+    train_kwargs, _ = kind.get_trainer_kwargs(**vars(args))
+    names = [name for name in library.TrainerConfig._fields if hasattr(args, name)]
+    config = library.TrainerConfig(
+        **{name: getattr(args, name) for name in names if name != "hidden_states_dtype"},
+        num_epochs=args.epochs, train_call_kwargs=train_kwargs, hidden_states_dtype=torch.bfloat16,
+    )  # fmt: skip
+    library.get_local_rank = lambda: torch.device("cpu")
+    torch.accelerator.synchronize = lambda *_: None
+    trainer = library.Trainer(drafter, config, loader)
+    trainer.device_type = "cpu"
+    return trainer
+
+
+def steps(trainer: Any, channel: Channel) -> None:
+    """Train on command through the library's own epochs."""
+    seen = {"tokens": 0}
+
+    def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        seen["tokens"] += int((kwargs["document_ids"] != -1).sum())
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    commands = channel.commands()
+    state = {"left": 0, "begun": 0.0}
+
+    def wait() -> None:
+        """Before every step of their loop: when as many as were asked for are done, report and wait for the next command."""
+        state["left"] -= 1
+        while state["left"] <= 0:
+            if state["begun"]:
+                channel.say(
+                    seconds=time.perf_counter() - state["begun"], peak_bytes=peak_bytes(), **seen
+                )
+                state["begun"] = 0.0
+            command = next(commands, None)
+            if command is None:
+                raise EndedError
+            if command["do"] == "save":
+                trainer.model.save_pretrained(command["to"])
+                channel.say(saved=command["to"])
+                continue
+            seen["tokens"], state["left"], state["begun"] = 0, command["count"], time.perf_counter()
+
+    wait()
+    epoch = 0
+    while True:
+        trainer.train_epoch(epoch, step_callback=wait)
+        epoch += 1
+
+
+def main() -> int:
+    """Prepare the data if it is not there, build the trainer, say so, and follow commands."""
+    import torch
+
+    channel = Channel()
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(job["threads"])
+    data = Path(job["data"])
+    made = data / "made.json"
+    if not made.is_file():
+        figures = write_data(job, data)
+        partial = made.with_suffix(".partial")
+        partial.write_text(json.dumps(figures), encoding="utf-8")
+        os.replace(partial, made)
+        channel.say(made=figures)
+        return 0  # so that the target does not count into the training's memory
+    trainer = build(job, data)
+    weights = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    channel.say(ready=True, trained_weights=weights, steps_per_epoch=len(trainer.train_loader))
+    with contextlib.suppress(EndedError):
+        steps(trainer, channel)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

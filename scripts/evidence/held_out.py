@@ -1,0 +1,270 @@
+"""Do the results of the embedded target hold on another one? A second small target, other text.
+
+    python -m scripts.evidence.held_out [--speculators <python that has speculators>]
+
+Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters
+with the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
+target, and measures them on prompts of files that neither target nor drafters saw. With `--speculators`
+that library trains EAGLE-3, DFlash and DSpark on the same answers for as many passes; its checkpoints
+are converted and measured in the same session. Writes docs/reports/held_out.{json,md}. Steps that are
+done are skipped, so the command may be repeated after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.api.checkpoint import load_drafter
+from inference.decoding.config import DecodeConfig
+from inference.manifest import MANIFEST_FILE, read_manifest, write_json
+from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.report.markdown import markdown_table
+from inference.report.model import read_report
+from scripts.assets import cpp_headers, held_out_target
+from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page
+from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
+from scripts.tools.common import ROOT, add_options, make_parser, run
+
+EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe of conf/experiment/families.yaml, and its best learning rate on the embedded target."""
+
+    head: str
+    rate: float
+    overrides: tuple[str, ...] = ()
+
+
+LAYERS = held_out_target.CONFIG["num_hidden_layers"]
+LAST_LAYER = f"head.from_target_layer={LAYERS - 1}"
+ROWS = {
+    "medusa": Row("medusa", 1e-2),
+    "hydra_heads": Row("hydra_heads", 3e-3),
+    "eagle": Row("eagle", 1e-2),
+    "eagle3": Row("eagle3", 3e-3, ("head.ttt_steps=4",)),
+    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", LAST_LAYER)),
+    "dflash": Row("dflash", 1e-3, ("head.num_anchors=64",)),
+    "dspark": Row("dspark", 1e-3, ("head.num_anchors=64",)),
+}
+ORDER = (
+    ("dspark", "dflash"),
+    ("dspark", "eagle3"),
+    ("eagle3", "eagle"),
+    ("eagle3_copied", "eagle"),
+    ("eagle", "medusa"),
+    ("hydra_heads", "medusa"),
+)
+"""Which tau is expected above which."""
+RIVALS = ("eagle3", "dflash", "dspark")
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The held-out target's folder, and that of all work."""
+
+    work: Path
+    target: Path
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.work / "run"
+
+    @property
+    def prompts(self) -> Path:
+        """The prompts made from the headers."""
+        return self.work / "data" / "prompts"
+
+    def stage(self, name: str, *overrides: str) -> None:
+        """Run a stage of `headstart` on this target and run."""
+        shared = ["experiment=[families]", "target=local", f"target.path={self.target}"]
+        shared += ["target.dtype=float32", f"run.root={self.work}", "run.name=run"]
+        run_stage(name, *shared, *overrides)
+
+
+def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[str, float]:
+    """Let the library train a kind on the same answers; returns tau by recipe.
+
+    It uses the recipe that was best on the embedded target, or each of its recipes where that is not
+    known, and the one with the best tau on the validation prompts becomes drafter `speculators_<kind>`.
+    """
+    record = folders.run / "train" / f"speculators_{kind}" / "recipes.json"
+    if record.is_file():
+        return read_json(record)
+    answers, work = folders.run / "generate", folders.work / "speculators"
+    setting = Setting(given.speculators, answers, folders.target, work, given.threads)
+    write_rows(setting)
+    found: dict[str, float] = {}
+    checkpoints: dict[str, Path] = {}
+    for number, recipe in enumerate(best_recipes(kind)):
+        name = f"{kind}-{number}"
+        side = setting.theirs(kind, name, PLACES, RECIPES[recipe], EPOCHS)
+        steps = EPOCHS * side.answer()["steps_per_epoch"]
+        side.train(steps, work / f"theirs-{name}" / "saved")
+        checkpoints[recipe] = setting.converted(name)
+        found[recipe] = validation_tau(folders, setting, checkpoints[recipe])
+    best = max(found, key=found.__getitem__)
+    shutil.copytree(checkpoints[best], record.parent / "best", dirs_exist_ok=True)
+    write_json(record, found)
+    return found
+
+
+def best_recipes(kind: str) -> list[str]:
+    """The library's best recipe by docs/reports/speculators.json; without that report, all recipes."""
+    compared = read_json(REPORTS / "speculators.json").get("tau", {})
+    sides = compared.get(kind, {}).get("sides", {})
+    known = {
+        recipe: sides[f"speculators, {recipe}"]["tau"]
+        for recipe in RECIPES
+        if f"speculators, {recipe}" in sides
+    }
+    return [max(known, key=known.__getitem__)] if known else list(RECIPES)
+
+
+def validation_tau(folders: Folders, setting: Setting, checkpoint: Path) -> float:
+    """tau on the validation prompts, as our trainings measure it."""
+    target = setting.model
+    decode = DecodeConfig(temperature=0.0, depth=DEPTH, max_new_tokens=64, batch_size=8)
+    prompts = load_prompts(folders.prompts / "validation.jsonl")[:24]
+    room = target.info.max_position_embeddings
+    requests = to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")
+    drafter = load_drafter(checkpoint, target.info, target.weights)
+    return quick_tau(target, drafter, requests, decode).tau
+
+
+def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The content of held_out.json but for its command."""
+    measured = read_report(folders.run / "measure" / "report.json")
+    kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
+    table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
+    for name, entry in table.items():
+        folder = folders.run / "train" / name
+        if (folder / MANIFEST_FILE).is_file():
+            manifest = read_manifest(folder, "train")
+            facts = {key: manifest[key] for key in ("steps", "tokens", "seconds", "best")}
+            entry["trained"] = facts | {"rate": ROWS[name].rate}
+        kind = name.removeprefix("speculators_")
+        if kind != name:
+            entry["validation_tau_by_recipe"] = dict(recipes[kind])
+    order = []
+    for above, below in ORDER:
+        if above in table and below in table:
+            gap = table[above]["tau"] - table[below]["tau"]
+            verdict = {"holds": gap > 0, "difference": gap}
+            order.append({"above": above, "below": below, **verdict})
+    rivals = []
+    for kind in RIVALS:
+        if {kind, f"speculators_{kind}"} <= set(table):
+            ours, theirs = table[kind]["tau"], table[f"speculators_{kind}"]["tau"]
+            taus = {"ours": ours, "speculators": theirs}
+            rivals.append({"kind": kind, **taus, "holds": ours >= theirs})
+    trained = read_json(folders.target / "training.json")
+    facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
+    return {
+        "format": 1,
+        "target": {**measured.target.to_dict(), "id": "held_out/target"},
+        "target_training": {**facts, "heldout": trained["evaluations"][-1]},
+        "answers": read_manifest(folders.run / "generate", "generate")["counts"],
+        "settings": measured.settings.to_dict(),
+        "device": measured.device.to_dict(),
+        "git": measured.git or {},
+        "rows": table,
+        "order": order,
+        "against_speculators": rivals,
+    }
+
+
+def markdown(content: Mapping[str, Any]) -> list[str]:
+    """The lines of held_out.md."""
+    rows = [
+        [
+            name,
+            cell(entry["tau"], entry["tau_ci95"]),
+            f"{entry['tar']:.2f}",
+            " ".join(f"{value:.2f}" for value in entry["acceptance"]["unconditional"]),
+            f"{entry['parameters'] / 1e6:.2f}",
+        ]
+        for name, entry in sorted(content["rows"].items(), key=lambda item: -item[1]["tau"])
+    ]
+    verdicts = [
+        (f"{item['above']} above {item['below']}", item["difference"], item["holds"])
+        for item in content["order"]
+    ]
+    verdicts += [
+        (f"{item['kind']} at least speculators", item["ours"] - item["speculators"], item["holds"])
+        for item in content["against_speculators"]
+    ]
+    shown = [[what, f"{gap:+.2f}", "yes" if holds else "no"] for what, gap, holds in verdicts]
+    return [
+        "# The held-out check",
+        "",
+        f"A second small target (Qwen3, {content['target']['parameters'] / 1e6:.2f} M parameters, own "
+        "tokenizer, trained on C++ headers), the recipes and learning rates of the embedded target, two "
+        "passes over its greedy answers; chain of 4 at temperature 0, prompts of files that neither "
+        f"target nor drafters saw. Made by `{content['command']}`; numbers in full: held_out.json.",
+        "",
+        *markdown_table(["drafter", "tau", "TAR", "acceptance by depth", "M weights"], rows),
+        "",
+        *markdown_table(["expected", "difference in tau", "holds"], shown),
+        "",
+    ]
+
+
+def report(given: argparse.Namespace) -> None:
+    """Do all that is not done yet, and write."""
+    torch.set_num_threads(given.threads)
+    work = given.work.resolve()
+    counts = {**held_out_target.PROMPTS, "training": given.training}
+    folders = Folders(work, held_out_target.make(work, given.steps, counts))
+    prompts = folders.prompts
+    folders.stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
+    for name in given.rows:
+        row = ROWS[name]
+        own = (f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
+        folders.stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
+    rivals = given.rivals if given.speculators else []
+    recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
+    count = -(-given.measuring // len(cpp_headers.DOMAINS))
+    bench = ["bench=jsonl", f"bench.prompts={prompts / 'measuring'}"]
+    bench += [f"bench.prompts_per_domain={count}", f"decode.max_new_tokens={NEW_TOKENS}"]
+    draft = f"measure.draft={{shape: chain, depth: {DEPTH}}}"
+    folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
+    command = "python -m scripts.evidence.held_out"
+    command += " --speculators PYTHON" if given.speculators else ""
+    content = {**content_of(folders, recipes), "command": command}
+    write_json(given.out.with_suffix(".json"), content)
+    write_page(given.out.with_suffix(".md"), markdown(content))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do all that is not done yet; returns the exit status."""
+    parser = make_parser("scripts.evidence.held_out", __doc__)
+    python = "a python that has speculators; without it, only ours are trained"
+    parser.add_argument("--speculators", metavar="PYTHON", help=python)
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "held_out")
+    steps = "of the target's training, 4,096 tokens each"
+    parser.add_argument("--steps", type=int, default=800, help=steps)
+    counts = held_out_target.PROMPTS
+    add_options(
+        parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
+    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    rivals = "drafters that speculators trains"
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help=rivals)
+    add_options(parser, threads=1, out=(REPORTS / "held_out", "without its ending"))
+    return run(parser, report, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,467 @@
+"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes docs/reports/serve_load.json.
+
+The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai client.
+Answers are compared with plain offline decoding, token by token; differences are examined
+(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch. Phases:
+
+1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over
+   HTTP by as many clients, in turn;
+2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be refused
+   or fail, and memory must not grow;
+3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once, the
+   others answered;
+4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
+
+Exit status 1 when a request failed, a text is a mismatch, or memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import torch
+
+from heads.api.errors import UserError
+from inference.audit.comparison import audit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.manifest import write_json
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.server.metrics import resident_bytes
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.config.own import RunConfig
+from scripts.evidence.common import REPORTS, cpu_target
+from scripts.run import drafters
+from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+
+DOMAINS = ("code", "chat", "math", "qa")
+SAMPLING = (
+    SamplingSettings(),
+    SamplingSettings(temperature=1.0),
+    SamplingSettings(temperature=0.7, top_p=0.9),
+    SamplingSettings(temperature=1.0, top_k=40, min_p=0.02),
+)
+SHOWN = ("tau", "acceptance", "requests_total", "engine_seconds_total")
+"""The server's metrics in the report, without their prefix."""
+LIMITS = (16, 48, 32, 64, 24)
+WARM_UP_SHARE = 1 / 3
+"""Share of the load phase after which memory must not grow: until then kernels are cached by shape."""
+ROUNDS = 3
+GROWTH_ALLOWED = 0.03
+"""Share by which memory at the end may exceed that after the warm-up: allocators vary."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all phases and write the report; returns the exit status."""
+    parser = make_parser("scripts.evidence.serve_load", __doc__)
+    drafter = "checkpoint folder, or a kind without weights"
+    parser.add_argument("--drafter", default="ngram", help=drafter)
+    add_options(
+        parser,
+        target=str(TARGET),
+        clients=64,
+        minutes=5.0,
+        overload_seconds=30.0,
+        rows=16,
+        cases=64,
+        threads=(1, "of the engine, offline and served"),
+        out=REPORTS / "serve_load.json",
+    )
+    return run(parser, report, arguments)
+
+
+# Clients
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request with its known answer: the text and tokens of offline generation."""
+
+    number: int
+    prompt: tuple[int, ...]
+    limit: int
+    seed: int
+    sampling: SamplingSettings
+    expected: str = ""
+    tokens: tuple[int, ...] = ()
+
+    def request(self, model: str) -> dict[str, Any]:
+        """The arguments of the openai client."""
+        own = self.sampling
+        extra = {"top_k": own.top_k, "min_p": own.min_p, "return_token_ids": True}
+        domain = DOMAINS[self.number % len(DOMAINS)]
+        return {
+            "model": model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.limit,
+            "temperature": own.temperature,
+            "top_p": own.top_p,
+            "seed": self.seed,
+            "extra_body": extra,
+            "extra_headers": {"X-Headstart-Domain": domain},
+        }
+
+
+@dataclass
+class Seen:
+    """The results of one phase. seconds: of whole answers; first: to the first streamed piece."""
+
+    answers: int = 0
+    identical: int = 0
+    different: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
+    without_retry_after: int = 0
+    tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    wall: float = 0.0
+
+    def note(self, case: Case, text: str, tokens: tuple[int, ...], seconds: float) -> None:
+        """Add an answer."""
+        self.answers += 1
+        self.tokens += len(tokens)
+        self.seconds.append(seconds)
+        if (text, tokens) == (case.expected, case.tokens):
+            self.identical += 1
+        else:
+            self.different.append((case.number, text, tokens))
+
+    def summary(self) -> dict[str, Any]:
+        """A phase in numbers; seconds as percentiles."""
+        return {
+            "seconds": self.wall,
+            "answers": self.answers,
+            "failed": len(self.failures),
+            "failures": sorted(set(self.failures))[:5],
+            "refused": len(self.refused),
+            "refused_without_retry_after": self.without_retry_after,
+            "requests_per_second": divide(self.answers, self.wall),
+            "tokens_per_second": divide(self.tokens, self.wall),
+            "answer_seconds": percentiles(self.seconds),
+            "first_piece_seconds": percentiles(self.first),
+            "refusal_seconds": percentiles(self.refused),
+        }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p90, p99 and the largest value; empty for no values."""
+    if not values:
+        return {}
+    found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+    return {**found, "max": max(values)}
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, case: Case, stream: bool, seen: Seen) -> None:
+    """Send one request and add its result."""
+    begin = time.monotonic()
+    try:
+        if stream:
+            text, tokens = "", ()
+            async for part in await client.completions.create(**case.request(model), stream=True):
+                choice = part.choices[0]
+                if not text and choice.text:
+                    seen.first.append(time.monotonic() - begin)
+                text += choice.text
+                tokens = tuple(getattr(choice, "token_ids", None) or tokens)
+        else:
+            found = await client.completions.create(**case.request(model))
+            text, tokens = found.choices[0].text, tuple(found.choices[0].token_ids)
+        seen.note(case, text, tokens, time.monotonic() - begin)
+    except openai.RateLimitError as error:
+        seen.refused.append(time.monotonic() - begin)
+        seen.without_retry_after += "retry-after" not in error.response.headers
+    except openai.OpenAIError as error:
+        seen.failures.append(f"{type(error).__name__}: {error}"[:200])
+
+
+@dataclass
+class Server:
+    """A running server. base: its /v1 address."""
+
+    process: subprocess.Popen[str]
+    base: str
+    model: str
+
+    def client(self) -> openai.AsyncOpenAI:
+        """A client that does not repeat requests."""
+        return openai.AsyncOpenAI(base_url=self.base, api_key="none", max_retries=0, timeout=120)
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics by name and labels."""
+        text = httpx.get(self.base.removesuffix("/v1") + "/metrics").text
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    async def load(
+        self,
+        cases: list[Case],
+        clients: int,
+        seconds: float,
+        each: Callable[[], None] = lambda: None,
+    ) -> Seen:
+        """Clients that ask one request after the other, every second one streamed.
+
+        `each` is called twice a second.
+        """
+        seen, begin = Seen(), time.monotonic()
+
+        async def one(number: int) -> None:
+            order, count = random.Random(number), number
+            while time.monotonic() - begin < seconds:
+                await ask(client, self.model, order.choice(cases), count % 2 == 0, seen)
+                count += 1
+
+        async def watch() -> None:
+            while True:
+                each()
+                await asyncio.sleep(0.5)
+
+        async with self.client() as client:
+            watching = asyncio.create_task(watch())
+            await asyncio.gather(*(one(number) for number in range(clients)))
+            watching.cancel()
+        seen.wall = time.monotonic() - begin
+        return seen
+
+    async def each_once(self, cases: list[Case], clients: int) -> Seen:
+        """Every case once, `clients` at a time: the same work as an offline run over them."""
+        seen, waiting = Seen(), list(reversed(cases))
+
+        async def one() -> None:
+            while waiting:
+                await ask(client, self.model, waiting.pop(), False, seen)
+
+        async with self.client() as client:
+            begin = time.monotonic()
+            await asyncio.gather(*(one() for _ in range(clients)))
+            seen.wall = time.monotonic() - begin
+        return seen
+
+
+# Phases
+
+
+def report(given: argparse.Namespace) -> int:
+    """Run all phases, write and print; returns the exit status."""
+    torch.set_num_threads(given.threads)
+    target = cpu_target(given.target)
+    found = drafters.find(given.drafter, RunConfig())
+    decode = drafters.draft_settings(found, DecodeConfig())
+    say("answering offline")
+    cases = known_answers(target, given.cases)
+    greedy = [case for case in cases if case.sampling.greedy]
+    drafter = drafters.load(found, target)
+    engines = {rows: Engine(target, drafter, replace(decode, batch_size=rows)) for rows in (1, 16)}
+    queue = given.clients
+    server = start(given, queue, decode)
+    try:
+        begun = resident_bytes(server.process.pid)
+        asyncio.run(server.each_once(greedy, 4))  # buffers of every size are made here
+        say("comparing speeds")
+        compared = {
+            f"{clients}_clients": speed_ratio(server, engine, greedy, clients)
+            for clients, engine in engines.items()
+        }
+        say(f"{given.clients} clients for {given.minutes:g} minutes")
+        memory: list[tuple[float, int]] = []
+        clock = time.monotonic()
+
+        def look() -> None:
+            memory.append((time.monotonic() - clock, resident_bytes(server.process.pid)))
+
+        below = asyncio.run(server.load(cases, given.clients, given.minutes * 60, look))
+        places = given.rows + queue
+        say("overload")
+        above = asyncio.run(server.load(cases, places + 120, given.overload_seconds))
+        numbers = server.metrics()
+        end = end_server(server, cases)
+    finally:
+        server.process.kill()
+    clients = {"clients": given.clients}
+    crowd = {"clients": places + 120, "places": places}
+    device = device_facts(torch.device("cpu"))
+    machine = {"cpu": device["name"], "cores": os.cpu_count(), "threads": given.threads}
+    packages = ("torch", "transformers", "fastapi", "uvicorn", "openai")
+    shown = tuple(f"headstart_{name}" for name in SHOWN)
+    content: dict[str, Any] = {
+        "format": 1,
+        "command": given.command,
+        "machine": {**machine, "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "drafter": {
+            "name": found.name,
+            "kind": found.kind,
+            "shape": decode.shape,
+            "depth": decode.depth,
+        },
+        "server": {"rows": given.rows, "queue": queue, "cases": len(cases), "limits": LIMITS},
+        "ratios": compared,
+        "load": {**clients, **below.summary(), **examine(target, cases, below)},
+        "overload": {**crowd, **above.summary(), **examine(target, cases, above)},
+        "memory": memory_growth(begun, memory),
+        "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(shown)},
+        "end": end,
+    }
+    content["fine"] = is_fine(content)
+    write_json(given.out, content)
+    parts = ("ratios", "load", "overload", "memory", "end", "fine")
+    print(json.dumps({key: content[key] for key in parts}, indent=2))
+    return 0 if content["fine"] else 1
+
+
+def say(phase: str) -> None:
+    """Print which phase begins."""
+    print(f"{time.strftime('%H:%M:%S')} {phase}", file=sys.stderr, flush=True)
+
+
+def is_fine(content: dict[str, Any]) -> bool:
+    """Whether the server did all that it must."""
+    below, above, end = content["load"], content["overload"], content["end"]
+    return (
+        below["failed"] == below["refused"] == below["mismatches"] == 0
+        and above["failed"] == above["mismatches"] == above["refused_without_retry_after"] == 0
+        and above["refused"] > 0
+        and content["memory"]["growth"] <= GROWTH_ALLOWED
+        and end["status"] == 0
+        and end["failed"] == 0
+    )
+
+
+def known_answers(target: TargetModel, count: int) -> list[Case]:
+    """Requests of different prompts, lengths and settings, each decoded alone and without a drafter."""
+    prompts = select_prompts(load_prompts([PROMPTS / "code.jsonl"]), count, seed=5)
+    requests = to_requests(prompts, target.tokenizer, DecodeConfig())
+    names = ("temperature", "top_k", "top_p", "min_p")
+    engines = [
+        Engine(target, None, DecodeConfig(**{name: getattr(own, name) for name in names}))
+        for own in SAMPLING
+    ]
+    cases = []
+    for number, request in enumerate(requests):
+        limit, seed, way = LIMITS[number % len(LIMITS)], 1000 + number, number % len(SAMPLING)
+        (answer,) = engines[way].generate([request.tokens], [seed], max_new_tokens=limit)
+        tokens = tuple(answer.completion.tokens)
+        cases.append(Case(number, request.tokens, limit, seed, SAMPLING[way], answer.text, tokens))
+    return cases
+
+
+def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> dict[str, Any]:
+    """Tokens per second of the server over that of `Engine.run` with as many rows as clients.
+
+    Both take turns, so that a machine that slows down slows both; the ratio is the median of the pairs.
+    """
+    pairs = []
+    requests = [Request(case.number, case.prompt, case.seed, case.limit) for case in cases]
+    for _ in range(ROUNDS):
+        begin = time.monotonic()
+        tokens = sum(len(item.tokens) for item in engine.run(requests))
+        offline = divide(tokens, time.monotonic() - begin)
+        seen = asyncio.run(server.each_once(cases, clients))
+        pairs.append((offline, divide(seen.tokens, seen.wall)))
+    rates = [divide(served, offline) for offline, served in pairs]
+    offline, served = (float(np.median(speeds)) for speeds in zip(*pairs, strict=True))
+    speeds = {"offline_tokens_per_second": offline, "served_tokens_per_second": served}
+    return {**speeds, "ratio": float(np.median(rates)), "ratios": rates}
+
+
+def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Server:
+    """Start the server and wait until it listens."""
+    command = [sys.executable, "-m", "scripts.cli", "serve", "target=local"]
+    command += [f"target.path={given.target}", "target.dtype=float32", "target.device=cpu"]
+    command += [f"serve.drafter='{given.drafter}'", "serve.port=0", f"serve.queue={queue}"]
+    command += ["serve.context=1024", f"decode.batch_size={given.rows}"]
+    command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        found = re.search(r"serving '(.+)' with .* at (http://\S+/v1)", line)
+        if found:
+            return Server(process, found.group(2), found.group(1))
+    raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
+
+
+def end_server(server: Server, cases: list[Case]) -> dict[str, Any]:
+    """Ask sixteen long answers, send SIGTERM when all are in, and wait for them and the server."""
+
+    async def interrupt() -> Seen:
+        longest = sorted(cases, key=lambda case: -case.limit)[:16]
+        asking = asyncio.create_task(server.each_once(longest, 16))
+        most = 0.0
+        while most < 16 and not asking.done():  # until all are in, or the first are out again
+            await asyncio.sleep(0.02)
+            found = await asyncio.to_thread(server.metrics)
+            inside = found["headstart_requests_running"] + found["headstart_requests_waiting"]
+            if inside < most:
+                break
+            most = inside
+        server.process.send_signal(signal.SIGTERM)
+        return await asking
+
+    begin = time.monotonic()
+    seen = asyncio.run(interrupt())
+    status, failed = server.process.wait(60), len(seen.failures)
+    seconds = time.monotonic() - begin
+    return {"status": status, "seconds": seconds, "answers": seen.answers, "failed": failed}
+
+
+def examine(target: TargetModel, cases: list[Case], seen: Seen) -> dict[str, int]:
+    """Why answers differ, counted by answer; equal differences are examined once."""
+    counts = {"identical": seen.identical, "near_ties": 0, "mismatches": 0}
+    known: dict[tuple[int, tuple[int, ...]], bool] = {}
+    for number, text, tokens in seen.different:
+        case = cases[number]
+        if tokens == case.tokens:  # the same tokens and another text: not a matter of rounding
+            counts["mismatches"] += 1
+            continue
+        if (number, tokens) not in known:
+            request = Request(number, case.prompt, case.seed, case.limit)
+            verdict = audit(target, [request], [case.tokens], [tokens], case.sampling)
+            known[number, tokens] = verdict.mismatches == 0
+        shown = [token for token in tokens if token not in target.eos_token_ids]
+        same_text = target.tokenizer.decode(shown, skip_special_tokens=True) == text
+        counts["near_ties" if known[number, tokens] and same_text else "mismatches"] += 1
+    return counts
+
+
+def memory_growth(begun: int, memory: list[tuple[float, int]]) -> dict[str, Any]:
+    """Bytes at the start, after the warm-up and at the end of the load phase, and every ten seconds."""
+    total, end = memory[-1]
+    warm = next(size for at, size in memory if at >= WARM_UP_SHARE * total)
+    return {
+        "start": begun,
+        "warm": warm,
+        "end": end,
+        "most": max(size for _, size in memory),
+        "growth": end / warm - 1,
+        "every_ten_seconds": [size for _, size in memory[::20]],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

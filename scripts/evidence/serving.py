@@ -1,0 +1,321 @@
+"""Export drafters, check the folders, serve them with vLLM: writes docs/reports/serving.{json,md}.
+
+    python -m scripts.evidence.serving --engine-python .venv-serve/bin/python --run outputs/families
+
+--run: a run whose trainings are served (`headstart loop experiment=families`; of several learning rates
+the one with the best tau on the validation prompts). --drafters: which of them. Two rows need no
+training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the two
+lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
+--speculators: folders that vLLM's training library saved, served as they are, imported and measured by
+our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does not
+have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1. --merge
+keeps the rows of the report that are not made anew; every row has the command that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from heads.api.checkpoint import load_drafter, new_drafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.export.check.config import LiveConfig, VerifyConfig
+from inference.export.check.live import (
+    LiveRow,
+    Served,
+    lines,
+    live_check,
+    make_requests,
+    read_served,
+)
+from inference.export.check.verify import verify
+from inference.export.config import ExportConfig
+from inference.export.engine_folder import export, prepare
+from inference.export.importing import import_folder
+from inference.export.layouts.base import Target
+from inference.export.layouts.folder import Folder
+from inference.manifest import write_json
+from inference.measure.config import process_facts
+from inference.measure.vllm_process import LOOKUP, EngineProcess
+from inference.report.markdown import markdown_table
+from inference.target.hardware import device_facts
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from scripts.evidence.common import REPORTS, read_json, write_page
+from scripts.evidence.families import trainings
+from scripts.run.drafters import SWEPT
+from scripts.tools.common import ROOT, add_options, make_parser, run
+
+NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
+FEW, SHORT, POSITIONS = 2, 24, 512
+"""Prompts of each domain, new tokens and positions where every step takes a second."""
+INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+SUFFIX = " (V2 runner, interpreted)"
+SHIPPED = "dflash (vLLM as shipped)"
+NOT_COMPARED = {
+    "ngram": "a control: the engine's lookup is not ours, so acceptance is not compared",
+    SHIPPED: "with the engine's faulty CPU kernel of rms_norm; acceptance is not compared",
+}
+CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
+ABOUT = (
+    "Every drafter was exported with `headstart export`, checked with `verify-export` and served by "
+    "vLLM's CPU build beside the embedded target in float32, temperature 0. **identical**: answers that "
+    "are the engine's own plain answers, token by token. **tau**: 1 + accepted drafts / drafting steps, "
+    "the engine's definition, counted by the engine and by our decoder on the same prompts with the same "
+    "chain. **equal steps**: answers in which both accepted the same number of tokens in every step. "
+    "Positions: share of steps that accepted the i-th draft. tokens/s: the whole pass, prompts included, "
+    "on a machine that was shared; a comparison of speeds it is not."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report; returns the exit status."""
+    parser = make_parser("scripts.evidence.serving", __doc__)
+    parser.add_argument("--engine-python", required=True)
+    parser.add_argument("--run", type=Path, default=ROOT / "outputs" / "families")
+    parser.add_argument("--drafters", nargs="*", default=NAMES)
+    parser.add_argument("--speculators", nargs="*", type=Path, default=[])
+    parser.add_argument("--interpreted", nargs="*", default=[])
+    add_options(parser, target="assets/tiny-target", prompts_per_domain=8, max_new_tokens=128)
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--out", type=Path, default=REPORTS)
+    parser.add_argument("--merge", action="store_true")
+    return run(parser, report, arguments)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Export, check, serve, write."""
+    config = TargetConfig(path=given.target)
+    target = TargetModel.load(config)
+    command = " ".join(["python -m scripts.evidence.serving", *portable_words(given)])
+    with TemporaryDirectory(prefix="served") as scratch:
+        bench = Bench(config, target, Path(scratch))
+        rows, settings = serve_all(given, bench)
+    print("\n".join(lines(rows)))
+    content = {
+        "format": 1,
+        "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
+        "device": device_facts(target.device),
+        "settings": settings,
+        **process_facts(),
+        "python": platform.python_version(),
+        "command": command,
+        "rows": [
+            {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
+        ],
+    }
+    path = given.out / "serving.json"
+    if given.merge and path.is_file():
+        content = merge(read_json(path), content)
+    write_json(path, content)
+    write_page(given.out / "serving.md", markdown(content))
+
+
+def portable_words(given: argparse.Namespace) -> list[str]:
+    """The command's arguments without this machine's paths."""
+    words = ["--engine-python", ".venv-serve/bin/python", "--run", "outputs/families"]
+    words += ["--drafters", *given.drafters]
+    words += ["--prompts-per-domain", str(given.prompts_per_domain)]
+    words += ["--max-new-tokens", str(given.max_new_tokens)]
+    if given.speculators:
+        words += ["--speculators", *(folder.name for folder in given.speculators)]
+    if given.interpreted:
+        words += ["--interpreted", *given.interpreted]
+    return [*words, "--merge"] if given.merge else words
+
+
+def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], dict[str, Any]]:
+    """The rows, and the settings."""
+    live = LiveConfig(
+        python=given.engine_python,
+        prompts_per_domain=given.prompts_per_domain,
+        max_new_tokens=given.max_new_tokens,
+        batches=tuple(given.batches),
+        seconds=3600.0,
+    )
+    target = bench.target
+    served = [item for name in given.drafters for item in bench.export(given.run, name)]
+    served += [item for folder in given.speculators for item in bench.from_speculators(folder)]
+    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of numba)
+    served.sort(key=lambda item: item.kind == "ngram")
+    requests = make_requests(live, target, max((item.depth for item in served), default=1))
+    process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
+    rows = live_check(target, served, requests, process, live.batches) if served else []
+    if given.interpreted:
+        slow = [
+            item for name in given.interpreted for item in bench.export(given.run, name, SUFFIX)
+        ]
+        deepest = max(item.depth for item in slow)
+        brief = replace(live, prompts_per_domain=FEW, max_new_tokens=SHORT)
+        few = make_requests(brief, target, deepest)
+        short = [item for item in few if len(item.tokens) + SHORT < POSITIONS - SHORT]
+        interpreter = replace(process, environment=INTERPRETED)
+        rows += live_check(target, slow, short, interpreter, (1,), POSITIONS)
+    settings = {
+        "temperature": 0.0,
+        "max_new_tokens": live.max_new_tokens,
+        "prompts": len(requests),
+        "batches": list(live.batches),
+        "interpreted": {"max_new_tokens": SHORT, "prompts_per_domain": FEW},
+    }
+    return rows, settings
+
+
+@dataclass
+class Bench:
+    """The target, a folder for exports, and the static check's verdict on each of them, by row."""
+
+    config: TargetConfig
+    target: TargetModel
+    scratch: Path
+    checks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def export(self, folder: Path, name: str, suffix: str = "") -> list[Served]:
+        """The rows of a drafter of the run `folder`, exported and checked."""
+        target, label = self.target, name + suffix
+        if name == "ngram":
+            config = get_kind("ngram").config_class()
+            drafter = new_drafter("ngram", config, target.info, target.weights, seed=0)
+            method = {"method": "ngram", "num_speculative_tokens": 4, **LOOKUP}
+            return [Served("ngram", "ngram", drafter, None, method, compared=False)]
+        out = self.scratch / (f"{name}-interpreted" if suffix else name)
+        verdict = self.write(best(folder, name), out)
+        native = replace(read_served(out, target), name=label)
+        found = [native]
+        if name == "dflash":
+            found.insert(0, replace(native, name=SHIPPED, corrections=(), compared=False))
+        if name == "medusa":
+            method = {**native.speculative, "method": "custom_class", "model": CUSTOM}
+            place = {"headstart_medusa": str(out)}
+            shipped = "medusa (our proposer)"
+            found.append(
+                replace(native, name=shipped, folder=None, speculative=method, additional=place)
+            )
+        self.checks |= {item.name: verdict for item in found}
+        return found
+
+    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> dict[str, Any]:
+        """Export a checkpoint; returns the static check's verdict."""
+        read = prepare(checkpoint, engine)
+        options = ExportConfig(engine=engine, out=str(out))
+        export(options, read, Target.of(self.config, read.info), out)
+        return self.check(out)
+
+    def check(self, out: Path) -> dict[str, Any]:
+        """The static check's verdict."""
+        verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
+        faults = verdict.faults
+        return {"layout": verdict.layout, "static_faults": faults}
+
+    def from_speculators(self, source: Path) -> list[Served]:
+        """A folder that the library saved: as it is, compared with our import of it.
+
+        And our export of that import, in the library's layout and in vLLM's.
+        """
+        target, name = self.target, f"speculators 0.9.0, {source.name}"
+        folder = shutil.copytree(source, self.scratch / f"saved-{source.name}")
+        found = Folder.read(folder)
+        checkpoint = self.scratch / f"imported-{source.name}"
+        import_folder(found, target, checkpoint)
+        drafter = load_drafter(checkpoint, target.info, target.weights)
+        proposal = found.config["speculators_config"]["proposal_methods"][0]
+        kind = str(found.config["speculators_model_type"])
+        method: dict[str, Any] = {"method": kind}
+        method["num_speculative_tokens"] = proposal["speculative_tokens"]
+        if kind == "peagle":
+            method |= {"method": "eagle3", "parallel_drafting": True}
+        corrections = ("grouped_rms_norm",) if drafter.kind == "dflash" else ()
+        served = [Served(name, kind, drafter, folder, method, corrections=corrections)]
+        self.checks[name] = self.check(folder)
+        for engine in ("speculators", "vllm"):
+            again = self.scratch / f"again-{engine}-{source.name}"
+            label = f"{name}, exported again for {engine}"
+            self.checks[label] = self.write(checkpoint, again, engine)
+            served.append(replace(read_served(again, target), name=label))
+        return served
+
+
+def best(folder: Path, name: str) -> Path:
+    """The checkpoint of a drafter's best training; raises `UserError` when it was not trained."""
+    found = trainings(folder, name)
+    if not found:
+        raise UserError(
+            f"'{folder}' holds no training of {name}. Run `headstart loop experiment=families`, or leave "
+            "it out of --drafters."
+        )
+    rate = found[0]["rate"]
+    return next(
+        path / "best"
+        for path in (folder / "train").glob(f"{name}{SWEPT}*")
+        if float(path.name.partition(SWEPT)[2]) == rate
+    )
+
+
+def merge(before: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The report before, with its rows renewed and the new ones after them."""
+    names = {row["name"] for row in fresh["rows"]}
+    kept = [row for row in before["rows"] if row["name"] not in names]
+    return {
+        **before,
+        "rows": [*({"command": before["command"], **row} for row in kept), *fresh["rows"]],
+    }
+
+
+HEADER = ["drafter", "batch", "identical", "tau, engine", "tau, ours", "difference", "equal steps"]
+HEADER += ["tokens/s (plain)", "notes"]
+
+
+def markdown(content: Mapping[str, Any]) -> list[str]:
+    """The lines of serving.md."""
+    settings = content["settings"]
+    table, positions = [], []
+    for row in content["rows"]:
+        name, batch, problems = row["name"], str(row["batch"]), row["problems"]
+        if "tau_engine" not in row:
+            table.append([name, batch, *["-"] * 6, "; ".join(problems)])
+            continue
+        rate, total = row["tokens_per_second"], row["sequences"]
+        ties = f" ({row['near_ties']} near ties)" if row["near_ties"] else ""
+        reason = [NOT_COMPARED[name]] if name in NOT_COMPARED else []
+        table.append(
+            [
+                name,
+                batch,
+                f"{row['identical']}/{total}{ties}",
+                f"{row['tau_engine']:.3f}",
+                f"{row['tau_ours']:.3f}",
+                f"{row['difference']:+.2%}",
+                f"{row['answers_with_equal_steps']}/{total}",
+                f"{rate['engine']:.0f} ({rate['engine_plain']:.0f})",
+                "; ".join([*problems, *row["corrected"], *reason]),
+            ]
+        )
+        if row["batch"] == settings["batches"][0]:
+            for who in ("engine", "ours"):
+                shares = [f"{share:.3f}" for share in row["positions"][who]]
+                positions.append([name, who, *shares])
+    most = max((len(line) for line in positions), default=2)
+    padded = [line + [""] * (most - len(line)) for line in positions]
+    commands = dict.fromkeys(f"    {row['command']}" for row in content["rows"])
+    return [
+        f"# Exports, served\n\n{ABOUT}\n\n{content['rows'][0]['engine']}; {settings['prompts']} "
+        f"prompts, up to {settings['max_new_tokens']} new tokens. Made by\n",
+        *commands,
+        "",
+        *markdown_table(HEADER, table),
+        "\n## Acceptance by position\n",
+        *markdown_table(["drafter", "", *map(str, range(1, most - 1))], padded),
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,466 @@
+"""Training side by side with vLLM's `speculators`: speed, memory, and tau after equally many steps.
+
+    python -m scripts.evidence.speculators --python PYTHON --answers outputs/families/generate
+
+PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2 threads;
+each side is a process of its own, all of them alive at once and timed in turns. One step reads 4,096
+positions on both sides: 8 rows of 512 here, one packed row there. That library packs everything into
+one row, whose attention is dense on a CPU, so it is timed with shorter rows too, and compared at its
+fastest. Memory is compared where both hold equally many positions at once: 4,096, and 512 (ours
+accumulates the gradients of 8 rows). Its features are made beforehand and not timed with its steps;
+ours are made in the step, so that comparison is against us. What making theirs costs with plain
+transformers is reported too.
+
+`--only timing` or `--only tau` renews one half of the report: tau does not depend on the machine's load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from heads.api.registry import get_kind
+from inference.decoding.config import DecodeConfig
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
+from inference.manifest import write_json
+from inference.measure.config import process_facts
+from inference.measure.prompts import load_prompts, select_prompts, to_requests
+from inference.measure.run import quick_tau
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
+from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
+from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from train.config import TrainingJob
+from train.data.pack import PackedData
+from train.distributed import join_world
+from train.engines.base import TrainEngine
+from train.engines.make import make_engine
+from train.loop import Progress, Trainer
+from train.memory import keep_freed_memory
+from train.optim import learning_rate
+from train.setup import Run
+from train.state import StateStore
+from train.stopping import StopRequest
+from train.tracking.display import Display
+from train.tracking.meter import Meter
+from train.tracking.tracker import Tracker
+
+MODULE = "scripts.evidence.speculators"
+WORKER = ROOT / "scripts" / "evidence" / "foreign" / "speculators_worker.py"
+VERSION = "0.9.0"
+LENGTH, ROWS = 512, 8
+PLACES = LENGTH * ROWS
+SHORTER = (2048, 1024, 512)
+ROW_BY_ROW = "ours, one row at a time"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture on both sides: our overrides, the library's flags, and our learning rate."""
+
+    overrides: tuple[str, ...]
+    flags: tuple[str, ...]
+    rate: float
+
+
+BLOCKS = "--num-layers 5 --full-attention-indices 0 1 2 3 4 --max-anchors 512".split()
+EAGLE3 = (
+    "--ttt-steps 4 --no-norm-before-residual --no-norm-before-fc --fc-norm --norm-output".split()
+)
+KINDS = {
+    "eagle3": Kind(("head=eagle3", "head.ttt_steps=4"), tuple(EAGLE3), 1e-2),
+    "dspark": Kind(("head=dspark", "head.num_anchors=64"), (*BLOCKS, "--block-size", "7"), 1e-3),
+    "dflash": Kind(("head=dflash", "head.num_anchors=64"), (*BLOCKS, "--block-size", "8"), 1e-3),
+}
+RECIPES = {
+    "as it comes": (),  # Muon at 1e-3, linear decay
+    "AdamW 3e-3": ("--optimizer", "adamw", "--lr", "3e-3"),
+}
+"""The library's optimisers tried for tau; the best one counts. Timed with AdamW, the cheaper one."""
+
+
+class Side:
+    """A process that trains; `ask` sends a command and returns its answer."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
+        pipe = subprocess.PIPE
+        with log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=ROOT
+            )
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer; raises `UserError` with the end of its log when the process has died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            tail = self.log.read_text(encoding="utf-8")[-1500:]
+            raise UserError(f"a side of the comparison ended early ({self.log}):\n{tail}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send one command and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=120)
+
+    def train(self, steps: int, saved: Path) -> None:
+        """Take so many steps, write a checkpoint, and end. The first answer must have been read."""
+        self.ask(do="steps", count=steps)
+        self.ask(do="save", to=str(saved))
+        self.end()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides of a comparison share."""
+
+    python: str
+    answers: Path
+    target: Path
+    work: Path
+    threads: int
+    shorter: tuple[int, ...] = SHORTER
+    seed: int = 0
+
+    def ours(self, kind: Kind, name: str, steps: int, at_once: int = ROWS) -> Side:
+        """Our side of a training of `steps` steps, `at_once` rows per forward pass."""
+        out = fresh(self.work / f"ours-{name}")
+        overrides = ["experiment=[families]", *kind.overrides, f"optim.lr={kind.rate}"]
+        overrides += [f"train.max_steps={steps}", "train.eval_every=0", "train.parity=false"]
+        overrides += [f"train.seed={self.seed}", f"train.micro_batch={at_once}"]
+        overrides += ["target=local", f"target.path={self.target}", "target.dtype=float32"]
+        job = {"overrides": overrides, "answers": str(self.answers), "out": str(out)}
+        write_json(out / "job.json", {**job, "threads": self.threads})
+        command = [sys.executable, "-m", MODULE, "--side", str(out / "job.json")]
+        return Side(command, out / "log.txt")
+
+    def theirs(
+        self, kind: str, name: str, places: int, flags: tuple[str, ...], epochs: int
+    ) -> Side:
+        """The library's side; makes its data set first where there is none."""
+        out = fresh(self.work / f"theirs-{name}")
+        data = self.data(kind)
+        job = {
+            "kind": kind,
+            "target": str(self.target),
+            "rows": str(self.work / "rows.jsonl"),
+            "data": str(data),
+            "out": str(out),
+            "taps": self.taps(kind),
+            "tokens_per_step": places,
+            "epochs": epochs,
+            "seed": self.seed,
+            "threads": self.threads,
+            "flags": [*KINDS[kind].flags, *flags],
+        }
+        write_json(out / "job.json", job)
+        command = [self.python, str(WORKER), str(out / "job.json")]
+        if not (data / "made.json").is_file():
+            maker = Side(command, out / "data.txt")
+            maker.answer()
+            maker.end()
+        return Side(command, out / "log.txt")
+
+    def taps(self, kind: str) -> list[int]:
+        """The layers that our drafter of this kind reads by default."""
+        overrides = ["experiment=[families]", *KINDS[kind].overrides]
+        head = load_settings(STAGES["train"], overrides).head
+        drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
+        return list(drafter.needs.taps)
+
+    @cached_property
+    def model(self) -> TargetModel:
+        """The target, in float32."""
+        return cpu_target(self.target)
+
+    def making(self, kind: str) -> dict[str, float]:
+        """Tokens and seconds that making the library's features took, with plain transformers."""
+        return read_json(self.data(kind) / "made.json")
+
+    def data(self, kind: str) -> Path:
+        """The library's data set: that of these documents, this target and these layers."""
+        layers = "-".join(map(str, self.taps(kind)))
+        rows = (self.work / "rows.jsonl").read_bytes() + self.model.info.revision.encode()
+        return self.work / f"data-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
+
+    def converted(self, name: str) -> Path:
+        """What the library's side `name` saved, as a checkpoint of ours."""
+        folder = self.work / f"theirs-{name}"
+        import_folder(Folder.read(folder / "saved"), self.model, folder / "converted")
+        return folder / "converted"
+
+
+def name_of(places: int) -> str:
+    """The label of the library's side with rows of so many positions."""
+    return f"speculators, rows of {places}"
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write_rows(setting: Setting) -> int:
+    """Write the documents for the other side, cut as in our training; returns their tokens."""
+    data = PackedData.from_manifest(setting.answers, setting.model.info, LENGTH)
+    lines, tokens = [], 0
+    for index in range(len(data)):
+        row = data.row(index)
+        for segment in range(1, int(row.segments.max()) + 1):
+            inside = row.segments == segment
+            tokens += int(inside.sum())
+            mask = row.loss_mask[inside].astype(int).tolist()
+            lines.append(json.dumps({"tokens": row.tokens[inside].tolist(), "mask": mask}) + "\n")
+    setting.work.mkdir(parents=True, exist_ok=True)
+    (setting.work / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    return tokens
+
+
+def timing(setting: Setting, name: str, warm: int, rounds: int) -> dict[str, Any]:
+    """Tokens per second and peak memory of all sides, timed in turns.
+
+    One round is two steps of ours, and as many positions of theirs; `warm` rounds are not counted.
+    """
+    kind = KINDS[name]
+    sides: dict[str, tuple[Side, int]] = {
+        "ours": (setting.ours(kind, name, 1000), 2),
+        ROW_BY_ROW: (setting.ours(kind, f"{name}-1", 1000, at_once=1), 2),
+    }
+    for places in (PLACES, *setting.shorter):
+        side = setting.theirs(name, f"{name}-{places}", places, RECIPES["AdamW 3e-3"], 1000)
+        sides[name_of(places)] = (side, 2 * PLACES // places)
+    rows: dict[str, dict[str, Any]] = {
+        label: {
+            "trained_weights": side.answer()["trained_weights"],
+            "tokens": 0,
+            "seconds": 0.0,
+            "peak_bytes": 0,
+        }
+        for label, (side, _) in sides.items()
+    }
+    for turn in range(warm + rounds):
+        for label, (side, count) in sides.items():
+            found, entry = side.ask(do="steps", count=count), rows[label]
+            entry["peak_bytes"] = found["peak_bytes"]
+            if turn >= warm:
+                entry["tokens"] += found["tokens"]
+                entry["seconds"] += found["seconds"]
+    for side, _ in sides.values():
+        side.end()
+    speeds = {label: entry["tokens"] / entry["seconds"] for label, entry in rows.items()}
+    for label, speed in speeds.items():
+        rows[label]["tokens_per_second"] = speed
+    made = setting.making(name)
+    fastest = max((x for x in speeds if not x.startswith("ours")), key=speeds.__getitem__)
+    whole = 1 / (1 / speeds[fastest] + made["seconds"] / made["tokens"])
+    return {
+        "sides": rows,
+        "their_features_tokens_per_second": made["tokens"] / made["seconds"],
+        "their_fastest": fastest,
+        "speed_ratio": speeds["ours"] / speeds[fastest],
+        "speed_ratio_at_equal_steps": speeds["ours"] / speeds[name_of(PLACES)],
+        "speed_ratio_with_their_features": speeds["ours"] / whole,
+        "memory_ratio": {
+            str(places): rows[label]["peak_bytes"] / rows[name_of(places)]["peak_bytes"]
+            for places, label in ((PLACES, "ours"), (LENGTH, ROW_BY_ROW))
+            if name_of(places) in rows
+        },
+    }
+
+
+def tau(setting: Setting, name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """tau of both sides after equally many steps, with one decoder on the same held-out prompts."""
+    target = setting.model
+    decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=given.tokens, batch_size=8)
+    found = load_prompts((str(given.prompts),))
+    domains = len({prompt.domain for prompt in found})
+    chosen = select_prompts(found, max(1, given.count // domains), seed=setting.seed)
+    room = target.info.max_position_embeddings
+    requests = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
+
+    def judge(folder: Path) -> dict[str, Any]:
+        drafter = load_drafter(folder, target.info, target.weights)
+        return tau_facts(quick_tau(target, drafter, requests, decode))
+
+    ours = setting.ours(KINDS[name], name, given.steps)
+    ours.answer()
+    saved = setting.work / f"ours-{name}" / "saved"
+    ours.train(given.steps, saved)
+    rows = {"ours": judge(saved)}
+    for number, (recipe, flags) in enumerate(RECIPES.items()):
+        label = f"{name}-tau-{number}"
+        steps = ("--scheduler-total-steps", str(given.steps))
+        side = setting.theirs(name, label, PLACES, (*flags, *steps), 1000)
+        side.answer()
+        side.train(given.steps, setting.work / f"theirs-{label}" / "saved")
+        rows[f"speculators, {recipe}"] = judge(setting.converted(label))
+    best = max(row["tau"] for label, row in rows.items() if label != "ours")
+    difference = rows["ours"]["tau"] - best
+    count = len(requests)
+    return {"steps": given.steps, "prompts": count, "sides": rows, "difference": difference}
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Compare and write the report."""
+    if given.side:
+        follow_commands(given.side)
+        return
+    if not given.python or not given.answers:
+        raise UserError(
+            "give --python, one that has speculators, and --answers, a folder of generate."
+        )
+    answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
+    shorter = tuple(given.rows)
+    setting = Setting(given.python, answers, target, work, given.threads, shorter)
+    report = {"format": 1, **(read_json(given.out) if given.only else {})}
+    tokens = write_rows(setting)
+    facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
+    facts["device"] |= {"threads": given.threads}
+    facts["command"] = f"python -m {MODULE} --python PYTHON --answers outputs/families/generate"
+    for part in [given.only] if given.only else ["timing", "tau"]:
+        found: dict[str, Any] = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
+        for name in given.kinds:
+            if part == "timing":
+                found[name] = timing(setting, name, given.warm, given.rounds)
+            else:
+                found[name] = tau(setting, name, given)
+        report[part] = {**report.get(part, {}), **found}
+        write_json(given.out, report)
+    print(json.dumps(report, indent=1))
+
+
+# Our side, step by step on command, with the protocol of foreign/speculators_worker.py
+
+
+def build_side(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
+    """The run of `headstart train` with the job's overrides, and the engine of a fresh drafter."""
+    settings = load_settings(STAGES["train"], job["overrides"])
+    world = join_world(torch.device("cpu"))
+    keep_freed_memory()
+    inputs = TrainingJob(
+        settings.head.kind,
+        settings.head.config,
+        settings.target,
+        Path(job["answers"]),
+        Path(job["out"]),
+        settings.train,
+        settings.features,
+        settings.engine,
+        settings.optim,
+        settings.schedule,
+        settings.decode,
+        settings.joint,
+    )
+    made = Run(inputs, world)
+    return made, make_engine(made.drafter, settings.engine, settings.optim, world)
+
+
+def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
+    """Take the steps that are asked for, through the trainer's own step."""
+    job, out, world = made.job, made.job.out, made.world
+    tracker = Tracker(job.config.tracker, out, length=0, settings=made.facts, active=True)
+    with Display("", made.steps, 0, active=False) as display, tracker, StopRequest() as request:
+        progress = Progress()
+        trainer = Trainer(
+            engine=engine,
+            features=made.features(),
+            loader=made.loader,
+            rate=lambda step: learning_rate(step, made.steps, job.optim.lr, job.schedule),
+            evaluate=None,
+            keep_best=made.keep_best,
+            store=StateStore(out / "checkpoints", 1, world),
+            tracker=tracker,
+            display=display,
+            world=world,
+            config=replace(job.config, save_every=0, eval_every=0),
+            schedule=job.schedule,
+            steps=made.steps,
+            run_facts=made.facts,
+            progress=progress,
+            meter=Meter(world.device, job.engine.dtype, progress.spent),
+        )
+        stream = made.loader.iterate(0, 1_000_000)
+        for command in channel.commands():
+            if command["do"] == "save":
+                made.write_checkpoint(engine.weights(), Path(command["to"]))
+                channel.say(saved=command["to"])
+                continue
+            begun, before = time.perf_counter(), trainer.progress.tokens
+            for _ in range(command["count"]):
+                trainer.step(*next(stream), request)
+            seconds, tokens = time.perf_counter() - begun, trainer.progress.tokens - before
+            channel.say(seconds=seconds, tokens=tokens, peak_bytes=peak_bytes())
+
+
+def follow_commands(path: Path) -> None:
+    """Build our side from a job file and follow the commands on stdin."""
+    channel = Channel()
+    job = read_json(path)
+    torch.set_num_threads(job["threads"])
+    made, engine = build_side(job)
+    weights = sum(p.numel() for p in made.drafter.parameters() if p.requires_grad)
+    epoch = made.loader.steps_per_epoch
+    channel.say(ready=True, trained_weights=weights, steps_per_epoch=epoch)
+    train_side(made, engine, channel)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare; returns the exit status."""
+    parser = make_parser(MODULE, __doc__)
+    parser.add_argument("--python", help=f"a python that has speculators {VERSION}")
+    parser.add_argument("--answers", type=Path, help="folder of `headstart generate`")
+    add_options(parser, target=TARGET, prompts=(PROMPTS, "held-out prompts for tau"))
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["eagle3", "dspark"])
+    parser.add_argument("--only", choices=("timing", "tau"))
+    add_options(
+        parser,
+        threads=2,
+        warm=(1, "rounds that are not counted"),
+        rounds=(4, "rounds of two steps that are timed"),
+    )
+    rows = "shorter rows of the library to time, in tokens"
+    parser.add_argument("--rows", nargs="*", type=int, default=SHORTER, help=rows)
+    add_options(
+        parser,
+        steps=(61, "steps before tau is measured"),
+        count=(24, "prompts for tau"),
+        tokens=(96, "new tokens per prompt"),
+        work=ROOT / "outputs" / "speculators",
+        out=REPORTS / "speculators.json",
+    )
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    return run(parser, compare, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""The tuner against an exhaustive search, and the traffic simulator against the real decoder.
+
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report --survey-only
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report
+    python -m scripts.evidence.tune --page
+
+For every drafter and batch size the tuner chooses on validation prompts; then every draft of the grid
+is decoded on other prompts, all taking turns with plain decoding. Reported in docs/reports/tune.json are
+the choice's loss against the best of the grid there, and the predicted speed against the measured one,
+on the tuner's own prompts and on the others; the same for the speedup over plain decoding, which does
+not change with the machine's pace. The first command measures acceptance alone, for which the machine
+may be busy; the second needs the machine to itself. Drafters may be measured one at a time: the report
+keeps the others. The tables in docs/tuning.md are written from the report at the end, and by the third
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import NONE, Draft
+from inference.decoding.engine import Engine
+from inference.kernels.packed_linear import packed_linears
+from inference.manifest import file_sha256, write_json
+from inference.measure import metrics
+from inference.measure.metrics import divide
+from inference.measure.prompts import load_prompts
+from inference.report.markdown import markdown_table
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from inference.traffic.advice import Way, seen_by_users
+from inference.traffic.play import play
+from inference.traffic.server import kept_tokens, measure_prefill, server_costs
+from inference.traffic.simulate import simulate
+from inference.tune.config import TuneConfig
+from inference.tune.survey import Survey, Task
+from inference.tune.tuner import Tuner, summed
+from scripts.evidence.common import DOCS, REPORTS, cell, cpu_target, read_json
+from scripts.run import drafters
+from scripts.tools.common import Section, add_options, make_parser, run
+
+PAGE = DOCS / "tuning.md"
+SECTION = Section("tune", "scripts/evidence/tune.py")
+GRID = TuneConfig(
+    depths=(1, 2, 3, 4, 6),
+    nodes=(8,),
+    thresholds=(0.3,),
+    prompts="assets/prompts/training/validation.jsonl",
+    prompts_per_domain=8,
+    max_new_tokens=48,
+    repeats=7,
+    finalists=3,
+)
+HELD_OUT = {1: 48, 4: 96, 16: 192}
+"""Batch size -> prompts that every draft answers once, those close to the fastest three times."""
+ROWS, REQUESTS, LOAD = 4, 48, 0.7
+"""The traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write; returns the exit status."""
+    parser = make_parser("scripts.evidence.tune", __doc__)
+    parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
+    add_options(parser, target="assets/tiny-target", held_out=Path("assets/prompts"))
+    surveys = "folder of what needs no quiet machine"
+    parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
+    parser.add_argument("--page", action="store_true", help="only write the page's tables")
+    parser.add_argument("--survey-only", action="store_true")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(HELD_OUT))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-traffic", action="store_true")
+    parser.add_argument("--out", type=Path, default=REPORTS / "tune.json")
+    return run(parser, report, arguments)
+
+
+def report(given: argparse.Namespace) -> None:
+    """All drafters, each written as soon as it is done."""
+    torch.set_num_threads(given.threads)
+    if given.page:
+        SECTION.write(PAGE, tables(read_json(given.out)))
+        return
+    if not given.drafters:
+        raise UserError("name at least one drafter as NAME=FOLDER, or give --page.")
+    target = cpu_target(given.target)
+    for item in given.drafters:
+        name, _, folder = item.partition("=")
+        kept, batches = given.surveys / f"{name}.json", tuple(given.batches)
+        tuner = survey(target, Path(folder), kept, batches)
+        if given.survey_only:
+            continue
+        found = compare(tuner, given.held_out)
+        if not given.no_traffic:
+            found["traffic"] = traffic(tuner, given.held_out)
+        content = {
+            "drafters": {},
+            **read_json(given.out),
+            "format": 1,
+            "target": {"id": target.info.id, "revision": target.info.revision},
+            "device": device_facts(target.device),
+            "grid": asdict(GRID),
+            "held_out": {str(batch): count for batch, count in HELD_OUT.items()},
+            "command": given.command,
+        }
+        content["drafters"][name] = {"command": given.command, **found}
+        content["summary"] = summary(content["drafters"])
+        write_json(given.out, content)
+        SECTION.write(PAGE, tables(content))
+        print(json.dumps(content["summary"][name], indent=1), flush=True)
+
+
+def survey(target: TargetModel, folder: Path, kept: Path, batches: tuple[int, ...]) -> Tuner:
+    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else measured."""
+    found = drafters.at(folder)
+    assert found.checkpoint is not None, "`at` reads a checkpoint"
+    config = replace(GRID, batches=batches)
+    prompts, drafter = load_prompts(config.prompts), drafters.load(found, target)
+    tuner = Tuner.prepare(config, target, drafter, prompts, DecodeConfig(), print)
+    weights = file_sha256(found.checkpoint / WEIGHTS_FILE)
+    key = {"grid": asdict(config) | {"batches": []}, "weights": weights}
+    before = read_json(kept)
+    if before.get("key") == json.loads(json.dumps(key)):
+        tuner.surveys[0.0] = Survey.from_dict(before["survey"])
+    else:
+        write_json(kept, {"key": key, "survey": tuner.survey(0.0).to_dict()})
+    return tuner
+
+
+# The tuner
+
+
+def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+    """Tune, then decode every draft of the grid on other prompts, at every batch size."""
+    rows = []
+    for row in tuner.tune():
+        batch = row["batch_size"]
+        print(f"batch size {batch}: chose {row['label']}; running the whole grid", flush=True)
+        everything = search_exhaustively(tuner, held_out, batch)
+        rows.append({**judge(row, everything), "tuned": row, "exhaustive": everything})
+    return {"rows": rows, **{key: value for key, value in tuner.facts().items() if key != "config"}}
+
+
+def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
+    """Every draft of the grid on prompts that are new to the tuner, the fastest first.
+
+    Each has its speed relative to the fastest, with an interval over blocks. Those close to the fastest
+    run longer, as the tuner's finalists do.
+    """
+    count = -(-HELD_OUT[batch] // 3)
+    grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
+    prompts = load_prompts(held_out)
+    other = Tuner.prepare(grid, tuner.target, tuner.drafter, prompts, tuner.decode)
+    turns = other.compared(tuner.survey(0.0).drafts, 0.0, batch)
+    found = other.measured(turns)
+    longest = max(row["turns"] for row in found)
+    best = next(row["draft"] for row in found if row["turns"] == longest)
+    for row in found:
+        draft = row["draft"]
+        taken = turns[draft]
+        own, fastest = summed(draft, taken), summed(best, turns[best][: len(taken)])
+        ratio, interval = metrics.speedup(own, fastest, grid.seed)
+        row |= {"draft": draft.label, "of_best": ratio, "of_best_ci95": list(interval)}
+    return sorted(found, key=lambda row: -float(row["of_best"]))
+
+
+def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The loss of the choice against the grid's best, and the error of the prediction."""
+    here = next(item for item in everything if item["draft"] == row["label"])
+    predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]
+    low, high = here["of_best_ci95"]
+    return {
+        "batch_size": row["batch_size"],
+        "chosen": row["label"],
+        "best": everything[0]["draft"],
+        "loss": 1.0 - here["of_best"],
+        "loss_ci95": [1.0 - high, 1.0 - low],
+        "predicted_tokens_per_second": predicted,
+        "measured_tokens_per_second": measured,
+        "prediction_error": error(predicted, measured),
+        "measured_on_other_prompts": here["tokens_per_second"],
+        "prediction_error_on_other_prompts": error(predicted, here["tokens_per_second"]),
+    }
+
+
+def error(predicted: float, measured: float) -> float:
+    """The relative error of a prediction."""
+    return divide(predicted, measured) - 1.0
+
+
+def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Per drafter what `judge` found, the chosen drafts' speedups, and the simulator's errors.
+
+    The speedup over plain decoding does not change with the machine's pace.
+    """
+    kept: dict[str, Any] = {}
+    for name, item in found.items():
+        rows = []
+        for row in item["rows"]:
+            tuned = row["tuned"]
+            short = {key: value for key, value in row.items() if key not in ("tuned", "exhaustive")}
+            labels = {one["label"]: one["speedup"] for one in tuned["predictions"]}
+            short["predicted_speedup"] = labels[tuned["label"]]
+            short["measured_speedup"] = tuned["speedup"]
+            short["speedup_error"] = error(short["predicted_speedup"], tuned["speedup"])
+            rows.append(short)
+        kept[name] = {"rows": rows}
+        if "traffic" in item:
+            errors = {way["draft"]: way["error"] for way in item["traffic"]["ways"]}
+            kept[name]["traffic_errors"] = errors
+    return kept
+
+
+# The page
+
+HEADER = ["drafter", "batch size", "chosen", "best of the grid", "loss", "predicted tokens/s"]
+HEADER += ["measured", "error", "on other prompts", "predicted speedup", "measured", "error"]
+SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
+
+
+def tables(content: Mapping[str, Any]) -> str:
+    """The report as markdown."""
+    rows, simulated = [], []
+    for name, item in content["summary"].items():
+        for row in item["rows"]:
+            rows.append(
+                [
+                    name,
+                    str(row["batch_size"]),
+                    row["chosen"],
+                    row["best"],
+                    cell(row["loss"], row["loss_ci95"], ".1%"),
+                    f"{row['predicted_tokens_per_second']:.0f}",
+                    f"{row['measured_tokens_per_second']:.0f}",
+                    f"{row['prediction_error']:+.1%}",
+                    f"{row['prediction_error_on_other_prompts']:+.1%}",
+                    f"{row['predicted_speedup']:.2f}",
+                    f"{row['measured_speedup']:.2f}",
+                    f"{row['speedup_error']:+.1%}",
+                ]
+            )
+        for draft, errors in item.get("traffic_errors", {}).items():
+            simulated.append([name, draft, *(f"{errors[key]:+.1%}" for key in SIMULATED)])
+    errors = finalist_errors(content)
+    spread = float(np.std(np.log1p(errors)))
+    device, command = content["device"], content["command"]
+    return "\n".join(
+        [
+            "",
+            *markdown_table(HEADER, rows),
+            "",
+            f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
+            f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
+            "",
+            "The simulator against the real decoder, relative error:",
+            "",
+            *markdown_table(
+                ["drafter", "draft", "tokens/s", "latency p50", "latency p95"], simulated
+            ),
+            "",
+            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), by "
+            f"`{command}`.",
+            "",
+        ]
+    )
+
+
+def finalist_errors(content: Mapping[str, Any]) -> list[float]:
+    """Relative errors of the predicted speedups of all drafts that the tuner ran."""
+    found = []
+    for item in content["drafters"].values():
+        for row in item["rows"]:
+            expected = {one["label"]: one["speedup"] for one in row["tuned"]["predictions"]}
+            ran = [one for one in row["tuned"]["measured"] if one["draft"] != NONE.label]
+            found += [error(expected[one["draft"]], one["speedup"]) for one in ran]
+    return found
+
+
+# The simulator
+
+
+def traffic(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+    """The same arrivals through the real decoder and through the simulator.
+
+    Once without a drafter and once with a short chain.
+    """
+    costs, known = tuner.step_costs(), tuner.survey(0.0)
+    config = replace(tuner.config, prompts_per_domain=-(-REQUESTS // 3))
+    task = Task.of(config, tuner.target, load_prompts(held_out), tuner.decode)
+    requests = task.block_requests([list(range(min(REQUESTS, len(task.requests))))])[0]
+    lengths = (tuner.task.mean_prompt, tuner.task.longest)
+    rng, found, times = np.random.default_rng(0), [], list[float]()
+    arrivals = None
+    for draft in (NONE, Draft("chain", 2)):
+        drafter = None if draft == NONE else tuner.drafter
+        prefill = measure_prefill(tuner.target, tuner.drafter, draft, tuner.decode, tuner.task, 5)
+        server = server_costs(costs, draft, ROWS, prefill, lengths)
+        if not times:
+            step = server.step(ROWS, task.longest)
+            capacity = divide(ROWS, step * tuner.config.max_new_tokens)
+            gaps = rng.exponential(1.0, len(requests))
+            times = (np.cumsum(gaps) * divide(1.0, LOAD * capacity)).tolist()
+            times = [moment - times[0] for moment in times]
+        decode = draft.on(replace(tuner.decode, batch_size=ROWS))
+        engine = Engine(tuner.target, drafter, decode)
+        with packed_linears(tuner.drafter):
+            served, arrived = play(engine, requests, times, task.longest)
+        arrivals = arrivals or arrived
+        kept = kept_tokens(known, draft, tuner.task)
+        jobs = Way(draft.label, draft, server, kept, {}).jobs(arrivals, 0)
+        real = seen_by_users(jobs, served)
+        simulated = seen_by_users(jobs, simulate(jobs, server))
+        errors = {
+            "tokens_per_second": error(simulated["tokens_per_second"], real["tokens_per_second"])
+        }
+        for name, latency in real["latency"].items():
+            errors[f"latency_{name}"] = error(simulated["latency"][name], latency)
+        results = {"real": real, "simulated": simulated, "error": errors}
+        found.append({"draft": draft.label, **results})
+    return {"rows": ROWS, "requests": len(requests), "load": LOAD, "ways": found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The faults that `scripts.faults` injects, one module per stage they hit."""

@@ -1,0 +1,259 @@
+"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and recipes that need no training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.api.checkpoint import CONFIG_FILE as CHECKPOINT_FILE
+from heads.api.checkpoint import WEIGHTS_FILE, load_drafter, new_drafter, read_config
+from heads.api.config import build
+from heads.api.errors import UserError, suggest
+from heads.api.registry import get_kind
+from inference.decoding.config import DecodeConfig
+from inference.decoding.decode_file import DECODE_FILE, advice
+from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.target.hardware import device_facts
+from inference.target.model import TargetModel
+from scripts.config.compose import conf_folders, options
+from scripts.config.own import RunConfig
+from scripts.config.schema import Settings, plain
+from scripts.run.folder import CONFIG_FILE
+from scripts.run.folder import read_config as read_stage_config
+
+BEST = "best"
+ALL = "all"
+"""As run.drafter: every trained drafter of the run."""
+SWEPT = "@"
+"""Between a row's name and its learning rate in the names of drafters that `loop.sweep` trains."""
+DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
+"""The part of the decode settings that belongs to a drafter (its draft) and not to the measurement."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A drafter to load: `checkpoint` is its folder, or None for one that needs no training; then `values` configure it."""
+
+    name: str
+    kind: str
+    checkpoint: Path | None
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def stage_folder(self) -> Path | None:
+        """The train stage's folder around the checkpoint, where there is one."""
+        folder = self.checkpoint.parent if self.checkpoint else None
+        return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
+
+
+def trained(run: RunConfig) -> dict[str, Found]:
+    """Name -> drafter for every finished or unfinished training of a run that has a best checkpoint.
+
+    A drafter that was trained jointly belongs to the target that came out of its own training, not to the run's: it is left out.
+    """
+    return {name: item for name, item in checkpoints(run).items() if not jointly_trained(item)}
+
+
+def checkpoints(run: RunConfig) -> dict[str, Found]:
+    """Name -> drafter for everything below <run>/train/ that has a best checkpoint."""
+    folders = sorted((run.directory / "train").glob(f"*/{BEST}/{CHECKPOINT_FILE}"))
+    return {path.parents[1].name: at(path.parent) for path in folders}
+
+
+def jointly_trained(found: Found) -> bool:
+    """Whether a drafter's training changed the target as well (`joint=lora`)."""
+    folder = found.stage_folder
+    if folder is None:
+        return False
+    return (read_stage_config(folder).get("joint") or {}).get("mode", "none") != "none"
+
+
+def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
+    """Of drafters named row@rate the one whose training measured the best tau, under the row's name; all others as they are.
+
+    A training that has not finished does not count.
+    """
+    kept: dict[str, Found] = {}
+    best: dict[str, float] = {}
+    for name, item in found.items():
+        row, mark, _ = name.partition(SWEPT)
+        if not mark:
+            kept[name] = item
+            continue
+        assert item.stage_folder is not None, "trained() looks into stage folders only"
+        if not (item.stage_folder / MANIFEST_FILE).is_file():
+            continue
+        tau = read_manifest(item.stage_folder, "train")["best"]["tau"] or 0.0
+        if tau > best.get(row, -1.0):
+            best[row], kept[row] = tau, replace(item, name=row)
+    return list(kept.values())
+
+
+def at(folder: Path) -> Found:
+    """The drafter in a checkpoint folder or in a train stage's folder; raises `UserError` when there is none."""
+    checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
+    kind = str(read_config(checkpoint)["kind"])
+    name = checkpoint.resolve().parent.name if checkpoint.name == BEST else checkpoint.resolve().name
+    return Found(name, kind, checkpoint)
+
+
+def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
+    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe that needs no training."""
+    known, described = checkpoints(run), heads or {}
+    if given in described:
+        return untrained(given, described[given])
+    if given in known:
+        return known[given]
+    if Path(given).is_dir():
+        return at(Path(given))
+    recipes = untrained_recipes()
+    if given in recipes:
+        return untrained(given, {})
+    raise UserError(
+        f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that name."
+        f"{suggest(given, known)} Recipes that need no training are given by their names: {', '.join(recipes)}."
+    )
+
+
+def untrained(name: str, values: Mapping[str, Any]) -> Found:
+    """A drafter that needs no training, from plain values: `recipe` names the file of conf/head/ that they change
+    (default: `name`), or `kind` starts from the kind's own defaults. Raises `UserError` for one that has to be trained.
+    """
+    rest = dict(values)
+    recipe = rest.pop("recipe", None)
+    if recipe is None and "kind" not in rest:
+        recipe = name
+    if recipe is not None:
+        if recipe not in options("head"):
+            raise UserError(
+                f"measure.heads.{name}: there is no recipe '{recipe}'.{suggest(recipe, options('head'))}"
+            )
+        rest = recipe_values(recipe) | rest
+    kind = get_kind(str(rest.pop("kind")))
+    if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
+        raise UserError(
+            f"'{name}' (kind '{kind.name}') has to be trained before it drafts: `headstart train head={recipe or kind.name}`."
+        )
+    return Found(name, kind.name, None, rest)
+
+
+def recipe_values(recipe: str) -> dict[str, Any]:
+    """The plain values of conf/head/<recipe>.yaml, `kind` among them."""
+    file = next(path for folder in conf_folders() if (path := folder / "head" / f"{recipe}.yaml").is_file())
+    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return values
+
+
+def untrained_recipes() -> list[str]:
+    """The recipes whose drafters work as they are; one that says nothing without more settings is not among them."""
+    found = []
+    for recipe in options("head"):
+        try:
+            found.append(untrained(recipe, {}).name)
+        except UserError:
+            continue
+    return found
+
+
+def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
+    """The drafter itself, for `target`. values: changes to the configuration of one without a checkpoint."""
+    if found.checkpoint is not None:
+        return load_drafter(found.checkpoint, target.info, target.weights)
+    merged = {**found.values, **(values or {})}
+    config: Any = build(get_kind(found.kind).config_class, merged, f"head ({found.kind})")
+    return new_drafter(found.kind, config, target.info, target.weights, seed=0)
+
+
+def draft_settings(
+    found: Found, decode: DecodeConfig, changes: Mapping[str, Any] | None = None
+) -> DecodeConfig:
+    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top of that."""
+    values: dict[str, Any] = {key: getattr(decode, key) for key in DRAFT_KEYS}
+    if found.stage_folder is not None:
+        stored = read_stage_config(found.stage_folder).get("decode", {})
+        values |= {key: stored[key] for key in DRAFT_KEYS if key in stored}
+    for key in changes or {}:
+        if key not in DRAFT_KEYS:
+            raise UserError(
+                f"measure.drafts.{found.name}.{key}: a draft has no such key.{suggest(str(key), DRAFT_KEYS)}"
+            )
+    values |= dict(changes or {})
+    return build(DecodeConfig, plain(decode) | values, "decode")
+
+
+def decode_settings(
+    found: Found,
+    settings: Settings,
+    target: TargetModel,
+    batch: int,
+    changes: Mapping[str, Any] | None = None,
+) -> DecodeConfig:
+    """How to decode with a drafter in batches of `batch` rows.
+
+    The draft is the one asked for (`changes`, or decode.<key> on the command line), else the one in the
+    checkpoint's decode.yaml, which is printed, else the one it was trained for. Shape none: decode.yaml
+    advises against drafting.
+    """
+    asked = {**asked_draft(settings), **(changes or {})}
+    own = draft_settings(found, settings.decode, asked)
+    adaptive = settings.decode.adaptive_settings().active
+    if asked or adaptive or found.checkpoint is None:
+        return own
+    told = advice(found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature)
+    if told is None:
+        return own
+    print(f"{found.name}: {told.line}", file=sys.stderr, flush=True)
+    return own if told.draft is None else told.draft.on(own)
+
+
+def asked_draft(settings: Settings) -> dict[str, Any]:
+    """The part of the draft that was given: as decode.<key>=..., or by an option of `decode` that is no chain."""
+    decode = settings.decode
+    named = [key for key in DRAFT_KEYS if settings.given(f"decode.{key}")]
+    if settings.given("decode") and decode.shape not in ("none", "chain"):
+        named = list(DRAFT_KEYS)
+    return {key: getattr(decode, key) for key in named}
+
+
+def one_of(run: RunConfig) -> Found:
+    """The drafter named by run.drafter, or the only one; raises `UserError` when that is not clear."""
+    return choose(run, several=False)[0]
+
+
+def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
+    """The drafter named by run.drafter, or the only one, or (`several`) with `all` every one.
+
+    Raises `UserError` when it is not clear which.
+    """
+    known = trained(run)
+    everything = several and run.drafter == ALL
+    if run.drafter in known:
+        return [known[run.drafter]]
+    if not known:
+        raise UserError(
+            f"'{run.directory}' holds no trained drafter. Train one first, or choose another run.name."
+        )
+    if run.drafter and not everything:
+        raise UserError(
+            f"run.drafter: '{run.directory}' has trained no '{run.drafter}'."
+            f"{suggest(run.drafter, known)}"
+        )
+    if len(known) > 1 and not everything:
+        raise UserError(
+            f"'{run.directory}' has trained several drafters. Say which with run.drafter=<name>"
+            f"{', or all' if several else ''}: {', '.join(known)}."
+        )
+    return list(known.values())
+
+
+def weight_files(found: Found) -> list[Path]:
+    """The files of a checkpoint whose change makes a measurement stale."""
+    if found.checkpoint is None:
+        return []
+    names = (CHECKPOINT_FILE, WEIGHTS_FILE, DECODE_FILE)
+    return [file for name in names if (file := found.checkpoint / name).is_file()]

@@ -1,0 +1,241 @@
+"""One stage's folder: what was run, with which settings, on what; and whether it may be continued.
+
+A stage folder holds `config.yaml` (the resolved settings) and `run.json` (command, git revision and difference, package versions,
+seed, device, inputs and state). The same command continues an interrupted folder and skips a complete one; other settings or other
+inputs are refused, never mixed in silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.api.config import build
+from heads.api.errors import UserError
+from inference.folders import RUN_FILE, delete_own, stage_of
+from inference.manifest import (
+    PARTIAL,
+    file_sha256,
+    remove_leftovers,
+    write_bytes,
+    write_json,
+)
+from scripts.config.schema import Settings, complete
+from scripts.run.process import Session, is_main_process, now, shown, this_session
+
+FORMAT = 1
+CONFIG_FILE = "config.yaml"
+FREE_GROUPS = ("run", "loop")
+"""Settings that may change between the commands that fill one folder: where it is, and how the loop calls."""
+
+
+@dataclass
+class RunRecord:
+    """run.json: which stage wrote a folder, what it read, and the processes that worked on it."""
+
+    format: int = FORMAT
+    stage: str = ""
+    state: str = "running"
+    """running or complete."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """File -> sha256 of its content."""
+    choices: dict[str, Any] = field(default_factory=dict)
+    """Option group -> chosen option."""
+    seed: int = 0
+    sessions: list[Session] = field(default_factory=list)
+    finished: str = ""
+    """When it was completed (UTC); empty before."""
+    copied_from: str = ""
+    """Of the training that a loop keeps of its rounds: the round's training."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the stage has nothing left to do."""
+        return self.state == "complete"
+
+    def write(self, folder: Path) -> None:
+        """Write <folder>/run.json."""
+        optional = ("finished", "copied_from")
+        content = {
+            key: value for key, value in asdict(self).items() if value or key not in optional
+        }
+        write_json(folder / RUN_FILE, content)
+
+
+@dataclass
+class StageFolder:
+    """An opened stage folder. `complete`: there is nothing left to do in it."""
+
+    path: Path
+    complete: bool
+    record: RunRecord = field(default_factory=RunRecord)
+
+    @property
+    def session(self) -> dict[str, Any]:
+        """Command, code, versions and machine of this process, for manifests; the code's difference is in run.json."""
+        found = asdict(self.record.sessions[-1])
+        git = found["git"]
+        found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
+        return found
+
+    def finish(self) -> None:
+        """Mark the stage complete."""
+        if is_main_process():
+            self.record.state, self.record.finished = "complete", now()
+            self.record.write(self.path)
+
+
+def open_folder(
+    settings: Settings, path: Path, inputs: Sequence[Path] = (), *, stage_decides: bool = False
+) -> StageFolder:
+    """Open `path` for the stage in `settings`, which reads the files `inputs`.
+
+    Raises `UserError` when it belongs to another run or another stage, or holds files that no stage of ours wrote.
+
+    Writes run.json and config.yaml (main process only) before the stage starts, so that an interrupted run is on record as well.
+    stage_decides: the stage knows itself which changes matter, so a changed folder is handed to it instead of being refused.
+    """
+    config = settings.run
+    hashes = {shown(file): file_sha256(file) for file in inputs}
+    if is_main_process():
+        if config.overwrite:
+            delete_own(path, settings.stage.name, "run.overwrite")
+        require_free(path, settings.stage.name)
+        remove_leftovers(path)
+    previous = read_record(path)
+    if previous is not None and not config.overwrite:
+        accepted = config.accept_changes or not holds_results(path)
+        changed = [] if accepted else changes(path, previous, settings, hashes)
+        if changed and not stage_decides:
+            raise refusal(path, changed)
+        if previous.complete and not changed:
+            return StageFolder(path, True, previous)
+    record = RunRecord(
+        stage=settings.stage.name,
+        inputs=hashes,
+        choices=settings.choices,
+        seed=config.seed,
+        sessions=[*(previous.sessions if previous else []), this_session(settings)],
+    )
+    if is_main_process():
+        path.mkdir(parents=True, exist_ok=True)
+        write_bytes(path / CONFIG_FILE, yaml.safe_dump(settings.resolved, sort_keys=False).encode())
+        record.write(path)
+    return StageFolder(path, False, record)
+
+
+def holds_results(path: Path) -> bool:
+    """Whether a stage got as far as writing something: a start that was refused must not block the corrected one."""
+    return any(
+        file.name not in (RUN_FILE, CONFIG_FILE) and file.suffix != PARTIAL and file.is_file() and file.stat().st_size
+        for file in path.rglob("*")
+    )
+
+
+def require_free(path: Path, stage: str) -> None:
+    """Raise `UserError` for a folder that another stage, or somebody else, has written to."""
+    found = stage_of(path)
+    if found and found != stage:
+        raise UserError(
+            f"'{path}' was written by stage '{found}'; '{stage}' does not write into it. Choose another name (run.name, "
+            "run.drafter, or the stage's own)."
+        )
+    if not found and holds_results(path):
+        raise UserError(
+            f"'{path}' holds files, but no record of stage '{stage}', which does not write between other files. Choose another "
+            "name (run.name, run.drafter, or the stage's own), or move the files away."
+        )
+
+
+def read_record(path: Path) -> RunRecord | None:
+    """The run.json of a folder, or None where no run has started."""
+    file = path / RUN_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"'{file}' is not a run record of format {FORMAT}. Choose another run.name.")
+    return build(RunRecord, content, RUN_FILE)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The resolved settings that a stage folder was made with; raises `UserError` when there are none."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert isinstance(content, dict), f"{file} was not written by us"
+    return content
+
+
+def changes(
+    path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
+) -> list[str]:
+    """What differs between the settings and inputs that a folder was made with and the present ones, in words."""
+    before, after = comparable(read_config(path), settings.resolved)
+    before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
+    found = [
+        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+    known = previous.inputs
+    return found + [
+        f"{name} has changed" for name in sorted({*known, *hashes}) if known.get(name) != hashes.get(name)
+    ]
+
+
+def comparable(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that decide what a folder holds, of both sides, by dotted path.
+
+    A key that one side leaves out has its default, so that a folder of an earlier version is refused only
+    for what is different. A group that cannot be read any more is compared as it was written.
+    """
+    sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for group in {*before, *after} - {*FREE_GROUPS}:
+        both = [before.get(group) or {}, after.get(group) or {}]
+        with suppress(UserError, KeyError):
+            both = [complete(group, values) for values in both]
+        for side, values in zip(sides, both, strict=True):
+            side.update(flatten(values, group))
+    return sides
+
+
+def refusal(path: Path, changed: Sequence[str]) -> UserError:
+    """The error for a folder that was made with other settings."""
+    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    return UserError(
+        f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose another run.name (or run.drafter), "
+        "start again with run.overwrite=true, or continue all the same with run.accept_changes=true."
+    )
+
+
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values of nested settings; lists are values."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
+
+
+def stage_folder(settings: Settings) -> Path:
+    """<root>/<name>/train/<drafter>: the drafter's name is the chosen head's unless it was given one."""
+    name = settings.run.drafter or str(settings.choices["head"])
+    return settings.run.directory / "train" / name
+
+
+def answers_folder(settings: Settings) -> Path:
+    """The folder with the answers to train on: this run's, unless another was given."""
+    return Path(settings.run.answers or settings.run.directory / "generate")

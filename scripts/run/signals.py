@@ -1,0 +1,94 @@
+"""A scheduler's signal outside of the loops that save: the process ends with status 0, and the same command continues.
+
+Nothing is lost by it. What a stage writes before its loop and after it appears whole under its name or not at all, and is done
+again; the loops themselves (`train.stopping`, `train.processes.terminable`) have handlers of their own, which save first.
+
+Python calls a handler when the main thread comes back from C, and one that waits for another process, in a collective or for a
+connection, may never come back: the other has left already. A thread that hears of the signal all the same ends such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+GRACE_SECONDS = 5.0
+"""Time for the main thread to leave by itself."""
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def leave_in_order() -> Iterator[None]:
+    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line that says so, unless a handler was put over ours.
+
+    Whoever leaves with status 0, for a signal here or in a loop, is not disturbed by another one on its way out. Outside of the
+    main thread Python delivers no signals; nothing is changed there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    leave = handler_of(os.getpid())
+    hears, told = os.pipe()
+    os.set_blocking(told, False)
+    children_forget()
+    before = {number: signal.signal(number, leave) for number in SIGNALS}
+    told_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=watch, args=(hears, leave), name="signals", daemon=True).start()
+    after: dict[signal.Signals, Any] = before
+    try:
+        yield
+    except SystemExit as leaving:
+        if not leaving.code:
+            after = dict.fromkeys(SIGNALS, signal.SIG_IGN)
+        raise
+    finally:
+        for number, handler in after.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(told_before)
+        os.close(told)
+
+
+def handler_of(owner: int) -> Handler:
+    """What process `owner` does on a signal. Children forked from it, such as a pool's, die of theirs as they would have."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        """Say so once, be deaf to further signals, and leave with status 0."""
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        if os.environ.get("RANK", "0") in ("", "0"):
+            name = signal.Signals(number).name
+            line = f"\nheadstart: {name}: nothing is lost; the same command continues where this one stopped.\n"
+            with suppress(OSError):
+                os.write(2, line.encode())  # past Python's own buffers, in which the signal may have come
+        raise SystemExit(0)
+
+    return leave
+
+
+def watch(hears: int, leave: Handler) -> None:
+    """End the process `GRACE_SECONDS` after a signal that is `leave`'s; returns when nothing is to be heard any more."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})  # what the main thread blocks is to wait for it
+    with os.fdopen(hears, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            if number[0] in SIGNALS and signal.getsignal(number[0]) in (leave, signal.SIG_IGN):
+                time.sleep(GRACE_SECONDS)
+                os._exit(0)
+
+
+@cache
+def children_forget() -> None:
+    """Let forked children not tell their parent what they are told."""
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

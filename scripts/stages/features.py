@@ -1,0 +1,97 @@
+"""`headstart features`: the target's features for a training, written to disk once or served to trainings elsewhere.
+
+Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the target. The same command started in
+several processes, by a launcher or by hand, shares the work; repeated, it writes what is missing. Serving (features.serve=true):
+a feature server that runs until it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.target.model import TargetModel
+from scripts.config.compose import parse
+from scripts.config.schema import Settings, compose_settings
+from scripts.run.folder import answers_folder, open_folder
+from scripts.run.process import prepare_process, shown
+from train.features.remote.server import FeatureServer
+from train.features.store.claims import folder_lock
+from train.features.store.run import StoreJob, write_features
+from train.features.store.writer import gib
+from train.processes import terminable
+
+
+def run(settings: Settings) -> None:
+    """Write the store, or serve."""
+    prepare_process(settings.run)
+    if settings.features.serve:
+        serve(settings)
+        return
+    answers = answers_folder(settings)
+    read_manifest(answers, "generate")  # its error tells how to generate answers
+    job = store_job(settings, answers)
+    with folder_lock(job.folder):  # other writers may be starting at this moment
+        folder = open_folder(settings, job.folder, [answers / MANIFEST_FILE], stage_decides=True)
+    manifest = write_features(job, folder.session if folder.record.sessions else None, say)
+    folder.finish()
+    say(
+        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, {gib(manifest['bytes'])} in "
+        f"{len(manifest['shards'])} shards. Train on it with features=store and the same settings."
+    )
+
+
+def store_job(settings: Settings, answers: Path) -> StoreJob:
+    """What the settings ask to be stored."""
+    return StoreJob(
+        heads=all_heads(settings),
+        target=settings.target,
+        answers=answers,
+        features=settings.features,
+        dtype=settings.engine.dtype,
+        sequence_length=settings.train.sequence_length,
+        batch_rows=settings.train.micro_batch,
+        seed=settings.train.seed,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
+    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for conf/head as it is."""
+    found = [(str(settings.choices["head"]), settings.head.kind, settings.head.config)]
+    common = [
+        item
+        for item in settings.overrides
+        if item.key_or_group.split(".")[0] != "head" and item.key_or_group != "features.heads"
+    ]
+    for name in settings.features.heads:
+        other = compose_settings(settings.stage, [*common, *parse([f"head={name}"])]).head
+        found.append((name, other.kind, other.config))
+    return tuple(found)
+
+
+def serve(settings: Settings) -> None:
+    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0: threads of connections may be
+    inside of torch, and an interpreter that ends around them was seen to abort. There is nothing left to write.
+    """
+    config = settings.features
+    target = TargetModel.load(settings.target)
+    token = os.environ.get(config.token_variable, "")
+    server = FeatureServer(target, settings.engine.dtype, config.host, config.port, token)
+    say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
+    try:
+        with terminable(), server:
+            server.serve_forever()
+    except KeyboardInterrupt:
+        say(f"stopped after {server.served} requests")
+    except SystemExit:
+        say(f"stopped after {server.served} requests")
+        os._exit(0)
+
+
+def say(text: str) -> None:
+    """Print; processes of a launch say who they are."""
+    rank = os.environ.get("RANK", "0")
+    print(text if rank == "0" else f"process {rank}: {text}", flush=True)

@@ -1,0 +1,235 @@
+"""The stages of a round: the loop's own settings with another place, another start and other prompts.
+
+A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual folders;
+<run>/round-<r>/trials/ is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from heads.api.errors import UserError
+from scripts.config.compose import parse
+from scripts.config.schema import Settings, understands
+from scripts.config.stages import STAGES
+from scripts.run.drafters import DRAFT_KEYS
+from scripts.run.folder import stage_folder
+from scripts.stages.loop.steps import Step
+from train.data.config import SourceConfig
+from train.generate.sampling import backend_of
+
+T = TypeVar("T")
+
+HARD_PROMPTS = "hard_prompts.jsonl"
+TRIALS = "trials"
+MORE = ("variations", "branches")
+"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that answers them."""
+PLAIN = "plain"
+"""The trial without any switch."""
+MADE_COLUMNS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
+"""How prompts are stored that the loop has made."""
+
+
+@dataclass
+class RoundPlan:
+    """The settings of every stage of every round; `settings` are the loop's."""
+
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        recipes = self.settings.loop.recipes
+        self.recipe = recipes[0] if recipes else None
+        self.train = self.settings.derive("train", self.recipe)
+        self.generate = self.settings.derive("generate", self.recipe)
+        self.drafter = stage_folder(self.train).name
+        self.require_possible()
+
+    def require_possible(self) -> None:
+        """Raise `UserError` for settings that rounds cannot be made with."""
+        backend, answers = backend_of(self.generate.sampling), self.generate.generate.answers
+        if backend != "own" or answers != "sample":
+            raise UserError(
+                "loop.rounds needs answers of our own decoder, whose rejected drafts are what the next round "
+                "learns from. Use sampling.backend=own and generate.answers=sample; given: "
+                f"{backend} and {answers}."
+            )
+        if self.train.joint.on:
+            raise UserError(
+                "loop.rounds trains a drafter for a target that stays what it is. Use joint=none."
+            )
+        if self.train.decode.shape == "none":
+            raise UserError(
+                "decode.shape is 'none', so nothing is drafted. Use decode=chain or decode=tree."
+            )
+
+    # ---- places --------------------------------------------------------------------------------
+
+    def folder(self, number: int) -> Path:
+        """<run>/round-<number>."""
+        return self.settings.run.directory / f"round-{number}"
+
+    def training(self, number: int) -> Path:
+        """The train stage's folder of a round."""
+        return self.folder(number) / "train" / self.drafter
+
+    def made_prompts(self, number: int, switch: str) -> Path:
+        """Where the prompts lie that a round made."""
+        return self.folder(number) / switch / f"{switch}.jsonl"
+
+    def compose(self, stage: str, number: int) -> Settings:
+        """A stage of a round before the round's changes: with its own overrides, in its own folder."""
+        own = self.own(stage, number)
+        return place(self.settings.derive(stage, self.recipe, more=own), self.folder(number))
+
+    def own(self, stage: str, number: int) -> list[str]:
+        """The round's own overrides (loop.round.overrides) that the stage reads."""
+        texts = self.settings.loop.round.own_overrides(number)
+        return [text for text in texts if understands(STAGES[stage], *parse([text]))]
+
+    def change(self, number: int, group: str, part: T, **values: object) -> T:
+        """`part` with other values, but for keys that the round's own overrides set: these win."""
+        texts = parse(self.settings.loop.round.own_overrides(number))
+        own = {item.key_or_group for item in texts}
+        free = {key: value for key, value in values.items() if f"{group}.{key}" not in own}
+        return replace(part, **free)  # type: ignore[type-var]
+
+    # ---- stages --------------------------------------------------------------------------------
+
+    def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
+        """Answers to this round's prompts, with the last round's drafter (empty: plainly).
+
+        hard: prompts to answer again.
+        """
+        found = self.answering(number, drafter, records)
+        found = found.put(data=self.change(number, "data", found.data, **self.prompts(number, hard)))
+        return Step(f"round {number}: generate", found)
+
+    def answering(self, number: int, drafter: str, records: bool) -> Settings:
+        """The generate stage of a round with its seed and the drafter that helps (empty: none)."""
+        found = self.compose("generate", number)
+        generate, sampling = found.generate, found.sampling
+        seed = self.generate.sampling.seed + number
+        sampling = self.change(number, "sampling", sampling, seed=seed)
+        generate = self.change(number, "generate", generate, round=max(0, number - 1))
+        if drafter:
+            draft = {key: getattr(self.train.decode, key) for key in DRAFT_KEYS}
+            sampling = self.change(number, "sampling", sampling, **draft)
+            kept = self.change(number, "generate.records", generate.records, enabled=records)
+            generate = self.change(number, "generate", generate, drafter=drafter, records=kept)
+        return found.put(generate=generate, sampling=sampling)
+
+    def answering_made(self, number: int, switch: str, drafter: str) -> Step:
+        """Answers to all prompts that a round made, with a drafter (empty: plainly)."""
+        found = self.answering(number, drafter, True)
+        data = replace(
+            found.data,
+            path=str(self.made_prompts(number, switch)),
+            name=None,
+            mixture=(),
+            limit=None,
+            shuffle=False,
+            share=(0, 1),
+            **MADE_COLUMNS,
+        )
+        run = replace(found.run, root=str(self.folder(number)), name=switch)
+        return Step(f"round {number}: generate from {switch}", found.put(data=data, run=run))
+
+    def prompts(self, number: int, hard: Path | None) -> dict[str, object]:
+        """The values of `data` that choose a round's prompts: its share, and `hard` ones once more."""
+        loop, data = self.settings.loop, self.generate.data
+        shared = loop.round.prompts == "share" and loop.rounds > 1
+        share = {"share": (number, loop.rounds)} if shared else {}
+        if not data.mixture and hard is None:
+            return dict(share)
+        sources = [replace(source, **share) for source in data.sources]  # type: ignore[arg-type]
+        if hard is not None:
+            sources.append(SourceConfig(path=str(hard), **MADE_COLUMNS))  # type: ignore[arg-type]
+        single: dict[str, object] = {} if data.mixture else {"path": "", "limit": None}
+        return {**single, "mixture": tuple(sources)}
+
+    def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
+        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe begins)."""
+        rounds = self.settings.loop.rounds
+        found = self.started(number, answers, start, on_policy)
+        if self.settings.loop.round.one_schedule:
+            part = self.part(number / rounds, (number + 1) / rounds)
+            found = found.put(
+                schedule=self.change(number, "schedule", found.schedule, **part)
+            )
+        return Step(f"round {number}: train", found)
+
+    def trial(self, number: int, name: str, answers: Path, start: str, on_policy: bool) -> Step:
+        """A short training at the end of the schedule, to see what a switch does."""
+        loop = self.settings.loop
+        found = self.started(number, answers, start, on_policy)
+        train = self.change(number, "train", found.train, eval_every=0, save_every=0)
+        found = found.put(train=replace(train, max_steps=loop.round.trial_steps))
+        if loop.round.one_schedule:
+            part = self.part(number / loop.rounds, 1.0)
+            found = found.put(schedule=replace(found.schedule, **part))
+        run = replace(found.run, root=str(self.folder(number)), name=TRIALS, drafter=name)
+        return Step(f"round {number}: trial of {name}", found.put(run=run))
+
+    def part(self, begin: float, end: float) -> dict[str, float]:
+        """Begin and end of a part of the loop's schedule, given as shares of it."""
+        whole = self.train.schedule
+        width = whole.end - whole.begin
+        return {"begin": whole.begin + width * begin, "end": whole.begin + width * end}
+
+    def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
+        """The train stage of a round with its seed, answers and start.
+
+        on_policy: whether it may train on the drafter's own drafts.
+        """
+        found = self.compose("train", number)
+        train = self.change(number, "train", found.train, seed=self.train.train.seed + number)
+        run = replace(found.run, answers=str(answers))
+        return begin(found.put(train=train, run=run), start, on_policy)
+
+    def judged(self, number: int, checkpoints: Sequence[str], folder: Path | None = None) -> Settings:
+        """The measurement that judges a round's drafter, or others as that one.
+
+        folder: the run where these lie; None: the round's.
+        """
+        judge = self.settings.loop.round.judge
+        prompts = self.train.train.prompts
+        chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
+        if len(prompts) != 1 and not chosen:
+            raise UserError(
+                f"train.prompts names {len(prompts)} files, but a round is judged on one file or folder. Say "
+                "which with loop.round.judge=['bench.prompts=<file>']."
+            )
+        more = ["bench.prompts=''", "bench.compare_noise=false", *judge, *self.own("measure", number)]
+        found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
+        if not found.bench.prompts:
+            found = found.put(bench=replace(found.bench, prompts=prompts[0]))
+        measure = replace(
+            found.measure,
+            name="measure",
+            drafters=tuple(checkpoints),
+            kinds=(),
+            heads={},
+            drafts={},
+        )
+        return place(found.put(measure=measure), folder or self.folder(number))
+
+
+def place(settings: Settings, folder: Path) -> Settings:
+    """The settings with `folder` as the run."""
+    return settings.put(run=replace(settings.run, root=str(folder.parent), name=folder.name))
+
+
+def begin(settings: Settings, start: str, on_policy: bool) -> Settings:
+    """The settings of a training from checkpoint `start` (empty: as the recipe begins).
+
+    on_policy: whether it may train on the drafter's own drafts.
+    """
+    train = settings.train
+    if start:
+        train = replace(train, refresh=replace(train.refresh, init_from=start))
+    if not on_policy:
+        train = replace(train, on_policy=replace(train.on_policy, share=0.0))
+    return settings.put(train=train)

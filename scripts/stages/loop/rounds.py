@@ -1,0 +1,369 @@
+"""`headstart loop` with `loop.rounds`: one drafter, trained in rounds that learn from its rejected drafts.
+
+A round answers prompts, trains on the answers and is judged. From the second one on, the drafter of the best
+round so far speeds up the answering, its verifications are recorded, the records become weights and choices
+of training data (`feedback`), and training goes on from its weights. What does not pay is turned off.
+Everything is decided by what lies in the rounds' folders, and <run>/loop.json records what was decided and
+why; so the same command continues after any interruption and comes to the same end (docs/rounds.md).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from heads.api.errors import UserError
+from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
+from inference.measure.metrics import Gain
+from inference.target.model import TargetModel
+from scripts.config.schema import Settings
+from scripts.run.folder import read_record
+from scripts.run.process import shown
+from scripts.stages.loop import facts
+from scripts.stages.loop.open_loop import run_open_loop
+from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan
+from scripts.stages.loop.record import (
+    LOOP_FILE,
+    BestRound,
+    HelpedGeneration,
+    LoopRecord,
+    LoopSettings,
+    OpenLoopRecord,
+    RoundRecord,
+    Spent,
+)
+from scripts.stages.loop.speed import measure_generation
+from scripts.stages.loop.steps import Step, perform
+from scripts.stages.loop.table import show
+from scripts.stages.measure import measure_run
+from train.feedback import build
+from train.feedback.branches import write_branches
+from train.feedback.config import FeedbackConfig
+from train.feedback.variations import write_variations
+from train.recording import RECORDS
+
+ON_POLICY, HARD = "on_policy", "hard_prompts"
+VARIATIONS, BRANCHES = MORE
+GENERATED = (HARD, *MORE)
+"""Switches that say what is answered."""
+SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
+"""The switches of `feedback`; `train.on_policy.share` is one more."""
+KEPT = ("best", "config.yaml", "run.json", "manifest.json", "summary.json", "log.jsonl")
+"""What of a round's training is copied to <run>/train/<drafter>/: all but its states."""
+
+
+LIMITS = ("seconds", "tokens", "gpu_hours")
+"""What a budget can limit."""
+
+
+def run_rounds(settings: Settings) -> LoopRecord:
+    """Play all rounds that are worth it, keep the best one as the run's drafter, and return the record."""
+    return Rounds(settings).run()
+
+
+@dataclass
+class Rounds:
+    """The rounds of one loop, and where they stand."""
+
+    settings: Settings
+    done: list[RoundRecord] = field(default_factory=list)
+    off: dict[str, str] = field(default_factory=dict)
+    """Switches that were turned off, and why."""
+    best: int = 0
+    stale: int = 0
+    """Rounds in a row that brought no rise, for which no switch could be blamed."""
+    open_loop: OpenLoopRecord | None = None
+    """What the rounds are compared with, once that is known."""
+
+    def __post_init__(self) -> None:
+        self.plan = RoundPlan(self.settings)
+        self.config = self.settings.loop
+        self.wanted = [name for name in SWITCHES if getattr(self.settings.feedback, name)]
+        if self.plan.train.train.on_policy.share:
+            self.wanted.append(ON_POLICY)
+
+    @property
+    def active(self) -> list[str]:
+        """The switches that are on."""
+        return [name for name in self.wanted if name not in self.off]
+
+    def run(self) -> LoopRecord:
+        """Play the rounds; see the module."""
+        self.require_own()
+        ended_by = ""
+        while not ended_by:
+            number = len(self.done)
+            self.done.append(self.play(number))
+            self.judge(number)
+            self.write("")
+            ended_by = self.ends()
+            show(self.record(ended_by))
+        self.keep_best()
+        if self.config.round.open_loop:
+            self.open_loop = run_open_loop(
+                self.plan, self.done, self.best, self.perform, self.measure
+            )
+            show(self.record(ended_by))
+        return self.write(ended_by)
+
+    def ends(self) -> str:
+        """Why there is no further round; empty where there is one."""
+        if len(self.done) == self.config.rounds:
+            return "rounds"
+        if self.config.round.patience and self.stale >= self.config.round.patience:
+            return "tau"
+        budget, spent = self.config.budget, self.spent()
+        for name in LIMITS:
+            limit, used = getattr(budget, name), getattr(spent, name)
+            dearest = max(getattr(entry.spent, name) for entry in self.done)
+            if limit and used + dearest > limit:
+                return f"budget ({name})"
+        return ""
+
+    def require_own(self) -> None:
+        """Raise `UserError` where the best drafter's place is taken by another training."""
+        out = self.settings.run.directory / "train" / self.plan.drafter
+        if out.exists() and not is_copy(out, self.settings.run.directory):
+            raise UserError(
+                f"'{out}' is the training of another loop, and the rounds' best drafter belongs there. "
+                "Choose another run.name."
+            )
+
+    def spent(self) -> Spent:
+        """What all rounds have cost together."""
+        return sum((entry.spent for entry in self.done), Spent())
+
+    # ---- one round -----------------------------------------------------------------------------
+
+    def play(self, number: int) -> RoundRecord:
+        """Do everything that round `number` consists of, and return its record."""
+        plan, folder, first = self.plan, self.plan.folder(number), number == 0
+        entry = RoundRecord(number, "" if first else self.checkpoint(self.best))
+        asked = [] if first else self.active
+        learns = [name for name in asked if name != ON_POLICY]
+        step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
+        self.perform(step)
+        entry.generated = facts.answered(folder / "generate")
+        checked = self.config.round.checked_answers
+        if entry.start and checked:
+            entry.generation = measure_generation(step.settings, folder, checked)
+        stages = [folder / "generate"]
+        helper = self.helper(entry.start, learns, entry.generation)
+        for switch in MORE:
+            if switch in learns and self.make(number, switch, helper):
+                stages.append(folder / switch / "generate")
+                setattr(entry, switch, facts.answered(stages[-1]))
+        if number == 1 and self.config.round.trial_steps and asked:
+            entry.trials = self.try_switches(number, entry.start)
+            stages += [*sorted((folder / TRIALS / "train").iterdir()), folder / TRIALS / "measure"]
+        entry.switches = [name for name in asked if name in self.active]
+        answers = self.feedback(number, entry.switches, folder / "feedback")
+        on_policy = not first and ON_POLICY in entry.switches
+        self.perform(plan.training_step(number, answers, entry.start, on_policy))
+        training = plan.training(number)
+        entry.training = facts.trained(training)
+        self.measure(plan.judged(number, [entry.training.checkpoint]))
+        entry.measured = facts.measured(folder / "measure", plan.drafter)
+        stages += [training, folder / "measure"]
+        entry.spent = facts.spent(stages, facts.other_seconds(folder))
+        return entry
+
+    def checkpoint(self, number: int) -> str:
+        """The checkpoint that a finished round has trained."""
+        training = self.done[number].training
+        assert training is not None, "every finished round has a training"
+        return training.checkpoint
+
+    def perform(self, step: Step) -> None:
+        """Run a stage and print which."""
+        print(f"\n[{step.title}]", flush=True)
+        perform(self.config.launch, step)
+
+    def measure(self, settings: Settings) -> None:
+        """Measure, without a table: the loop has one of its own."""
+        print("\n[measure]", flush=True)
+        measure_run(settings)
+
+    def helper(self, start: str, learns: list[str], generation: HelpedGeneration | None) -> str:
+        """The drafter that answers made prompts: the round's, unless it is slower and no records are read."""
+        slower = generation is not None and generation.speedup < 1.0
+        return "" if slower and set(learns) == {VARIATIONS} else start
+
+    def make(self, number: int, switch: str, start: str) -> bool:
+        """Make prompts from this round's answers and answer them; returns whether there are any.
+
+        Branches are also made from the answers to earlier branches. start: the drafter that helps to
+        answer (empty: none).
+        """
+        plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
+        made = plan.made_prompts(number, switch)
+        if not made.is_file():  # it appears whole, and answers may depend on it already
+            begun = time.monotonic()
+            before = [plan.made_prompts(place, switch) for place in range(number)]
+            before = [path for path in before if path.is_file() and path.stat().st_size]
+            if switch == BRANCHES:
+                answers = [own, *(path.parent / "generate" for path in before)]
+                write_branches([(one, one / RECORDS) for one in answers], made, config, before)
+            else:
+                generate = plan.generate
+                seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
+                target = TargetModel.load(generate.target)
+                write_variations(target, [(own, own / RECORDS)], made, config, seed, before, arguments)
+            write_json(made.with_name(facts.MADE_FILE), {"seconds": time.monotonic() - begun})
+        if not made.stat().st_size:
+            return False
+        self.perform(plan.answering_made(number, switch, start))
+        return True
+
+    def answered(self, number: int) -> list[Path]:
+        """The folders of a round's answers."""
+        folder = self.plan.folder(number)
+        own = [folder / "generate", *(folder / switch / "generate" for switch in MORE)]
+        return [place for place in own if (place / MANIFEST_FILE).is_file()]
+
+    def hard_prompts(self, number: int) -> Path | None:
+        """The prompts that round `number` answers once more, if the round before it has chosen any."""
+        path = self.plan.folder(number - 1) / "feedback" / HARD_PROMPTS
+        return path if number > 1 and HARD in self.active and path.is_file() else None
+
+    def feedback(self, number: int, switches: list[str], out: Path) -> Path:
+        """The folder to train on: answers weighed and chosen by the records of their verifications.
+
+        It is the round's own generate folder where nothing is asked of the records and no other answers are
+        read.
+        """
+        memory = self.config.round.memory
+        read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
+        own = [name for name in switches if name not in (ON_POLICY, *MORE)]
+        answers = [folder for place in reversed(read) for folder in self.answered(place)]
+        if not own and len(answers) == 1:
+            return answers[0]
+        records = [folder / RECORDS for folder in answers]
+        build(records, answers, out, only_switches(self.settings.feedback, own))
+        return out
+
+    # ---- what pays -----------------------------------------------------------------------------
+
+    def try_switches(self, number: int, start: str) -> dict[str, Gain]:
+        """Train shortly with every switch alone and with none; turn off what has no higher tau than none."""
+        folder = self.plan.folder(number) / TRIALS
+        tried = [name for name in self.active if name not in GENERATED]
+        checkpoints = {}
+        for name in (PLAIN, *tried):
+            own = [name] if name in SWITCHES else []
+            answers = self.feedback(number, own, folder / f"feedback-{name}")
+            self.perform(self.plan.trial(number, name, answers, start, name == ON_POLICY))
+            checkpoints[name] = shown(folder / "train" / name / "best")
+        self.measure(self.plan.judged(number, list(checkpoints.values()), folder))
+        found = {}
+        for name in tried:
+            found[name] = facts.gained((folder / "measure", name), (folder / "measure", PLAIN))
+            if found[name].tau <= 0:
+                steps = self.config.round.trial_steps
+                self.off[name] = (
+                    f"{steps} steps with it gave tau {change(found[name])} against {steps} without"
+                )
+        return found
+
+    def judge(self, number: int) -> None:
+        """Compare the last round with the best one before it, and draw the consequences."""
+        if number == 0:
+            return
+        entry, drafter = self.done[number], self.plan.drafter
+        own, best = (self.plan.folder(place) / "measure" for place in (number, self.best))
+        found = facts.gained((own, drafter), (best, drafter))
+        entry.over, entry.gain, entry.rises = self.best, found, found.tau_ci95[0] > 0
+        if found.tau > 0:
+            self.best = number
+        if entry.rises:
+            self.stale = 0
+        elif entry.switches:
+            for name in entry.switches:
+                self.off[name] = (
+                    f"round {number} with it changed tau by {change(found)}, which is no clear rise"
+                )
+        else:
+            self.stale += 1
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def record(self, ended_by: str) -> LoopRecord:
+        """loop.json. ended_by: rounds, tau, or budget (what of it); empty while it runs."""
+        measured = self.done[self.best].measured
+        assert measured is not None, "every finished round was measured"
+        return LoopRecord(
+            kind=self.plan.train.head.kind,
+            settings=LoopSettings(
+                self.config.rounds,
+                self.config.round,
+                self.config.budget,
+                self.settings.feedback,
+                self.plan.train.train.on_policy.share,
+            ),
+            rounds=self.done,
+            best=BestRound(self.best, self.checkpoint(self.best), measured.tau),
+            off=self.off,
+            ended_by=ended_by,
+            spent=self.spent(),
+            open_loop=self.open_loop,
+            state="complete" if ended_by else "running",
+        )
+
+    def write(self, ended_by: str) -> LoopRecord:
+        """Write loop.json and return what it holds."""
+        record = self.record(ended_by)
+        record.write(self.settings.run.directory)
+        return record
+
+    def keep_best(self) -> None:
+        """Copy the best round's training to <run>/train/<drafter>/, the run's drafter for later stages."""
+        source, training = self.plan.training(self.best), self.done[self.best].training
+        out = self.settings.run.directory / "train" / self.plan.drafter
+        if training is not None and checkpoint_hash(out / "best") == training.weights_sha256:
+            return  # other stages may have put decode.yaml or watch.json into it since
+        fresh, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        for name in KEPT:
+            if (source / name).is_dir():
+                shutil.copytree(source / name, fresh / name)
+            elif (source / name).is_file():
+                shutil.copy2(source / name, fresh / name)
+        record = read_record(fresh)
+        if record is not None:
+            record.copied_from = str(source)
+            record.write(fresh)
+        if out.exists():
+            out.rename(old)
+        fresh.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def is_copy(training: Path, run: Path) -> bool:
+    """Whether a training's folder is the copy of a round: by its record, or by weights in <run>/loop.json."""
+    if not (run / LOOP_FILE).is_file():
+        return False
+    record = read_record(training)
+    if record is not None and record.copied_from:
+        return True
+    rounds = LoopRecord.read(run).rounds
+    known = {entry.training.weights_sha256 for entry in rounds if entry.training is not None}
+    return checkpoint_hash(training / "best") in known
+
+
+def only_switches(config: FeedbackConfig, names: list[str]) -> FeedbackConfig:
+    """`config` with only the switches `names` on."""
+    usual = FeedbackConfig()
+    off = {name: getattr(usual, name) for name in SWITCHES if name not in names}
+    if "domain_weights" not in names:
+        off["traffic"] = usual.traffic
+    return replace(config, records=(), answers=(), **off)
+
+
+def change(gain: Gain) -> str:
+    """A gain of tau with its interval."""
+    low, high = gain.tau_ci95
+    return f"{gain.tau:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -1,0 +1,85 @@
+"""A step of the loop: one stage with its settings, run in this process or behind a launcher."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.api.errors import UserError
+from scripts.config.schema import Settings, write_settings
+from scripts.config.stages import Stage
+from scripts.run.runner import is_complete, run_one
+from scripts.stages.measure import measure_run
+
+LAUNCHED = ("generate", "train")
+"""Stages that share their work among the processes of a launch."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of the loop with its settings."""
+
+    title: str
+    settings: Settings
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that is run."""
+        return self.settings.stage
+
+
+def perform(launch: str, step: Step) -> None:
+    """Run a stage: behind the launcher where there is one and the stage can use it, else in this process.
+
+    A measurement prints no table here: the report at the end of the loop shows all of them.
+    """
+    if launch and step.stage.name in LAUNCHED:
+        launch_step(launch, step)
+        require_complete(step)
+    elif step.stage.name == "measure":
+        measure_run(step.settings)
+    else:
+        run_one(step.settings)
+
+
+def launch_step(prefix: str, step: Step) -> None:
+    """Run a stage as a command of its own behind a launcher; raises `UserError` when it fails.
+
+    The settings go into <run>/launch/<stage>.yaml, which every process of the launch reads.
+    """
+    name = step.stage.name
+    file = step.settings.run.directory / "launch" / f"{name}-{folder_of(step)}.yaml"
+    write_settings(step.settings, file)
+    command = [*shlex.split(prefix), headstart_command(), name, "--config", str(file)]
+    print(f"{shlex.join(command)}\n(as {shlex.join(step.settings.command)})", flush=True)
+    try:
+        status = subprocess.run(command, check=False).returncode
+    except FileNotFoundError as error:
+        raise UserError(f"loop.launch: '{command[0]}' is not a command here.") from error
+    if status:
+        raise UserError(
+            f"'{step.title}' ended with status {status}; its own messages are above. Repeating the loop "
+            "continues there."
+        )
+
+
+def folder_of(step: Step) -> str:
+    """What tells a step from the others of its stage: the drafter that is trained, or nothing."""
+    settings = step.settings
+    return settings.run.drafter or str(settings.choices.get("head") or step.stage.name)
+
+
+def require_complete(step: Step) -> None:
+    """Raise `UserError` when a launched stage ended early: a signal lets it save and end without an error."""
+    if not is_complete(step.settings):
+        raise UserError(
+            f"'{step.title}' was stopped before it was complete. Repeating the loop continues there."
+        )
+
+
+def headstart_command() -> str:
+    """The installed `headstart` beside this Python."""
+    return str(Path(sys.executable).with_name("headstart"))

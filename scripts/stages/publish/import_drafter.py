@@ -1,0 +1,43 @@
+"""`headstart import`: a drafter that others have trained, as a checkpoint of this project.
+
+headstart import import.source=<folder> run.name=theirs run.drafter=eagle3 target=... target.path=...
+headstart measure run.name=theirs target=...
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from heads.api.errors import UserError
+from inference.export.importing import import_folder
+from inference.export.layouts.folder import Folder
+from inference.folders import require_folder_name
+from inference.target.model import TargetModel
+from scripts.config.schema import Settings
+from scripts.run.process import is_main_process
+
+
+def run(settings: Settings) -> None:
+    """Write <run>/train/<drafter>/best, or import.out."""
+    if not is_main_process():
+        return
+    config = settings.import_
+    if not config.source:
+        raise UserError(
+            "import.source: give the folder to import, for instance one that `hf download` fetched."
+        )
+    source = Path(config.source)
+    name = require_folder_name("run.drafter", settings.run.drafter or source.resolve().name)
+    out = Path(config.out or settings.run.directory / "train" / name / "best")
+    if out.exists() and not config.overwrite:
+        raise UserError(
+            f"'{out}' is there already. Choose run.drafter or import.out, or replace it with "
+            "import.overwrite=true."
+        )
+    folder = Folder.read(source)
+    target = TargetModel.load(settings.target)
+    found = import_folder(folder, target, out, config.layout)
+    parameters = sum(value.numel() for value in found.tensors.values())
+    print(f"{found.kind} of {parameters:,} parameters: {out}")
+    for note in found.notes:
+        print(f"note: {note}")

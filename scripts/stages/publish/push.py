@@ -1,0 +1,62 @@
+"""`headstart push`: the Hub folder of a trained drafter with its reports and exports, and its upload.
+
+A dry run unless push.dry_run=false.
+
+headstart push run.name=demo run.drafter=eagle3 push.repo=user/name
+headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target push.collection="Drafters for target"
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from heads.api.checkpoint import WEIGHTS_FILE
+from heads.api.errors import UserError
+from inference.export.hub.config import DRAFTER
+from inference.export.hub.folder import Sources
+from inference.export.hub.push import push
+from inference.folders import EXPORT_FILE
+from inference.manifest import file_sha256
+from inference.report.model import read_report
+from scripts.config.own import RunConfig
+from scripts.config.schema import Settings
+from scripts.run.drafters import choose
+from scripts.run.process import is_main_process
+from scripts.stages.report import measurements
+
+
+def run(settings: Settings) -> None:
+    """Build <run>/push/<drafter>/ and, unless it is a dry run, upload it."""
+    if not is_main_process():
+        return
+    chosen, repo = choose(settings.run), settings.push.repo
+    if len(chosen) > 1 and DRAFTER not in repo:
+        raise UserError(
+            f"run.drafter=all pushes {len(chosen)} drafters, each into a repository of its own: write "
+            f"{DRAFTER} where push.repo is to hold the name (push.repo=user/{DRAFTER}-for-target); "
+            f"given: '{repo}'."
+        )
+    for found in chosen:
+        assert found.checkpoint is not None, "trained drafters have a checkpoint"
+        reports = reports_of(found.checkpoint, measurements(settings.run))
+        sources = Sources(found.checkpoint, reports, exports_of(settings.run, found.name))
+        config = replace(settings.push, repo=repo.replace(DRAFTER, found.name))
+        push(config, sources, settings.run.directory / "push" / found.name)
+
+
+def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
+    """Engine -> folder that `headstart export` wrote for this drafter of the run."""
+    files = (run.directory / "export" / drafter).glob(f"*/{EXPORT_FILE}")
+    return {path.parent.name: path.parent for path in files}
+
+
+def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
+    """The reports that measured these very weights; all of them when none did, for the refusal's message."""
+    digest = file_sha256(checkpoint / WEIGHTS_FILE)
+    fitting = [
+        folder
+        for folder in folders
+        if any(one.draft.weights_sha256 == digest for one in read_report(folder).drafters)
+    ]
+    return fitting or folders

@@ -1,0 +1,45 @@
+"""`headstart serve`: an OpenAI-compatible server for the target, sped up by a drafter (docs/server.md)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from heads.api.errors import UserError
+from inference.manifest import checkpoint_hash
+from inference.server.config import read_secret
+from scripts.config.schema import Settings
+from scripts.run.process import prepare_process, shown
+from scripts.stages.chat import build_engine, chosen
+
+
+def run(settings: Settings) -> int:
+    """Load, listen, and answer until SIGTERM or SIGINT; returns the exit status."""
+    try:  # what they need is an extra
+        from inference.server.run import bind, serve
+        from inference.server.service import Service
+    except ImportError as error:
+        raise UserError(f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'.") from error
+    config = settings.serve
+    secret = read_secret(config)
+    listening = bind(config)
+    try:
+        prepare_process(settings.run)
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+        engine, drafter = build_engine(settings, config.drafter)
+        records = Path(config.records or settings.run.directory / "records") if config.log_rejections else None
+        found = chosen(settings, config.drafter) if records else None
+        weights = checkpoint_hash(found.checkpoint or "") if found else ""
+        service = Service(config, engine, drafter, secret, records, weights)
+    except BaseException:
+        listening.close()
+        raise
+
+    def started() -> None:
+        host, port = listening.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        guarded = "with a token" if secret else "without a token"
+        kept = f"; records go to {shown(records)}" if records else ""
+        print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)
+
+    return serve(service, listening, started)

@@ -1,0 +1,1 @@
+"""What users run besides the stages: searching, fitting and benchmarks (`python -m scripts.tools.NAME`)."""

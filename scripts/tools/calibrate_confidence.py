@@ -1,0 +1,126 @@
+"""Calibrate a block drafter's confidence: fit a temperature per depth to the drafts that were accepted.
+
+    python -m scripts.tools.calibrate_confidence outputs/families/train/dspark@0.001/best \\
+        --out outputs/dspark_calibrated
+
+Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark, 2607.05147;
+heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
+to each depth on them, before and after.
+
+Legend: M recorded chains, K depths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.api.checkpoint import save_drafter
+from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
+from heads.nn.block.confidence import calibration_errors
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
+from scripts.tools.common import run
+from scripts.tools.recording import load, recording_parser, split_requests
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record, fit, write; returns the exit status."""
+    depths = "drafted tokens; 0: as deep as the drafter goes"
+    parser = recording_parser("scripts.tools.calibrate_confidence", __doc__, 0, depths)
+    return run(parser, calibrate, arguments)
+
+
+def calibrate(given: argparse.Namespace) -> None:
+    """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is on the rest."""
+    target, drafter = load(given)
+    head = getattr(drafter, "confidence_head", None)
+    if head is None:
+        raise UserError(
+            f"'{given.drafter}' (kind '{drafter.kind}') has no confidence to calibrate. Train one with head=dspark, or with "
+            "head.confidence=true; other drafters get an estimate from scripts/tools/fit_acceptance.py."
+        )
+    decode = DecodeConfig(
+        temperature=given.temperature,
+        depth=given.depth or drafter.depths,
+        max_new_tokens=given.tokens,
+    )
+    fitted_on, held_out = split_requests(given, target, decode)
+    head.temperatures.fill_(1.0)
+    odds, accepted = recorded(target, drafter, decode, held_out)
+    drafter.calibrate(*recorded(target, drafter, decode, fitted_on))
+    fitted = head.temperatures[: decode.depth].cpu()
+    save_drafter(drafter, given.out, target.info)
+    report = {
+        "checkpoint": str(given.out),
+        "temperatures": [round(value, 3) for value in fitted.tolist()],
+        "held_out": {"prompts": len(held_out), "chains": len(accepted)},
+        "calibration_error_before": rounded(
+            calibration_errors(odds, accepted, torch.ones(decode.depth))
+        ),
+        "calibration_error_after": rounded(calibration_errors(odds, accepted, fitted)),
+    }
+    print(json.dumps(report, indent=2))
+
+
+def rounded(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in values]
+
+
+def recorded(
+    target: TargetModel, drafter: Any, decode: DecodeConfig, requests: list[Request]
+) -> tuple[Tensor, Tensor]:
+    """Log-odds [M, K] of the confidence (its temperatures being 1) and accepted drafts [M] int64 of the passes over `requests`.
+
+    An answer's last pass is left out: it may have been cut by the answer's end and not by a refusal.
+    """
+    said: list[Tensor] = []
+    kept: list[Tensor] = []
+    for request in requests:
+        with watched(drafter) as passes:
+            list(Engine(target, drafter, decode).run([request]))
+        said += [confidence for confidence, _ in passes[:-1]]
+        kept += [accepted for _, accepted in passes[:-1]]
+    if not said:
+        raise UserError(
+            "no draft was verified. Give prompts whose answers are longer, or raise --tokens."
+        )
+    return torch.logit(torch.cat(said).double(), eps=1e-7), torch.cat(kept)
+
+
+@contextmanager
+def watched(drafter: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """While it lasts, every pass appends the confidences [1, K] of its chain and how many drafts [1] were accepted."""
+    passes: list[tuple[Tensor, Tensor]] = []
+    propose, commit, last = drafter.propose, drafter.commit, list[Tensor]()
+
+    def watch_propose(state: Any, noise: Noise) -> Proposal:
+        proposal: Proposal = propose(state, noise)
+        assert proposal.confidence is not None, "a drafter with a confidence head gives confidences"
+        last[:] = [proposal.confidence[:, 1:].clone()]
+        return proposal
+
+    def watch_commit(state: Any, accepted: TargetStates) -> Any:
+        if last:  # the prompt is committed without a proposal
+            passes.append((last.pop(), accepted.lengths - 1))
+        return commit(state, accepted)
+
+    drafter.propose, drafter.commit = watch_propose, watch_commit
+    try:
+        yield passes
+    finally:
+        del drafter.propose, drafter.commit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

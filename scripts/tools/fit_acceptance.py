@@ -1,0 +1,97 @@
+"""Fit an acceptance head for `decode.adaptive=confidence` to the drafts that were accepted.
+
+    python -m scripts.tools.fit_acceptance outputs/demo/train/distilled/best --depth 8 \\
+        --out outputs/demo/acceptance.json
+
+The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. Every fifth
+prompt is held out: printed is the mean of |estimate - outcome| in ten equally filled bins (calibration
+error) and the area under the ROC curve, for the head and for the drafter's largest probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.decoding.adaptive.head import Recorded, fit
+from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
+from inference.decoding.requests import Request
+from inference.target.model import TargetModel
+from scripts.tools.common import run
+from scripts.tools.recording import load, recording_parser, split_requests
+
+BINS = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record, fit, write; returns the exit status."""
+    parser = recording_parser("scripts.tools.fit_acceptance", __doc__, depth=8)
+    parser.add_argument("--refusal-weight", type=float, default=1.0)
+    return run(parser, fit_head, arguments)
+
+
+def fit_head(given: argparse.Namespace) -> None:
+    """Fit on four fifths of the prompts, write the head, print its quality on the rest."""
+    target, drafter = load(given)
+    decode = DecodeConfig(
+        temperature=given.temperature, depth=given.depth, max_new_tokens=given.tokens,
+        adaptive="confidence", adaptive_threshold=0.0,
+    )  # fmt: skip
+    fitted_on, held_out = split_requests(given, target, decode)
+    head = fit(recorded(target, drafter, decode, fitted_on), given.refusal_weight)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    head.save(given.out)
+    rest = recorded(target, drafter, decode, held_out)
+    features, accepted = (
+        torch.cat([r.features for r in rest]),
+        torch.cat([r.accepted for r in rest]),
+    )
+    estimates = {"head": head.chance(features), "largest probability": features[:, 0].exp()}
+    report = {
+        "file": str(given.out),
+        "held_out": {
+            "prompts": len(held_out),
+            "drafts": len(accepted),
+            "accepted": round(float(accepted.double().mean()), 4),
+        },
+        **{name: quality(chance, accepted) for name, chance in estimates.items()},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def recorded(
+    target: TargetModel, drafter: Any, decode: DecodeConfig, requests: list[Request]
+) -> list[Recorded]:
+    """What decoding these requests shows of every tested draft."""
+    engine, found = Engine(target, drafter, decode), list[Recorded]()
+    lanes = engine._lanes_for(requests)
+    assert lanes.limits is not None
+    lanes.limits.recorder = found
+    list(engine.run(requests))
+    return found
+
+
+def quality(chance: Tensor, accepted: Tensor) -> dict[str, float]:
+    """Calibration error and area under the ROC curve of estimates [M] for outcomes [M] bool."""
+    order = chance.argsort()
+    gaps = [
+        abs(float(chance[part].double().mean() - accepted[part].double().mean())) * len(part)
+        for part in order.tensor_split(BINS)
+        if len(part)
+    ]
+    ranks = torch.empty(len(chance), dtype=torch.float64)
+    ranks[order] = torch.arange(1, len(chance) + 1, dtype=torch.float64)
+    kept = int(accepted.sum())
+    pairs = kept * (len(accepted) - kept)
+    area = (float(ranks[accepted].sum()) - kept * (kept + 1) / 2) / pairs if pairs else 0.5
+    return {"calibration_error": round(sum(gaps) / len(chance), 4), "auc": round(area, 4)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Write the README's results table from the committed demo report: `python -m scripts.tools.readme_table`.
+
+The table stands between two markers. It is the table that `headstart report` writes; `--check` only
+compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.report.markdown import facts, main_table
+from inference.report.model import read_report
+from scripts.tools.common import ROOT, Section, make_parser, run
+
+README = ROOT / "README.md"
+REPORT = ROOT / "docs" / "reports" / "demo.json"
+RESULTS = Section("results", "scripts/tools/readme_table.py")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the table, or with --check return 1 when the README's differs."""
+    parser = make_parser("scripts.tools.readme_table", __doc__)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    return run(parser, write, arguments)
+
+
+def write(given: argparse.Namespace) -> int:
+    """Write or compare; returns the exit status."""
+    return RESULTS.write(README, table(REPORT), given.check)
+
+
+def table(report_file: Path) -> str:
+    """A report's results table with what it was measured on, or a line that says that there is none."""
+    if not report_file.is_file():
+        return (
+            "No report is committed yet: `make demo`, then copy outputs/demo/report.json to "
+            "docs/reports/demo.json."
+        )
+    report = read_report(report_file)
+    return "\n".join([*main_table(report), "", *facts(report)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

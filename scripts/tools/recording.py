@@ -1,0 +1,68 @@
+"""What tools share that decode prompts with a finished drafter to fit something on what was accepted.
+
+Every fifth prompt is held out, so that the quality of a fit is measured on prompts that it never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
+from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser
+
+HELD_OUT_EVERY = 5
+
+
+def recording_parser(
+    module: str, doc: str | None, depth: int, depth_help: str = "drafted tokens"
+) -> argparse.ArgumentParser:
+    """The shared options: the drafter, where the result goes, target, prompts and decoding."""
+    parser = make_parser(module, doc)
+    parser.add_argument("drafter", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--target", default=str(TARGET))
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[VALIDATION])
+    add_options(parser, count=(32, "prompts per domain"), tokens=(96, "most new tokens per prompt"))
+    parser.add_argument("--depth", type=int, default=depth, help=depth_help)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    return parser
+
+
+def load(given: argparse.Namespace) -> tuple[TargetModel, Any]:
+    """The target in float32 on the CPU, and the drafter of the checkpoint."""
+    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    return target, load_drafter(given.drafter, target.info, target.weights)
+
+
+def split_requests(
+    given: argparse.Namespace, target: TargetModel, decode: DecodeConfig
+) -> tuple[list[Request], list[Request]]:
+    """Requests (to fit on, held out); raises `UserError` when there are too few for both."""
+    prompts = select_prompts(load_prompts(given.prompts), given.count, seed=3)
+    requests = to_requests(prompts, target.tokenizer, decode)
+    fitted_on = [request for place, request in enumerate(requests) if place % HELD_OUT_EVERY]
+    if not fitted_on:
+        raise UserError(
+            f"at least two prompts are needed, one of which is held out; given {len(requests)}. Raise "
+            "--count or give more."
+        )
+    return fitted_on, requests[::HELD_OUT_EVERY]
+
+
+def split_prompts(
+    prompts: Sequence[Prompt], count: int, held_out: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """`count` prompts per domain, and up to `held_out` other ones per domain."""
+    first = select_prompts(prompts, count, seed=1)
+    taken = {prompt.id for prompt in first}
+    rest = [prompt for prompt in prompts if prompt.id not in taken]
+    return first, select_prompts(rest, held_out, seed=2) if rest and held_out else []

@@ -1,0 +1,1 @@
+"""Faults, injected from outside into real stages: `python -m tests.chaos`, and kills of a loop of rounds."""

@@ -1,0 +1,169 @@
+"""Plain values to configuration classes: what fits is built, all else is refused with path, value and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from heads.api.config import Fraction, NonEmpty, OpenFraction, PositiveInt, UnitInterval, build, config
+from heads.api.errors import UserError
+
+
+@config("outer.inner")
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+
+
+@config("outer")
+@dataclass(frozen=True)
+class Outer:
+    count: int
+    rate: float = 1.0
+    name: str = ""
+    on: bool = False
+    mode: Literal["fast", "slow"] = "fast"
+    limit: int | None = None
+    size: int | float = 1
+    paths: tuple[tuple[int, ...], ...] = ()
+    pair: tuple[int, str] = (1, "a")
+    folder: Path = Path()
+    extra: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+    steps: PositiveInt = 1
+    share: Fraction = 1.0
+    chance: OpenFraction = 0.5
+    unit: UnitInterval = 0.0
+    rows: NonEmpty[PositiveInt] = (1,)
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise UserError(f"count must be 0 or more; given: {self.count}.")
+
+
+@dataclass(frozen=True)
+class PlainInner:
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A class of somebody who knows nothing of `config`: a kind of drafter from another folder."""
+
+    count: int
+    mode: Literal["fast", "slow"] = "fast"
+    paths: tuple[tuple[int, ...], ...] = ()
+    inner: PlainInner = field(default_factory=PlainInner)
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise UserError(f"count must be 0 or more; given: {self.count}.")
+
+
+def test_every_type_is_built() -> None:
+    values = {
+        "count": 3,
+        "rate": 2,
+        "name": 1234567,
+        "on": True,
+        "mode": "slow",
+        "limit": 5,
+        "size": 2.5,
+        "paths": [[0], [0, 1]],
+        "pair": [4, "b"],
+        "folder": "some/where",
+        "extra": {"anything": [1, "two"]},
+        "weights": {"code": 1},
+        "inner": {"rate": 0.25},
+    }
+    built = build(Outer, values, "outer")
+    assert built == Outer(
+        3, 2.0, "1234567", True, "slow", 5, 2.5, ((0,), (0, 1)), (4, "b"), Path("some/where"),
+        {"anything": [1, "two"]}, {"code": 1.0}, Inner(0.25),
+    )  # fmt: skip
+    assert isinstance(built.rate, float)
+    assert isinstance(built.weights["code"], float)
+    hash((built.paths, built.pair))  # tuples all the way down, as frozen configurations need
+
+
+def test_defaults_and_null() -> None:
+    assert build(Outer, {"count": 0, "limit": None}, "outer") == Outer(0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"count": 1, "rtae": 1.0},
+            r"outer\.rtae: there is no such key\. Did you mean 'rate'\? Allowed: chance, count, ",
+        ),
+        ({"count": "x"}, r"outer\.count: expected a whole number, given 'x' \(text\)"),
+        ({"count": 2.5}, r"outer\.count: expected a whole number, given 2\.5"),
+        ({"count": True}, r"outer\.count: expected a whole number, given True \(a switch\)"),
+        ({"count": None}, r"outer\.count: expected a whole number, given null"),
+        ({"count": 1, "rate": "fast"}, r"outer\.rate: expected a number, given 'fast'"),
+        ({"count": 1, "name": 1.5}, r"outer\.name: expected text, given 1\.5"),
+        ({"count": 1, "on": "yes"}, r"outer\.on: expected true or false, given 'yes'"),
+        (
+            {"count": 1, "mode": "fsat"},
+            r"outer\.mode: given 'fsat' \(text\)\. Did you mean 'fast'\? Allowed: fast, slow",
+        ),
+        ({"count": 1, "limit": "all"}, r"outer\.limit: expected a whole number, given 'all'"),
+        ({"count": 1, "size": "big"}, r"outer\.size: expected a whole number or a number, given 'big'"),
+        ({"count": 1, "paths": [[0], ["x"]]}, r"outer\.paths\[1\]\[0\]: expected a whole number, given 'x'"),
+        ({"count": 1, "paths": 3}, r"outer\.paths: expected a list .* given 3"),
+        ({"count": 1, "pair": [1]}, r"outer\.pair: expected a list"),
+        ({"count": 1, "weights": {"code": "x"}}, r"outer\.weights\.code: expected a number, given 'x'"),
+        ({"count": 1, "weights": [1]}, r"outer\.weights: expected keys with a number each, given \[1\]"),
+        (
+            {"count": 1, "inner": {"rat": 1}},
+            r"outer\.inner\.rat: there is no such key\. Did you mean 'rate'\?",
+        ),
+        ({"count": 1, "inner": 3}, r"outer\.inner: expected keys of Inner, given 3"),
+        ({"count": "???"}, r"outer\.count is missing\. Give it as outer\.count=\.\.\. \(a whole number\)"),
+        ({}, r"outer\.count is missing and has no default"),
+        ({"count": -1}, r"outer: count must be 0 or more; given: -1"),
+        ({"count": 1, "steps": 0}, r"outer\.steps must be at least 1; given: 0\."),
+        ({"count": 1, "share": 0}, r"outer\.share must be above 0 and at most 1; given: 0"),
+        ({"count": 1, "share": 1.5}, r"outer\.share must be above 0 and at most 1; given: 1\.5"),
+        ({"count": 1, "chance": 1}, r"outer\.chance must lie between 0 and 1; given: 1"),
+        ({"count": 1, "unit": 2}, r"outer\.unit must be 0 to 1; given: 2"),
+        ({"count": 1, "rows": []}, r"outer\.rows is empty\. Give at least one value"),
+        ({"count": 1, "rows": [1, 0]}, r"outer\.rows\[1\] must be at least 1; given: 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_path(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(Outer, values, "outer")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": "x"}, r"head\.count: expected a whole number, given 'x'"),
+        ({"count": 1, "mode": "fsat"}, r"head\.mode: given 'fsat' \(text\)\. Did you mean 'fast'"),
+        ({"count": 1, "inner": {"rat": 1}}, r"head\.inner\.rat: there is no such key"),
+        ({"count": 1, "more": 1}, r"head\.more: there is no such key"),
+        ({"count": -1}, r"head: count must be 0 or more"),
+        ({}, r"head\.count is missing and has no default"),
+    ],
+)
+def test_a_plain_dataclass_is_checked_when_it_is_built(values: dict[str, Any], message: str) -> None:
+    built = build(Plain, {"count": 1, "paths": [[1], [2]], "inner": {"rate": 1}}, "head")
+    assert built == Plain(1, "fast", ((1,), (2,)), PlainInner(1.0)) and type(built) is Plain
+    with pytest.raises(UserError, match=message):
+        build(Plain, values, "head")
+
+
+def test_construction_and_replacement_in_python_are_checked_alike() -> None:
+    with pytest.raises(UserError, match=r"outer\.steps must be at least 1; given: 0"):
+        Outer(1, steps=0)
+    with pytest.raises(UserError, match=r"outer\.mode: given 'fsat'"):
+        replace(Outer(1), mode="fsat")
+    with pytest.raises(UserError, match=r"outer\.inner\.rate: expected a number"):
+        Inner("x")
+    assert replace(Outer(1), inner=Inner(0.1)).inner.rate == 0.1

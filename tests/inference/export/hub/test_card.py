@@ -1,0 +1,140 @@
+"""The model card says what the report says, and its code block runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+
+from heads.api.checkpoint import new_drafter, save_drafter
+from heads.api.errors import UserError
+from heads.medusa import Config as MedusaConfig
+from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
+from inference.export.hub.card import card
+from inference.export.hub.config import PushConfig
+from inference.measure.config import BenchConfig
+from inference.measure.prompts import Prompt
+from inference.measure.run import measure
+from inference.report.model import parse_report
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from tests.inference.export.hub.example_folder import CONFIG, build, report_of
+from tests.inference.tokenizers import tiny_tokenizer
+from tests.models import save_random_target
+
+DIGEST = "d" * 64
+ABOUT = PushConfig("someone/eagle3-for-target", license="apache-2.0", tags=("code",))
+
+
+def written(
+    report: dict[str, Any] | None = None, about: PushConfig = ABOUT, **config: Any
+) -> tuple[dict[str, Any], str]:
+    """(front matter, text) of a card."""
+    text = card({"greedy": parse_report(report or report_of(DIGEST))}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
+    _, matter, body = text.split("---\n", 2)
+    return yaml.safe_load(matter), body
+
+
+def test_front_matter() -> None:
+    matter, _ = written()
+    assert matter == {
+        "library_name": "headstart",
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "speculative-decoding", "draft-model", "eagle3", "code"],
+        "base_model": "someone/target-1b",
+        "license": "apache-2.0",
+    }
+
+
+def test_a_licence_is_never_made_up_and_a_local_target_is_no_hub_id(tmp_path: Path) -> None:
+    matter, _ = written(about=PushConfig("someone/x"), target={**CONFIG["target"], "id": str(tmp_path)})
+    assert "license" not in matter and "base_model" not in matter
+    matter, _ = written(
+        about=PushConfig("someone/x", base_model="meta/llama"),
+        target={**CONFIG["target"], "id": str(tmp_path)},
+    )
+    assert matter["base_model"] == "meta/llama"
+
+
+def test_numbers_are_the_reports() -> None:
+    _, text = written()
+    assert "| eagle3 | chain 4 | 2.75 [2.60, 2.90] | 0.72 | 900.0 | 1.80 [1.70, 1.90] |" in text
+    assert "| eagle3 | 3.00 [2.80, 3.20], 0.75, 2.00x | 2.50 [2.30, 2.70], 0.69, 1.60x |" in text
+    assert "| eagle3 | 0.70 (0.70) | 0.50 (0.71) | 0.35 (0.70) | 0.20 (0.57) |" in text
+    assert "ngram" not in text  # other drafters of the same report stay out
+    assert "- command: `headstart measure`" in text
+    assert "![speedup](speedup.png)" in text
+    assert CONFIG["target"]["tokenizer_hash"] in text and DIGEST in text
+    digits = set(re.findall(r"\d+\.\d+", text))
+    changed = written(report_of(DIGEST, {"tau": 2.22, "tau_ci95": [2.11, 2.33]}))[1]
+    assert set(re.findall(r"\d+\.\d+", changed)) - digits == {"2.22", "2.11", "2.33"}
+
+
+def test_the_statement_on_losslessness_follows_the_measurement() -> None:
+    assert "The text does not change" in written()[1]
+    wrong = report_of(DIGEST, {"lossless": {"identical": 60, "mismatches": 4}})
+    with pytest.raises(UserError, match="4 measured sequences differ from plain decoding"):
+        written(wrong)
+    labelled = written(wrong, PushConfig("someone/x", allow_mismatches=True))[1]
+    assert "**Not lossless.** 4 measured sequences" in labelled
+    assert "60/64, 4 MISMATCHES" in labelled
+    assert "The text does not change" not in labelled
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_card_states_what_the_measured_rule_promises(rule: str) -> None:
+    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
+    counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
+    report = report_of(DIGEST, {"lossless": counts})
+    report["settings"] |= {"rule": rule, "temperature": 1.0}
+    kept = promise(rule, 1.0)
+    if kept == LOSSY:
+        with pytest.raises(UserError, match=f"measured with rule {rule}, which is lossy"):
+            written(report)
+    text = written(report, PushConfig("someone/x", allow_mismatches=kept == LOSSY))[1]
+    assert ("**Not lossless.**" in text) == (kept == LOSSY)
+    assert ("The text does not change" in text) == (kept == TEXT)
+    assert ("but is not the text that plain decoding gives" in text) == (kept == DISTRIBUTION)
+    assert ("MISMATCH" in text) is False
+    assert (f'rule="{rule}"' in text) == (rule != "match")
+    assert f"rule `{rule}`" in text
+
+
+def test_a_report_that_lacks_the_drafter_is_refused() -> None:
+    with pytest.raises(UserError, match=r"greedy did not measure this drafter.*it measured: eagle3, ngram"):
+        written(report_of("e" * 64))
+
+
+def test_the_code_on_the_card_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a real measurement: push folder, card, and the card's own lines give the text of plain decoding."""
+    path = save_random_target(tmp_path / "target", tiny_tokenizer("marked"))
+    target = TargetModel.load(TargetConfig(path=str(path)))
+    drafter = new_drafter("medusa", MedusaConfig(num_heads=2), target.info, target.weights, seed=1)
+    save_drafter(drafter, tmp_path / "best", target.info)
+    tree = DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0)), max_new_tokens=8)
+    prompts = [Prompt(str(i), "x", tokens=(5, 6, 7 + i)) for i in range(3)]
+    arm = Arm("medusa", drafter, tree, str(tmp_path / "best"))
+    monkeypatch.setattr(
+        "inference.measure.metrics.TIMING_NOISE", 100.0
+    )  # three prompts on a busy machine: no statement on speed
+    measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
+    folder = build(
+        tmp_path / "best", [tmp_path / "measured"], tmp_path / "hub", PushConfig(repo="someone/medusa")
+    )
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    assert 'DecodeConfig(shape="tree", choices=((0,), (1,), (0, 0)))' in code
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo: str(folder))
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(compile(code, "card", "exec"), names)
+    assert names["answer"].tokens and names["drafter"].kind == "medusa"
+    assert capsys.readouterr().out.strip()

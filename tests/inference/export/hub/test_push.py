@@ -1,0 +1,444 @@
+"""Pushing: against a stand-in of the Hub on loopback, when everything works and when it does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from rich.console import Console
+
+from heads.api.errors import UserError
+from inference.export.hub.config import PushConfig
+from inference.export.hub.folder import Sources, check_folder
+from inference.export.hub.push import push, upload
+from inference.manifest import file_sha256
+from inference.report.model import read_report
+from tests.inference.export.hub.example_folder import (
+    CONFIG,
+    build,
+    write_checkpoint,
+    write_export,
+    write_measured,
+)
+from tests.inference.export.hub.stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
+
+REPO = "someone/eagle3-for-target"
+FILES = [
+    "README.md",
+    "acceptance.png",
+    "config.json",
+    "manifest.json",
+    "model.safetensors",
+    "report.json",
+    "speedup.png",
+    "step_time.png",
+]
+REAL = PushConfig(repo=REPO, license="apache-2.0", dry_run=False)
+hub = pytest.fixture(loopback_hub)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(checkpoint folder, report.json)."""
+    folder = tmp_path_factory.mktemp("measured")
+    return folder / "best", write_measured(folder, write_checkpoint(folder / "best"))
+
+
+@pytest.fixture(scope="module")
+def built(measured: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(measured[0], [measured[1]], tmp_path_factory.mktemp("built") / "hub", REAL)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def refused(hub: HubStandIn, folder: Path, config: PushConfig = REAL) -> str:
+    """The message of an upload that fails; the repository must hold nothing, the token must not be told."""
+    with pytest.raises(UserError) as caught:
+        upload(config, folder, hub.url)
+    assert not any(hub.repos.values()), "something was published"
+    message = str(caught.value)
+    assert "hf_" not in message and "\n" not in message
+    return message
+
+
+def test_a_dry_run_builds_and_tells_but_sends_nothing(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")  # a dry run needs none
+    console = Console(width=120)
+    with console.capture() as capture:
+        result = push(
+            PushConfig(repo=REPO),
+            Sources(measured[0], [measured[1]], {}),
+            tmp_path / "hub",
+            console=console,
+        )
+    shown = capture.get()
+    assert hub.requests == []
+    assert sorted(result.files) == FILES
+    assert result.files["model.safetensors"] == (measured[0] / "model.safetensors").stat().st_size
+    assert result.url == ""
+    for text in (
+        *FILES,
+        REPO,
+        hub.url,
+        "created (private) if it does not exist",
+        "Dry run: nothing was sent",
+    ):
+        assert text in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "hub"
+    ]  # no half-built folder beside it
+
+
+def test_a_push_puts_the_whole_folder_online_in_one_commit(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = push(
+        REAL, Sources(measured[0], [measured[1]], {}), tmp_path / "hub", console=Console(quiet=True)
+    )
+    assert hub.repos[REPO] == contents(tmp_path / "hub")
+    assert hub.repos[REPO]["model.safetensors"] == (measured[0] / "model.safetensors").read_bytes()
+    assert hub.visibility[REPO] == "private"
+    assert result.url.startswith(f"{hub.url}/{REPO}/commit/")
+    assert sum("/commit/" in request for request in hub.requests) == 1
+    assert "/commit/" in hub.requests[-1]
+
+
+def test_pushing_again_sends_no_large_file_twice(hub: HubStandIn, built: Path) -> None:
+    upload(REAL, built, hub.url)
+    before = hub.uploads_started
+    upload(REAL, built, hub.url)
+    assert hub.uploads_started == before > 0
+
+
+@pytest.mark.parametrize("token", ["hf_" + "w" * 34, "not even a token"])
+def test_a_wrong_token(
+    hub: HubStandIn,
+    built: Path,
+    token: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with caplog.at_level(logging.DEBUG):
+        message = refused(hub, built)
+    assert (
+        "does not accept the access token" in message and "Invalid username or password" in message
+    )
+    assert token not in message + caplog.text
+    assert REPO not in hub.repos
+
+
+def test_a_token_that_may_not_write(
+    hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    message = refused(hub, built)
+    assert f"has no write access to '{REPO}'" in message and "don't have the rights" in message
+
+
+def test_no_token(hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert "there is no Hub access token" in refused(hub, built)
+    assert hub.requests == []
+
+
+def test_a_repository_that_must_exist_but_does_not(hub: HubStandIn, built: Path) -> None:
+    message = refused(hub, built, PushConfig(repo=REPO, create=False, dry_run=False))
+    assert f"there is no repository '{REPO}'" in message and "push.create=true" in message
+
+
+def test_an_upload_that_is_cut_off_publishes_nothing_and_can_be_repeated(
+    hub: HubStandIn, built: Path
+) -> None:
+    hub.cut_uploads = True
+    before = contents(built)
+    message = refused(hub, built)
+    assert "the connection" in message and "Push again" in message
+    assert hub.uploads_started > 1  # it was retried before giving up
+    assert not any("/commit/" in request for request in hub.requests)
+    assert contents(built) == before
+    hub.cut_uploads = False
+    upload(REAL, built, hub.url)
+    assert hub.repos[REPO] == before
+
+
+@pytest.mark.parametrize("place", ["/commit/", "/preupload/", "info/lfs", "repos/create"])
+def test_a_hub_that_fails_publishes_nothing(hub: HubStandIn, built: Path, place: str) -> None:
+    hub.failures[place] = 503
+    message = refused(hub, built)
+    assert (
+        "failed with HTTP 503" in message
+        and "the fault is on its side" in message
+        and "Push again" in message
+    )
+    hub.failures.clear()
+    upload(REAL, built, hub.url)
+    assert hub.repos[REPO] == contents(built)
+
+
+def test_someone_else_pushed_meanwhile(hub: HubStandIn, built: Path) -> None:
+    hub.failures["/commit/"] = 412
+    assert "changed by someone else" in refused(hub, built)
+
+
+def test_a_card_that_the_hub_does_not_take(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = PushConfig(repo=REPO, license="nonsense", dry_run=False)
+    folder = build(measured[0], [measured[1]], tmp_path / "hub", config)
+    assert '"license" must be one of the known ones' in refused(hub, folder, config)
+
+
+def test_something_that_is_no_hub(hub: HubStandIn, built: Path) -> None:
+    hub.no_json = True
+    assert "does not answer like a Hub" in refused(hub, built)
+
+
+def test_nobody_listens(hub: HubStandIn, built: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"the connection to {address} broke"):
+        upload(REAL, built, address)
+
+
+def test_offline_mode_is_named(
+    hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    assert "offline mode" in refused(hub, built)
+
+
+def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built: Path) -> None:
+    """A fresh process, as the command line is one: HF_ENDPOINT and HF_TOKEN, nothing else."""
+    code = (
+        "import os, sys; from pathlib import Path; from inference.export.hub.config import PushConfig; "
+        "from inference.export.hub.push import upload; "
+        "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2]), os.environ['HF_ENDPOINT']))"
+    )
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, REPO, str(built)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert hub.repos[REPO] == contents(built)
+    assert GOOD_TOKEN not in done.stdout + done.stderr
+
+
+# ---- what is not even built --------------------------------------------------------------------------------
+
+
+def test_a_drafter_without_a_measured_report_is_refused(
+    measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="has no measured report"):
+        build(measured[0], [], tmp_path / "hub", REAL)
+    with pytest.raises(UserError, match=r"holds no report\.json"):
+        build(measured[0], [tmp_path], tmp_path / "hub", REAL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "retrained", seed=1)
+    with pytest.raises(
+        UserError, match=r"did not measure this drafter.*it measured: eagle3, ngram"
+    ):
+        build(tmp_path / "retrained", [measured[1]], tmp_path / "hub", REAL)
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_report_with_another_target_is_refused(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    report = write_measured(tmp_path, digest, target={"id": "someone/other", "revision": "fff"})
+    with pytest.raises(
+        UserError,
+        match=r"measured with target 'someone/other' \(revision fff\), but the drafter belongs",
+    ):
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
+
+
+def test_weights_that_changed_after_building_are_refused(
+    hub: HubStandIn, built: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name, content in contents(built).items():
+        (folder / name).write_bytes(content)
+    write_checkpoint(folder, seed=1)
+    assert "did not measure this drafter" in refused(hub, folder)
+    (folder / "report.json").unlink()
+    assert "lacks a measured report" in refused(hub, folder)
+    assert hub.requests == []
+
+
+def test_a_drafter_that_changed_the_text_is_refused_unless_labelled(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    report = write_measured(tmp_path, digest, {"lossless": {"identical": 61, "mismatches": 3}})
+    with pytest.raises(UserError, match="3 measured sequences differ"):
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
+    labelled = PushConfig(repo=REPO, allow_mismatches=True)
+    folder = build(tmp_path / "best", [report], tmp_path / "hub", labelled)
+    assert "**Not lossless.** 3 measured sequences differ" in (folder / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_a_kind_without_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "kind": "ngram"}), encoding="utf-8")
+    with pytest.raises(UserError, match="kind 'ngram' has no weights"):
+        build(tmp_path, [measured[1]], tmp_path / "hub", REAL)
+
+
+def test_a_token_in_the_recorded_command_does_not_leave(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    report = write_measured(tmp_path, digest, command=f"HF_TOKEN={GOOD_TOKEN} headstart measure")
+    with pytest.raises(UserError, match="looks like a Hub access token") as caught:
+        build(tmp_path / "best", [report], tmp_path / "hub", REAL)
+    assert GOOD_TOKEN not in str(caught.value)
+    assert not (tmp_path / "hub").exists()
+
+
+def test_several_reports_go_along(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    reports = [
+        write_measured(tmp_path / "greedy", digest),
+        write_measured(tmp_path / "sampled", digest, settings={"temperature": 1.0}),
+    ]
+    folder = build(tmp_path / "best", reports, tmp_path / "hub", REAL)
+    assert read_report(folder / "report_2.json").settings.temperature == 1.0
+    assert read_report(folder) == read_report(reports[0])
+    assert len(check_folder(folder)) == len(FILES) + 1
+
+
+def test_building_again_replaces_only_what_was_built(
+    measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "hub"
+    build(measured[0], [measured[1]], out, REAL)
+    build(measured[0], [measured[1]], out, PushConfig(repo="someone/renamed"))
+    assert "# renamed" in (out / "README.md").read_text(encoding="utf-8")
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter1.md").write_text("years of work", encoding="utf-8")
+    with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
+        build(measured[0], [measured[1]], mine, REAL)
+    (out / "chapter2.md").write_text("more of it", encoding="utf-8")
+    with pytest.raises(UserError, match=r"holds files that stage 'push' did not write: chapter2\.md"):
+        build(measured[0], [measured[1]], out, REAL)
+    assert (out / "chapter2.md").read_text(encoding="utf-8") == "more of it"
+    assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
+
+
+def test_repository_names_are_checked(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"push\.repo must look like 'user/name'; given: 'just-a-name'"
+    ):
+        PushConfig(repo="just-a-name")
+    with pytest.raises(UserError, match=r"push\.repo is not set"):
+        push(PushConfig(), Sources(measured[0], [measured[1]], {}), tmp_path / "hub")
+
+
+# ---- engines' folders, collections ---------------------------------------------------------------------------
+
+
+def test_an_engines_folder_goes_along_and_the_card_says_how_to_serve_it(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    digest = file_sha256(measured[0] / "model.safetensors")
+    engines = {name: write_export(tmp_path / name, digest, name) for name in ("vllm", "sglang")}
+    push(
+        REAL,
+        Sources(measured[0], [measured[1]], engines),
+        tmp_path / "hub",
+        console=Console(quiet=True),
+    )
+    pushed = hub.repos[REPO]
+    assert pushed["vllm/model.safetensors"] == (engines["vllm"] / "model.safetensors").read_bytes()
+    listed = {entry["file"] for entry in json.loads(pushed["manifest.json"])["files"]}
+    assert listed == set(pushed) - {"manifest.json"}
+    card = pushed["README.md"].decode()
+    for engine, start in (
+        ("vllm", "vllm serve someone/target-1b "),
+        ("sglang", "python -m sglang.launch_server "),
+    ):
+        fetch, line = card.split(f"\n{engine}:\n\n```bash\n")[1].splitlines()[:2]
+        assert fetch == f"hf download {REPO} --include '{engine}/*' --local-dir ."
+        assert line.startswith(start) and f'"{engine}"' in line.replace(
+            f"path {engine} ", f'"{engine}"'
+        )
+        assert str(tmp_path) not in pushed[f"{engine}/headstart_export.json"].decode(), (
+            "paths of this machine stay here"
+        )
+
+
+def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    stale = write_export(tmp_path / "vllm", "0" * 64)
+    with pytest.raises(UserError, match=r"was exported from other weights \(000000000000\.\.\.\)"):
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
+    (stale / "headstart_export.json").unlink()
+    with pytest.raises(UserError, match="is no folder of `headstart export`"):
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": stale})
+    assert not (tmp_path / "hub").exists()
+
+
+def test_heads_of_one_target_meet_in_one_collection(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    sources = Sources(measured[0], [measured[1]], {})
+    for name in ("someone/a", "someone/b", "someone/a"):
+        config = PushConfig(repo=name, collection="Drafters for target-1b", dry_run=False)
+        push(config, sources, tmp_path / "hub", console=Console(quiet=True))
+    (only,) = hub.collections.values()
+    assert only["items"] == ["someone/a", "someone/b"] and only["private"]
+
+
+def test_a_collection_that_fails_leaves_the_push(
+    hub: HubStandIn, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    hub.failures["/api/collections"] = 503
+    config = PushConfig(repo=REPO, collection="Drafters", dry_run=False)
+    with pytest.raises(UserError, match="is pushed and stays; only the collection lacks it"):
+        push(
+            config,
+            Sources(measured[0], [measured[1]], {}),
+            tmp_path / "hub",
+            console=Console(quiet=True),
+        )
+    assert hub.repos[REPO] == contents(tmp_path / "hub")
+
+
+@pytest.mark.parametrize(
+    ("place", "status"),
+    [*(("/commit/", status) for status in (401, 403, 409, 429, 500, 502)),
+     *((place, status) for place in ("repos/create", "/preupload/", "info/lfs") for status in (409, 429))],
+)  # fmt: skip
+def test_whatever_breaks_the_repository_is_untouched_and_one_line_says_why(
+    hub: HubStandIn, built: Path, place: str, status: int
+) -> None:
+    hub.failures[place] = status
+    assert len(refused(hub, built)) < 500
+    hub.failures.clear()
+    upload(REAL, built, hub.url)
+    assert hub.repos[REPO] == contents(built)

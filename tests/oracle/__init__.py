@@ -1,0 +1,1 @@
+"""Slow, plain references that fast code is compared with."""

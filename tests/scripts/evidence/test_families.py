@@ -1,0 +1,60 @@
+"""The families' table: it shows what the reports say, names the best learning rate, and says what is missing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.manifest import write_manifest
+from inference.report.model import write_report
+from scripts.evidence import families
+from tests.inference.example_report import REPORT
+
+
+def run_folder(at: Path) -> Path:
+    """Four measurements of two drafters, and the trainings of one."""
+    for number, (folder, _) in enumerate(families.MEASURES.values()):
+        report: dict[str, Any] = copy.deepcopy(REPORT)
+        first = report["drafters"][0]
+        second = copy.deepcopy(first)
+        first["draft"]["name"], second["draft"]["name"] = "slow", "good"
+        second |= {"tau": 2.8 + 0.01 * number, "tau_ci95": [2.7, 2.95]}
+        report["drafters"] = [first, second]
+        (at / folder).mkdir(parents=True)
+        write_report(report, at / folder / "report.json")
+    for rate, tau in (("0.001", 1.5), ("0.01", 2.5), ("0.1", 2.0)):
+        (at / "train" / f"good@{rate}").mkdir(parents=True)
+        done = {"steps": 7, "tokens": 1000, "seconds": 2.0, "best": {"tau": tau, "step": 7}}
+        write_manifest(at / "train" / f"good@{rate}", "train", done)
+    (at / "train" / "good@9").mkdir()  # interrupted
+    return at
+
+
+def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "REPORTS", tmp_path / "reports")
+    (tmp_path / "reports").mkdir()
+    speeds = {"rows": [{"name": "good", "tokens_per_second": 1234.5}]}
+    (tmp_path / "reports" / "throughput.json").write_text(json.dumps(speeds))
+    assert families.main([str(run_folder(tmp_path / "run"))]) == 0
+    content = json.loads((tmp_path / "reports" / "families.json").read_text())
+    good = next(row for row in content["rows"] if row["name"] == "good")
+    assert [training["rate"] for training in good["trainings"]] == [0.01, 0.1, 0.001]
+    text = (tmp_path / "reports" / "families.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith(("| good", "| slow"))]
+    assert lines[0].startswith("| good | 1.20 M | 7 | 1,234 | 2.80 [2.70, 2.95] | 2.81 [2.70, 2.95]")
+    assert lines[1].startswith("| slow | 1.20 M | - | - | 2.75 [2.60, 2.90]")
+    assert "0.75 | 0.69 | 1.80 [1.70, 1.90] | 82% | 256/256 |" in lines[0]
+    assert "| good | 0.001: 1.50, 0.01: 2.50, 0.1: 2.00 |" in text
+    assert (tmp_path / "reports" / "families.png").stat().st_size > 10_000
+
+
+def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    (run / "sampled" / "report.json").unlink()
+    with pytest.raises(UserError, match=r"sampled/report\.json' \(chain, T=1\) is missing"):
+        families.collect(run)

@@ -1,0 +1,40 @@
+"""The held-out check: its page reports what does not hold, and its rows are those of the families."""
+
+from __future__ import annotations
+
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.evidence import held_out
+
+
+def test_the_page_says_what_does_not_hold() -> None:
+    entry = {
+        "tau": 1.5,
+        "tau_ci95": [1.4, 1.6],
+        "tar": 0.3,
+        "acceptance": {"unconditional": [0.4, 0.1]},
+        "parameters": 1e6,
+    }
+    content = {
+        "command": "c", "target": {"parameters": 3e6}, "rows": {"medusa": entry, "eagle": {**entry, "tau": 1.7}},
+        "order": [{"above": "eagle", "below": "medusa", "holds": True, "difference": 0.2},
+                  {"above": "eagle3", "below": "eagle", "holds": False, "difference": -0.1}],
+        "against_speculators": [{"kind": "eagle3", "ours": 1.6, "speculators": 1.8, "holds": False}],
+    }  # fmt: skip
+    page = "\n".join(held_out.markdown(content))
+    assert page.index("| eagle |") < page.index("| medusa |")
+    assert "| eagle above medusa | +0.20 | yes |" in page
+    assert "| eagle3 above eagle | -0.10 | no |" in page
+    assert "| eagle3 at least speculators | -0.20 | no |" in page
+
+
+def test_rows_are_those_of_the_families() -> None:
+    sweep = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep
+    for name, row in held_out.ROWS.items():
+        recipe = sweep[name]
+        assert row.rate in recipe.rates, name
+        same = [
+            value for value in row.overrides if "from_target_layer" not in value
+        ]  # the last layer has another number here
+        assert same == [value for value in recipe.overrides if "from_target_layer" not in value], name
+    assert {name for pair in held_out.ORDER for name in pair} <= set(held_out.ROWS)

@@ -1,0 +1,69 @@
+"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables from the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from heads.api.errors import UserError
+from scripts.cli import split_flags
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.evidence import scale, throughput
+from scripts.evidence.common import read_json
+from train.tracking.clock import PARTS
+
+
+def line(step: int, tokens: int, seconds: float, mfu: float, **parts: float) -> dict[str, Any]:
+    cost = {**dict.fromkeys(PARTS, 0.0), **parts, "mfu": mfu, "peak_memory": 5}
+    return {"step": step, "loss": 1.0, "tokens": tokens, "seconds": seconds, "cost": cost}
+
+
+def test_figures_are_ratios_of_sums_behind_the_warm_up() -> None:
+    lines = [
+        line(1, 100, 9.0, 0.01, drafter=9.0),
+        line(2, 200, 9.0, 0.01, drafter=9.0),
+        line(3, 300, 1.0, 0.5, drafter=0.75, target=0.25),
+        line(4, 500, 3.0, 0.1, drafter=2.0, data=1.0),
+    ]
+    summary = dict.fromkeys(("kind", "peak", "peak_memory_bytes", "padding", "device", "engine"), 7)
+    found = throughput.steady(lines, summary)
+    assert found["tokens_per_second"] == 300 / 4
+    assert found["step_seconds"] == 2.0
+    assert found["shares"]["drafter"] == 2.75 / 4
+    assert found["loader_wait_seconds"] == 1.0
+    assert found["mfu"] == pytest.approx((0.5 * 1 + 0.1 * 3) / 4)
+
+
+def test_every_row_of_the_families_is_measured_and_composes() -> None:
+    rows = throughput.recipes()
+    assert {"medusa", "eagle3", "dspark", "distilled", "peagle"} <= set(rows)
+    for overrides in rows.values():
+        load_settings(STAGES["train"], [throughput.EXPERIMENT, *overrides])
+
+
+def test_the_plans_compose() -> None:
+    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"])
+    for changes in scale.HEADS.values():
+        plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
+        assert (plan.gpu, plan.count) == ("h100", 8)
+
+
+def test_a_disturbed_probe_of_the_peak_is_left_out_and_named() -> None:
+    rows = [{"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
+            for number, (name, peak) in enumerate((("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1)]  # fmt: skip
+    kept, spoilt = scale.split_probes(rows)
+    assert [row["name"] for row in kept] == ["a", "b", "c"]
+    assert [row["name"] for row in spoilt] == ["spoilt"]
+    said = scale.left_out({"left_out": {"spoilt": 0.27}, "median_peak_tflops": 0.41})
+    assert "spoilt (0.27 TFLOP/s)" in said and "below 70% of the middle one (0.41)" in said
+    assert scale.left_out({"left_out": {}}) == ""
+
+
+def test_the_page_has_the_tables_of_the_report() -> None:
+    text = scale.PAGE.read_text(encoding="utf-8")
+    assert scale.TABLES.put(text, scale.tables(read_json(scale.REPORT))) == text
+    assert scale.main(["--check"]) == 0
+    with pytest.raises(UserError, match="once each"):
+        scale.TABLES.put(text.replace(scale.TABLES.begin, ""), "")
