@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from inference.measure.parity import check_parity
-from train.engine import EngineConfig
 
 import heads
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
@@ -26,6 +24,7 @@ from inference.export.engine_folder import prepare
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.measure.baselines import is_llama
+from inference.parity import check_parity
 from scripts.config.help import stage_help
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
@@ -33,6 +32,7 @@ from tests.inference.export.ground import load_target, save_target, target_confi
 from tests.models import random_target
 from tests.oracle.compare import forward_gap
 from train.data.loader import PackedBatch
+from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
 from train.on_policy import require_possible
 
