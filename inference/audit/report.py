@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inference.report import TABLE_WIDTH, lossless_text
+from inference.report.markdown import TABLE_WIDTH
+from inference.report.model import LosslessCounts
 
 PAGE_FILE = "audit.md"
 MOST_FAILURES = 12
@@ -50,7 +51,7 @@ def drafter_rows(content: Content) -> Lines:
             precision,
             drafter,
             str(len(part)),
-            lossless_text(_sums(part)),
+            _sums(part).describe(),
             f"{_rate(part):.2f}",
             _per_pass(part),
         ]
@@ -62,7 +63,7 @@ def setting_rows(content: Content) -> Lines:
     """A line per setting of the processors check."""
     rows = [row for row in content["comparisons"] if row["check"] == "processors"]
     return [
-        [case, str(len(part)), lossless_text(_sums(part)), _changed(part), _per_pass(part)]
+        [case, str(len(part)), _sums(part).describe(), _changed(part), _per_pass(part)]
         for (case,), part in _grouped(rows, lambda row: (row["case"],))
     ]
 
@@ -115,7 +116,7 @@ def failures(content: Content) -> list[str]:
         what = f"{row['check']} {row['case']}".strip()
         line = (
             f"{row['precision']}, {what}, {row['drafter']}, {row['shape']}, {row['batch_size']} rows, "
-            f"temperature {row['temperature']:g}: {lossless_text(row)}"
+            f"temperature {row['temperature']:g}: {_sums([row]).describe()}"
         )
         if row["divergences"]:
             first = row["divergences"][0]
@@ -211,9 +212,9 @@ def _grouped(
     return list(found.items())
 
 
-def _sums(rows: Rows) -> dict[str, int]:
-    names = ("sequences", "identical", "near_ties", "mismatches")
-    return {name: sum(row[name] for row in rows) for name in names}
+def _sums(rows: Rows) -> LosslessCounts:
+    names = LosslessCounts.model_fields
+    return LosslessCounts(**{name: sum(row[name] for row in rows) for name in names})
 
 
 def _rate(rows: Rows) -> float:

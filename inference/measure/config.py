@@ -23,6 +23,7 @@ from inference.measure.breakdown.config import LostConfig
 from inference.measure.datasets import DatasetConfig
 from inference.measure.profile import ProfileConfig
 from inference.measure.prompts import Prompt, select_prompts
+from inference.report.model import ReportSettings
 
 BASELINE = "baseline"
 OWN_NOISE = " (own noise)"
@@ -74,28 +75,16 @@ class BenchConfig:
 
 
 
-@dataclass(frozen=True)
-class ReportSettings:
-    """The block `settings` of report.json. It is made of the settings that decoded, never written by hand."""
+def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
+    """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by name.
 
-    temperature: float
-    max_new_tokens: int
-    batch_size: int
-    rule: str
-    seed: int
-    prompts: int
-
-    @classmethod
-    def of(cls, decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
-        """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by its name.
-
-        Raises `UserError` where two arms differ in what one report must have in common.
-        """
-        require_same_task(decodes)
-        names = [item.name for item in fields(cls) if item.name != "prompts"]
-        values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
-        assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
-        return cls(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
+    Raises `UserError` where two arms differ in what one report must have in common.
+    """
+    require_same_task(decodes)
+    names = [name for name in ReportSettings.model_fields if name != "prompts"]
+    values = {name: {getattr(decode, name) for decode in decodes.values()} for name in names}
+    assert all(len(found) == 1 for found in values.values()), f"arms of one report differ: {values}"
+    return ReportSettings(**{name: found.pop() for name, found in values.items()}, prompts=prompts)
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:

@@ -284,16 +284,6 @@ def ideal_speedup(arm: Totals, baseline: Totals) -> float:
     return divide(divide(arm.committed.sum(), arm.passes.sum()), 1.0 + divide(draft, step))
 
 
-def efficiency(entry: Mapping[str, Any]) -> float:
-    """Speedup / ideal speedup of one entry of a report's `drafters`."""
-    return divide(entry["speedup"], entry["ideal_speedup"])
-
-
-def baseline_step_ms(report: Mapping[str, Any]) -> float:
-    """Milliseconds per pass of plain decoding (one token each), from a report's `baseline`."""
-    return 1000.0 * divide(report["baseline"]["seconds"], report["baseline"]["tokens"])
-
-
 def step_ms(totals: Totals) -> dict[str, float]:
     """Milliseconds per verify pass, by phase; the gap between steps only where it was measured."""
     phases = (*PHASES, GAP) if totals.seconds[GAP].any() else PHASES

@@ -20,6 +20,7 @@ from inference.measure.metrics import Outcome, Totals, divide
 from inference.measure.profile import profile
 from inference.measure.roofline import roofline
 from inference.measure.vllm_process import ServedMode, measure_vllm
+from inference.report.model import Baseline, DrafterResult
 from inference.target.model import TargetModel
 
 TEXT_TOKENS = 1 << 16
@@ -42,12 +43,13 @@ def device_blocks(
     arms: Sequence[Arm],
     requests: Mapping[str, Request],
     lengths: Mapping[str, float],
-    results: Mapping[str, Any],
+    baseline: Baseline,
+    drafters: Sequence[DrafterResult],
 ) -> dict[str, Any]:
     """The blocks `profile`, `costs` and `roofline`, as far as they are asked for.
 
-    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm. results:
-    `baseline`, `drafters`.
+    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm. baseline,
+    drafters: the report's blocks of these names.
     """
     blocks: dict[str, Any] = {}
     text = [token for request in requests.values() for token in request.tokens][:TEXT_TOKENS]
@@ -58,7 +60,7 @@ def device_blocks(
     if config.costs.nodes:
         blocks["costs"] = measure_costs(config.costs, target, arms, text, config.seed).to_dict()
     if config.roofline:
-        blocks["roofline"] = roofline(target, arms, results, text, lengths)
+        blocks["roofline"] = roofline(target, arms, baseline, drafters, text, lengths)
     return blocks
 
 

@@ -25,7 +25,7 @@ from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
 from inference.decoding.requests import Completion
 from inference.measure.answers import FINAL_FILE
-from inference.report_schema import arm_name, read_report
+from inference.report.model import read_report
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,8 @@ def _conditions(records: Path, arm: str) -> str:
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)
-    draft = next(entry["draft"] for entry in report["drafters"] if arm_name(entry) == arm)
-    temperature = report["settings"]["temperature"]
-    return f" of {report['target']['id']}, {draft['shape']} {draft['depth']}, temperature {temperature:g}"
+    draft, temperature = report.drafter(arm).draft, report.settings.temperature
+    return f" of {report.target.id}, {draft.shape} {draft.depth}, temperature {temperature:g}"
 
 
 @dataclass

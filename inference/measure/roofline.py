@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from inference.decoding.arm import Arm
 from inference.decoding.costs import Bench, interleaved
-from inference.measure.metrics import GAP, PHASES, baseline_step_ms, divide, efficiency
-from inference.report_schema import arm_name
+from inference.measure.metrics import divide
+from inference.report.model import Baseline, DrafterResult
 from inference.target.model import TargetModel
 
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -172,34 +172,34 @@ class WeightReads(TorchDispatchMode):
 def roofline(
     target: TargetModel,
     arms: Sequence[Arm],
-    report: Mapping[str, Any],
+    baseline: Baseline,
+    drafters: Sequence[DrafterResult],
     text: Sequence[int],
     lengths: Mapping[str, float],
     bandwidth: Bandwidth | None = None,
 ) -> dict[str, Any]:
     """The `roofline` block of report.json.
 
-    report: its `baseline` and `drafters`. text: token ids of real text. lengths: "baseline" and every arm ->
+    baseline, drafters: the report's blocks of these names. text: token ids of real text. lengths: "baseline" and every arm ->
     mean cached tokens of its steps. bandwidth: probed before; None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)
-    plain_ms, plain_bytes = baseline_step_ms(report), size.step(1, lengths["baseline"])
+    plain_ms, plain_bytes = baseline.step_ms, size.step(1, lengths["baseline"])
     by_name = {arm.name: arm for arm in arms}
     entries = {}
-    for entry in report["drafters"]:
-        name = arm_name(entry)
+    for drafter in drafters:
+        name, times = drafter.name, dict(drafter.step_ms.items())
         own = drafter_bytes(target, by_name[name], text)
-        moved = size.step(entry["draft"]["nodes"], lengths[name]) + own
-        step_ms = sum(entry["step_ms"].values())
-        phases = [phase for phase in (*PHASES, GAP) if phase in entry["step_ms"]]
+        moved = size.step(drafter.draft.nodes, lengths[name]) + own
+        step_ms = sum(times.values())
         entries[name] = {
             "bytes_per_step": moved,
             "drafter_bytes": own,
             "step_ms": step_ms,
             "share": share_of(moved, step_ms, bandwidth),
-            "efficiency": efficiency(entry),
-            "split": {phase: divide(entry["step_ms"][phase], step_ms) for phase in phases},
+            "efficiency": drafter.efficiency,
+            "split": {phase: divide(ms, step_ms) for phase, ms in times.items()},
         }
     return {
         "bandwidth": {**asdict(bandwidth), "used_bytes_per_second": bandwidth.used},

@@ -50,9 +50,9 @@ from inference.measure.breakdown.transcripts import discard_transcripts
 from inference.measure.config import (
     BASELINE,
     BenchConfig,
-    ReportSettings,
     check_arms,
     process_facts,
+    report_settings,
     split_prompts,
 )
 from inference.measure.datasets import Loaded, prompt_facts
@@ -60,14 +60,21 @@ from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.optional_blocks import Loop, baseline_block, device_blocks, mean_length, served_loops
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.verifications import write_records
-from inference.report_schema import FORMAT, write_report
+from inference.report.model import (
+    FORMAT,
+    REPORT_FILE,
+    Baseline,
+    DrafterResult,
+    Report,
+    parse_report,
+    write_report,
+)
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
 
 __all__ = ["Arm", "BenchConfig", "measure", "quick_tau"]
 
-REPORT_FILE = "report.json"
 NOISE = {Stream.TARGET: "shared", Stream.DRAFT: "own", None: "none"}
 """A draft's `noise` by the stream that the rule draws drafts with: the target's, one of their own, or no noise."""
 
@@ -98,7 +105,7 @@ def measure(
     console: Console | None = None,
     revision: str = "",
     recording: RecordsConfig | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its content.
 
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the commit of
@@ -115,17 +122,19 @@ def measure(
             stack.enter_context(packed_linears(arm.drafter))
         session.warm_up()
         session.run(records, console)
-    results = session.results(records)
+    baseline, drafters = session.results(records)
     conditions = session.conditions(records)
     conditions["prompts"] = prompt_facts(Loaded([*prompts], config.prompts, revision), session.prompts)
-    report = {
+    content = {
         "format": FORMAT,
         **session.facts(),
-        **results,
-        **session.extras(records, results),
+        "baseline": baseline,
+        "drafters": drafters,
+        **session.extras(records, baseline, drafters),
         **(provenance if provenance is not None else process_facts()),
         "run": conditions,
     }
+    report = parse_report(content, "the new report")
     if recording is not None and recording.enabled:
         measured = {arm.name: records.of(arm.name) for arm in session.arms}
         write_records(recording, target, session.arms, session.requests, session.prompts, measured, out)
@@ -281,7 +290,7 @@ class _Session:
                 "parameters": info.parameters,
             },
             "device": device_facts(self.target.device),
-            "settings": asdict(ReportSettings.of(decodes, len(self.requests))),
+            "settings": report_settings(decodes, len(self.requests)).to_dict(),
         }
 
     def totals(self, records: AnswerLog, name: str) -> Totals:
@@ -296,8 +305,8 @@ class _Session:
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
 
-    def results(self, records: AnswerLog) -> dict[str, Any]:
-        """The `baseline` and `drafters` blocks. Raises `WeakBaselineError` instead of reporting the
+    def results(self, records: AnswerLog) -> tuple[Baseline, list[DrafterResult]]:
+        """The blocks `baseline` and `drafters`. Raises `WeakBaselineError` instead of reporting the
         impossible.
         """
         baseline, seed = self.totals(records, BASELINE), self.config.seed
@@ -306,21 +315,24 @@ class _Session:
             totals = self.totals(records, arm.name)
             metrics.require_speedup_within_tau(arm.name, totals, baseline, seed)
             self.audits[arm.name] = self.audit(records, arm)
-            drafters.append(
-                {
-                    **self.describe(arm),
-                    **metrics.summarise(totals, baseline, seed),
-                    "memory_bytes": self.memory[arm.name],
-                    "lossless": self.audits[arm.name].counts(),
-                }
-            )
-        return {"baseline": metrics.baseline_numbers(baseline), "drafters": drafters}
+            entry = {
+                **self.describe(arm),
+                **metrics.summarise(totals, baseline, seed),
+                "memory_bytes": self.memory[arm.name],
+                "lossless": self.audits[arm.name].counts(),
+            }
+            drafters.append(DrafterResult.model_validate(entry))
+        return Baseline.model_validate(metrics.baseline_numbers(baseline)), drafters
 
-    def extras(self, records: AnswerLog, results: Mapping[str, Any]) -> dict[str, Any]:
+    def extras(
+        self, records: AnswerLog, baseline: Baseline, drafters: Sequence[DrafterResult]
+    ) -> dict[str, Any]:
         """The optional blocks that `bench` asks for, measured now that the arms are done."""
         requests = {prompt.id: request for prompt, request in zip(self.prompts, self.requests, strict=True)}
         lengths = {name: mean_length(requests, records.of(name)) for name in self.engines}
-        blocks = device_blocks(self.config, self.target, self.arms, requests, lengths, results)
+        blocks = device_blocks(
+            self.config, self.target, self.arms, requests, lengths, baseline, drafters
+        )
         served = served_loops(self.config, self.target, self.arms, requests, self.warmup)
         if self.peers or served:
             ours = {name: Loop(self.totals(records, name), records.of(name)) for name in self.names}

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from heads.api.errors import UserError
-from inference.decoding.rules.names import TEXT, promise
+from inference.decoding.rules.names import TEXT
 from inference.manifest import write_json
 from inference.measure.answers import FINAL_FILE, read_records
-from inference.report_schema import arm_name, read_report
+from inference.report.model import read_report
 from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 
 FORMAT = 1
@@ -215,38 +215,45 @@ def require_reference(path: Path) -> None:
 def from_report(path: Path, weights_sha256: str) -> Reference:
     """The reference in a measurement's folder: its records, where they lie beside report.json, else the report's figures."""
     report = read_report(path)
-    entries = [entry for entry in report["drafters"] if entry["draft"].get("weights_sha256") == weights_sha256]
-    if not entries:
+    found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
+    if not found:
         raise UserError(
-            f"'{path}' did not measure this drafter: it measured {', '.join(map(arm_name, report['drafters']))}. Give this "
+            f"'{path}' did not measure this drafter: it measured "
+            f"{', '.join(one.name for one in report.drafters)}. Give this "
             "drafter's report as watch.reference, or make a reference with watch.learn=true."
         )
-    entry, settings = entries[0], report["settings"]
-    if promise(settings["rule"], settings["temperature"]) != TEXT:
+    drafter, settings = found[0], report.settings
+    if settings.promise != TEXT:
         raise UserError(
-            f"'{path}' was measured with rule '{settings['rule']}', which accepts other drafts than rule match. Measure with "
+            f"'{path}' was measured with rule '{settings.rule}', which accepts other drafts than rule match. Measure with "
             "decode.rule=match, or make a reference with watch.learn=true."
         )
-    about = {"kind": entry["kind"], "weights_sha256": weights_sha256}
-    draft = {key: entry["draft"][key] for key in ("shape", "depth", "choices") if key in entry["draft"]}
-    if draft["shape"] == "dynamic":
-        draft["nodes"] = entry["draft"]["nodes"]
-    common = (report["target"], about, draft, float(settings["temperature"]), int(settings["max_new_tokens"]))
-    depth = int(entry["draft"]["depth"])
+    about = {"kind": drafter.kind, "weights_sha256": weights_sha256}
+    keys = ("shape", "depth", "choices", *(("nodes",) if drafter.draft.shape == "dynamic" else ()))
+    draft = drafter.draft.model_dump(include=set(keys), exclude_unset=True)
+    depth = drafter.draft.depth
+    common = (
+        report.target.to_dict(),
+        about,
+        draft,
+        settings.temperature,
+        settings.max_new_tokens,
+    )
     records = path.parent / FINAL_FILE
     if records.is_file():
-        domains = report.get("run", {}).get("prompts", {}).get("domains", {})
-        found = Reference(*common, {}, depth, str(records))
-        found.tallies.update(tallies_of(records, arm_name(entry), depth, found.most, domains))
-        if found.tallies:
-            return found
-    cut = sum(entry["acceptance"]["unconditional"]) - (entry["tau"] - 1.0)  # passes whose bonus the end of text cut off
+        domains = report.run.prompts.get("domains", {})
+        made = Reference(*common, {}, depth, str(records))
+        made.tallies.update(tallies_of(records, drafter.name, depth, made.most, domains))
+        if made.tallies:
+            return made
+    # passes whose bonus the end of text cut off
+    cut = sum(drafter.acceptance.unconditional) - (drafter.tau - 1.0)
     figures = {
-        name: (values["tau"] - 1.0 + cut, (values["tau_ci95"][1] - values["tau_ci95"][0]) / (2 * 1.96))
-        for name, values in entry["domains"].items()
+        name: (cell.tau - 1.0 + cut, (cell.tau_ci95[1] - cell.tau_ci95[0]) / (2 * 1.96))
+        for name, cell in drafter.domains.items()
     }
     figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
-    return Reference(*common, {}, depth, str(path), figures=figures, passes=int(entry["verify_passes"]))
+    return Reference(*common, {}, depth, str(path), figures=figures, passes=drafter.verify_passes)
 
 
 def tallies_of(

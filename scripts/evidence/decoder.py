@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from scripts.evidence.common import DOCS, REPORTS, cell, read_json
 from scripts.tools.common import Section, make_parser, run
 

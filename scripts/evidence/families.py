@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
-from inference import plots
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.measure.metrics import efficiency
-from inference.report import facts
-from inference.report_blocks import markdown_table
-from inference.report_schema import arm_name, read_report
+from inference.report import plots
+from inference.report.markdown import list_conditions, markdown_table
+from inference.report.model import DeviceFacts, ReportSettings, TargetFacts, read_report
 from scripts.evidence.common import REPORTS, cell, read_json, write_page
 from scripts.run.drafters import SWEPT
 from scripts.tools.common import ROOT, make_parser, run
@@ -80,7 +78,7 @@ def collect(folder: Path) -> dict[str, Any]:
             )
         reports[column] = read_report(path)
     entries = {
-        column: {arm_name(entry): entry for entry in found["drafters"]}
+        column: {one.name: one.to_dict() | {"efficiency": one.efficiency} for one in found.drafters}
         for column, found in reports.items()
     }
     throughput = read_json(REPORTS / "throughput.json").get("rows", [])
@@ -89,11 +87,11 @@ def collect(folder: Path) -> dict[str, Any]:
     return {
         "format": 1,
         "command": COMMAND,
-        "target": chain["target"],
-        "device": chain["device"],
-        "settings": {column: found["settings"] for column, found in reports.items()},
-        "baseline": {column: found["baseline"] for column, found in reports.items()},
-        "git": chain.get("git", {}),
+        "target": chain.target.to_dict(),
+        "device": chain.device.to_dict(),
+        "settings": {column: found.settings.to_dict() for column, found in reports.items()},
+        "baseline": {column: found.baseline.to_dict() for column, found in reports.items()},
+        "git": chain.git or {},
         "rows": [
             make_row(name, entries, trainings(folder, name))
             | {"training_tokens_per_second": speeds.get(name)}
@@ -130,7 +128,7 @@ def make_row(
         }
         measured[column] = {key: entry[key] for key in COUNTED} | {"domains": domains}
     first = entries["chain"][name]
-    measured["chain"] |= {key: first[key] for key in SECONDS} | {"efficiency": efficiency(first)}
+    measured["chain"] |= {key: first[key] for key in (*SECONDS, "efficiency")}
     return {
         "name": name,
         "kind": first["kind"],
@@ -154,13 +152,18 @@ def markdown(content: Mapping[str, Any]) -> list[str]:
         taus = ", ".join(f"{found['rate']:g}: {found['validation_tau']:.2f}" for found in ordered)
         if taus:
             tried.append([row["name"], taus])
-    chain = {name: content[name]["chain"] for name in ("settings", "baseline")}
+    conditions = list_conditions(
+        TargetFacts(**content["target"]),
+        DeviceFacts(**content["device"]),
+        ReportSettings(**content["settings"]["chain"]),
+        content["command"],
+    )
     return [
         "# Every family on the same data",
         "",
         f"Written by `{content['command']}` from [families.json](families.json). {ABOUT}",
         "",
-        *facts({**content, **chain}),
+        *conditions,
         "",
         *markdown_table(header, [table_row(row) for row in rows]),
         "",

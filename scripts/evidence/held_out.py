@@ -2,7 +2,7 @@
 
     python -m scripts.evidence.held_out [--speculators <python that has speculators>]
 
-Makes a small Qwen3 from C++ headers (scripts/held_out_target), lets it answer prompts, trains drafters
+Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters
 with the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
 target, and measures them on prompts of files that neither target nor drafters saw. With `--speculators`
 that library trains EAGLE-3, DFlash and DSpark on the same answers for as many passes; its checkpoints
@@ -27,12 +27,11 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.measure.prompts import load_prompts, to_requests
 from inference.measure.run import quick_tau
-from inference.report_blocks import markdown_table
-from inference.report_schema import arm_name, read_report
+from inference.report.markdown import markdown_table
+from inference.report.model import read_report
+from scripts.assets import cpp_headers, held_out_target
 from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page
 from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
-from scripts.held_out_target import corpus, making
-from scripts.held_out_target.model import HeldOutShape
 from scripts.tools.common import ROOT, add_options, make_parser, run
 
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
@@ -47,7 +46,8 @@ class Row:
     overrides: tuple[str, ...] = ()
 
 
-LAST_LAYER = f"head.from_target_layer={HeldOutShape().layers - 1}"
+LAYERS = held_out_target.CONFIG["num_hidden_layers"]
+LAST_LAYER = f"head.from_target_layer={LAYERS - 1}"
 ROWS = {
     "medusa": Row("medusa", 1e-2),
     "hydra_heads": Row("hydra_heads", 3e-3),
@@ -147,7 +147,7 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
     """The content of held_out.json but for its command."""
     measured = read_report(folders.run / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
-    table = {arm_name(entry): {key: entry[key] for key in kept} for entry in measured["drafters"]}
+    table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
     for name, entry in table.items():
         folder = folders.run / "train" / name
         if (folder / MANIFEST_FILE).is_file():
@@ -173,12 +173,12 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
     facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {
         "format": 1,
-        "target": {**measured["target"], "id": "held_out/target"},
+        "target": {**measured.target.to_dict(), "id": "held_out/target"},
         "target_training": {**facts, "heldout": trained["evaluations"][-1]},
         "answers": read_manifest(folders.run / "generate", "generate")["counts"],
-        "settings": measured["settings"],
-        "device": measured["device"],
-        "git": measured.get("git", {}),
+        "settings": measured.settings.to_dict(),
+        "device": measured.device.to_dict(),
+        "git": measured.git or {},
         "rows": table,
         "order": order,
         "against_speculators": rivals,
@@ -225,8 +225,8 @@ def report(given: argparse.Namespace) -> None:
     """Do all that is not done yet, and write."""
     torch.set_num_threads(given.threads)
     work = given.work.resolve()
-    counts = {**making.PROMPTS, "training": given.training}
-    folders = Folders(work, making.make(work, given.steps, counts))
+    counts = {**held_out_target.PROMPTS, "training": given.training}
+    folders = Folders(work, held_out_target.make(work, given.steps, counts))
     prompts = folders.prompts
     folders.stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
     for name in given.rows:
@@ -235,9 +235,9 @@ def report(given: argparse.Namespace) -> None:
         folders.stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
     rivals = given.rivals if given.speculators else []
     recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
-    count = -(-given.measuring // len(corpus.DOMAINS))
-    bench = ("bench=jsonl", f"bench.prompts={prompts / 'measuring'}")
-    bench = (*bench, f"bench.prompts_per_domain={count}", f"decode.max_new_tokens={NEW_TOKENS}")
+    count = -(-given.measuring // len(cpp_headers.DOMAINS))
+    bench = ["bench=jsonl", f"bench.prompts={prompts / 'measuring'}"]
+    bench += [f"bench.prompts_per_domain={count}", f"decode.max_new_tokens={NEW_TOKENS}"]
     draft = f"measure.draft={{shape: chain, depth: {DEPTH}}}"
     folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
     command = "python -m scripts.evidence.held_out"
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "held_out")
     steps = "of the target's training, 4,096 tokens each"
     parser.add_argument("--steps", type=int, default=800, help=steps)
-    counts = making.PROMPTS
+    counts = held_out_target.PROMPTS
     add_options(
         parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
     )

@@ -31,7 +31,7 @@ from inference.decoding.requests import PassRecord
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
 from inference.measure.metrics import Gain, Outcome, Totals, gain, tau_estimate
 from inference.measure.prompts import load_prompts, to_requests
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence.common import REPORTS, cell, cpu_target, read_json, run_stage, write_page
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
@@ -65,8 +65,8 @@ OPEN_STEPS = 122
 """As many as the open-loop trainings of experiment=families have."""
 FEW_PROMPTS = 96
 DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, max_new_tokens=96)
-ROUND_KEYS = ("round", "generated", "branches", "variations", "generation", "trials", "switches")
-ROUND_KEYS += ("measured", "gain", "rises")
+ROUND_KEYS = "round generated branches variations generation trials switches".split()
+ROUND_KEYS += ["measured", "gain", "rises"]
 """The facts of a round. Without speeds: rounds run beside other work, on a machine that pauses."""
 REPEATED = "repeated"
 """Key of a kind from few prompts: seed -> the same with other prompts."""

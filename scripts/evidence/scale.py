@@ -19,7 +19,7 @@ import torch
 from heads.api.checkpoint import new_drafter
 from inference.manifest import write_json
 from inference.measure.metrics import divide
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES

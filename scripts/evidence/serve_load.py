@@ -394,8 +394,8 @@ def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Server
     command += ["serve.context=1024", f"decode.batch_size={given.rows}"]
     command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, text=True, env=environment, **out)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -45,7 +45,7 @@ from inference.export.layouts.folder import Folder
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.measure.vllm_process import LOOKUP, EngineProcess
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

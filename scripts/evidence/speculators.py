@@ -48,11 +48,11 @@ from scripts.config.stages import STAGES
 from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from train.config import TrainingJob
 from train.data.pack import PackedData
 from train.distributed import join_world
 from train.engines.base import TrainEngine
 from train.engines.make import make_engine
-from train.generate.backends.servers import Job
 from train.loop import Progress, Trainer
 from train.memory import keep_freed_memory
 from train.optim import learning_rate
@@ -339,8 +339,9 @@ def compare(given: argparse.Namespace) -> None:
         raise UserError(
             "give --python, one that has speculators, and --answers, a folder of generate."
         )
-    paths = [path.resolve() for path in (given.answers, given.target, given.work)]
-    setting = Setting(given.python, *paths, given.threads, tuple(given.rows))
+    answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
+    shorter = tuple(given.rows)
+    setting = Setting(given.python, answers, target, work, given.threads, shorter)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
     facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
@@ -366,7 +367,7 @@ def build_side(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
     keep_freed_memory()
-    inputs = Job(
+    inputs = TrainingJob(
         settings.head.kind,
         settings.head.config,
         settings.target,
@@ -401,7 +402,7 @@ def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
             tracker=tracker,
             display=display,
             world=world,
-            config=replace(job.config, max_seconds=0.0, save_every=0, eval_every=0),
+            config=replace(job.config, save_every=0, eval_every=0),
             schedule=job.schedule,
             steps=made.steps,
             run_facts=made.facts,

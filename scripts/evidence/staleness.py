@@ -1,7 +1,7 @@
 """Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes docs/reports/watch.json.
 
 After `headstart loop experiment=families`. It fine-tunes the embedded target on C++ headers
-(scripts/watch_targets), and changes it in other ways: LoRA merged, quantised, with another system
+(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system
 prompt. A drafter of the unchanged target gets a reference on prompts that neither has seen; then
 `headstart watch` decodes other unseen prompts with every version of the target. False alarms are counted
 on streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
@@ -38,11 +38,11 @@ from inference.staleness.evidence import Grid
 from inference.staleness.reference import WATCH_FILE, Reference
 from inference.staleness.result import STALENESS_FILE
 from inference.target.model import TargetModel
+from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import REPORTS, cpu_target, read_json, run_stage, tau_facts
+from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from scripts.watch_targets import making, prompts
-from scripts.watch_targets.streams import Plan, Streams
 
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
@@ -143,12 +143,10 @@ class Folders:
 def make(folders: Folders) -> None:
     """The changed targets and all prompts."""
     if not (folders.prompts / "measuring.jsonl").is_file():
-        headers = folders.prompts / "headers"
-        making.write_prompts(headers, making.rows_by_group())
-        prompts.write_all(folders.prompts, PROMPTS, headers)
-    for name, recipe in making.RECIPES.items():
-        if not (folders.work / name / making.MADE_FILE).is_file():
-            making.finetune(TARGET, folders.work / name, making.rows_by_group()["train"], recipe)
+        changed_targets.write_prompts(folders.prompts, PROMPTS)
+    pairs = cpp_headers.split_pairs(cpp_headers.operators())["train"]
+    for name, recipe in changed_targets.RECIPES.items():
+        changed_targets.finetune(TARGET, folders.work / name, pairs, recipe)
 
 
 def train_full(folders: Folders) -> dict[str, Any]:
@@ -345,7 +343,10 @@ def report(given: argparse.Namespace) -> None:
         "format": 1,
         "command": f"python -m scripts.evidence.staleness --rows {' '.join(given.rows)}",
         "git": git_state().get("revision", ""),
-        "targets": {name: read_json(work / name / making.MADE_FILE) for name in making.RECIPES},
+        "targets": {
+            name: read_json(work / name / changed_targets.MADE_FILE)
+            for name in changed_targets.RECIPES
+        },
         "system": SYSTEM,
         "rows": {folders.row: row_of(folders, given) for folders in places},
     }

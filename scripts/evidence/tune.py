@@ -37,7 +37,7 @@ from inference.manifest import file_sha256, write_json
 from inference.measure import metrics
 from inference.measure.metrics import divide
 from inference.measure.prompts import load_prompts
-from inference.report_blocks import markdown_table
+from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.traffic.advice import Way, seen_by_users

@@ -9,9 +9,9 @@ from inference.decoding.arm import Arm
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded, load_bench_prompts
 from inference.measure.prompts import Prompt
-from inference.measure.run import REPORT_FILE, measure
-from inference.report import print_table
-from inference.report_schema import read_report
+from inference.measure.run import measure
+from inference.report.markdown import print_table
+from inference.report.model import REPORT_FILE, read_report
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings

@@ -10,14 +10,13 @@ from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.folders import stage_of
-from inference.page.page import write_page
-from inference.report import HEADLINE, labels, print_table, render
-from inference.report_schema import read_report
+from inference.report.markdown import HEADLINE, labels, print_table, render
+from inference.report.model import REPORT_FILE, read_report
+from inference.report.page.render import write_page
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.process import shown
 
-REPORT_FILE = "report.json"
 WIDE = 132
 """Columns of a table that is not printed on a terminal."""
 

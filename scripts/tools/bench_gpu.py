@@ -240,7 +240,7 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         roofline=True,
     )
     with TemporaryDirectory() as scratch:
-        report = measure(config, target, arms, prompts, Path(scratch))
+        report = measure(config, target, arms, prompts, Path(scratch)).to_dict()
     return {
         "format": 1,
         "device": report["device"],

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,34 +189,40 @@ def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
         hidden = ~visible(lengths, words, tree.depth, end, None)[:, None]
         bias.masked_fill_(hidden, float("-inf"))
         stacked = bias.repeat(1, 1, groups, 1)
-        tensors = (query, keys, values, lengths, words, tree.depth)
-        used = [x[:, :, :end] for x in (keys, values)]
-
-        def kernel(tensors: tuple[Any, ...] = tensors, **options: int) -> Tensor:
-            found: Tensor = TREE_ATTENTION.triton()(*tensors, scaling=scaling, **options)
-            return found
-
-        def sdpa(
-            query: Tensor = query, used: list[Tensor] = used, mask: Tensor = stacked
-        ) -> Tensor:
-            packed = query.reshape(query.shape[0], sizes.key_heads, -1, sizes.head_dim)
-            out = scaled_dot_product_attention(packed, *used, mask, scale=scaling)
-            return out.reshape(query.shape).transpose(1, 2)
-
-        def repeated(
-            query: Tensor = query, used: list[Tensor] = used, mask: Tensor = bias
-        ) -> Tensor:
-            whole = [x.repeat_interleave(groups, 1) for x in used]
-            return scaled_dot_product_attention(query, *whole, mask, scale=scaling).transpose(1, 2)
-
-        calls: dict[str, Call] = {KERNEL: kernel, "sdpa": sdpa, "sdpa, repeated keys": repeated}
+        kernel = partial(
+            TREE_ATTENTION.triton(),
+            *(query, keys, values, lengths, words, tree.depth),
+            scaling=scaling,
+        )
+        used = (keys[:, :, :end], values[:, :, :end])
+        calls: dict[str, Call] = {
+            KERNEL: kernel,
+            "sdpa": partial(attend_stacked, query, *used, stacked, scaling),
+            "sdpa, repeated keys": partial(attend_repeated, query, *used, bias, scaling),
+        }
         for size in sizes.splits:
-            calls[f"kernel, splits of {size}"] = lambda call=kernel, size=size: call(
-                split_size=size
-            )
+            calls[f"kernel, splits of {size}"] = partial(kernel, split_size=size)
         moved = 2 * rows * sizes.key_heads * end * sizes.head_dim * 2 + 2 * query.nbytes
         what = {"rows": rows, "context": context, "nodes": nodes}
-        yield Contest(what, calls, moved, furthest(kernel(), sdpa()))
+        yield Contest(what, calls, moved, furthest(kernel(), calls["sdpa"]()))
+
+
+def attend_stacked(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Attention [B, N, heads, D], the query heads of one group stacked as rows of one key head."""
+    packed = query.reshape(*keys.shape[:2], -1, query.shape[-1])
+    out = scaled_dot_product_attention(packed, keys, values, mask, scale=scaling)
+    return out.reshape(query.shape).transpose(1, 2)
+
+
+def attend_repeated(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Attention [B, N, heads, D], keys and values copied for each query head."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    return scaled_dot_product_attention(query, keys, values, mask, scale=scaling).transpose(1, 2)
 
 
 def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
@@ -259,7 +266,7 @@ def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
         operands = (logits, torch.arange(nodes, device=device)[None], seeds, 0.7)
         calls = both(NOISE_PICK, operands)
         different = calls[KERNEL]() != calls["reference"]()
-        calls["argmax"] = lambda logits=logits: logits.argmax(-1)
+        calls["argmax"] = partial(torch.argmax, logits, -1)
         what = {"nodes": nodes, "vocab": sizes.vocab}
         yield Contest(what, calls, logits.nbytes, float(different.float().mean()))
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.report import facts, main_table
-from inference.report_schema import read_report
+from inference.report.markdown import facts, main_table
+from inference.report.model import read_report
 from scripts.tools.common import ROOT, Section, make_parser, run
 
 README = ROOT / "README.md"

@@ -11,7 +11,7 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned
 from inference.manifest import write_json
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from inference.staleness.reference import require_reference
 from scripts.cli import main
 from scripts.stages.loop.rounds import is_copy

@@ -17,8 +17,8 @@ from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.run.drafters import Found, choose
 from scripts.run import drafters
+from scripts.run.drafters import Found, choose
 from scripts.stages.measure import arm, chosen
 from tests.models import random_target
 

@@ -14,8 +14,8 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.config.own import RunConfig
-from scripts.stages import refresh as stage
 from scripts.run import drafters
+from scripts.stages import refresh as stage
 from tests.inference.tokenizers import save_micro_target
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")

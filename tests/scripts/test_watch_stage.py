@@ -15,7 +15,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.manifest import checkpoint_hash
 from inference.measure.prompts import load_prompts, to_requests
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from inference.staleness.reference import Reference
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel

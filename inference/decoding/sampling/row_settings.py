@@ -2,7 +2,7 @@
 
 A server's requests bring settings of their own. What the step needs of them lies in tensors with one entry per row, so that a step
 has the same operations whoever sits in the rows. The picks are those that `SharedNoise` makes with the row's own settings, bit for
-bit: the same operations in the same order, with a row's number where a constant stood (`tests/inference/test_row_settings.py`).
+bit: the same operations in the same order, with a row's number where a constant stood (`tests/inference/decoding/test_ragged_batch.py`).
 
 What the host knows saves work. `mode` says whether any row samples, and whether any filters: a step, and a captured graph, belongs
 to one mode. Where steps are launched one by one on a CPU, only the rows that need it are worked on.

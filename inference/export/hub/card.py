@@ -15,15 +15,14 @@ from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report import (
+from inference.report.markdown import (
     DEFINITIONS,
     depth_table,
     domain_table,
     facts,
     main_table,
-    promise_of,
 )
-from inference.report_schema import arm_name
+from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -45,7 +44,7 @@ ENVIRONMENT.globals |= {
     "TEXT": TEXT,
     "DISTRIBUTION": DISTRIBUTION,
 }
-TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
+TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 
 
 @dataclass(frozen=True)
@@ -63,27 +62,21 @@ class Training:
     tau_measured: bool = True
 
 
-def measured_entries(
-    report: Mapping[str, Any], weights_sha256: str, source: str = "the report"
-) -> list[dict[str, Any]]:
-    """The entries of `drafters` for the weights with this hash; raises `UserError` without any."""
-    found = [
-        entry
-        for entry in report["drafters"]
-        if entry["draft"].get("weights_sha256") == weights_sha256
-    ]
+def only_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
+    """The report with only the drafters of these weights; raises `UserError` without any."""
+    found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
-        names = ", ".join(arm_name(entry) for entry in report["drafters"]) or "nothing"
+        names = ", ".join(one.name for one in report.drafters) or "nothing"
         raise UserError(
             f"{source} did not measure this drafter: no entry has weights_sha256 "
             f"{weights_sha256[:12]}... (it measured: {names}). The weights have changed since, or "
             "it is another drafter's report. Run `headstart measure` again."
         )
-    return found
+    return report.model_copy(update={"drafters": found})
 
 
 def card(
-    reports: Mapping[str, Mapping[str, Any]],
+    reports: Mapping[str, Report],
     weights_sha256: str,
     checkpoint: Mapping[str, Any],
     about: PushConfig,
@@ -92,39 +85,35 @@ def card(
     training: Training | None = None,
     tuned: Tuned | None = None,
 ) -> str:
-    """The text of README.md, from `card.md.jinja`.
+    """The text of README.md, from `card.md.j2`.
 
-    reports: title -> report.json content; checkpoint: the drafter's config.json; images: names of
+    reports: by title; checkpoint: the drafter's config.json; images: names of
     the plots; engines: name of an engine, and of its folder -> the command that serves the target
     with it; tuned: the content of its decode.yaml. Raises `UserError` if a report did not measure
     these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
     two unless `about.allow_mismatches`).
     """
-    own = {
-        title: {**report, "drafters": measured_entries(report, weights_sha256, title)}
-        for title, report in reports.items()
-    }
-    settings = [report["settings"] for report in own.values()]
-    used = sorted({(each["rule"], each["temperature"]) for each in settings})
-    lossy = sorted({rule for rule, temperature in used if promise(rule, temperature) == LOSSY})
+    own = {title: only_measured(report, weights_sha256, title) for title, report in reports.items()}
+    settings = [report.settings for report in own.values()]
+    used = sorted({(each.rule, each.temperature) for each in settings})
+    lossy = sorted({each.rule for each in settings if each.promise == LOSSY})
     if lossy and not about.allow_mismatches:
         raise UserError(
             f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter "
             "is not published. Measure with decode.rule=match, or set push.allow_mismatches=true "
             "to publish it labelled as not lossless."
         )
-    exact = [report for report in own.values() if promise_of(report["settings"]) == TEXT]
-    entries = [entry for report in exact for entry in report["drafters"]]
-    wrong = sum(entry["lossless"]["mismatches"] for entry in entries)
+    exact = [report for report in own.values() if report.settings.promise == TEXT]
+    wrong = sum(one.lossless.mismatches for report in exact for one in report.drafters)
     if wrong and not about.allow_mismatches:
         raise UserError(
             f"{wrong} measured sequences differ from plain decoding (lossless.mismatches), so this "
             "drafter is not published. Find the cause (the report's run.arms.<name>.divergences "
             "say where), or set push.allow_mismatches=true to publish it labelled as not lossless."
         )
-    firsts = [report["drafters"][0] for report in own.values()]
-    draft = firsts[0]["draft"]
-    by_domain = [pair for entry in firsts for pair in entry["domains"].items()]
+    firsts = [report.drafters[0] for report in own.values()]
+    draft = firsts[0].draft
+    by_domain = [pair for one in firsts for pair in one.domains.items()]
     return TEMPLATE.render(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],
@@ -132,9 +121,9 @@ def card(
         datasets=about.datasets,
         kind=checkpoint["kind"],
         target=checkpoint["target"],
-        parameters=f"{firsts[0]['parameters']:,}",
+        parameters=f"{firsts[0].parameters:,}",
         draft=draft,
-        arguments=draft_code(draft, settings[0]["rule"]),
+        arguments=draft_code(draft, settings[0].rule),
         wrong=wrong,
         rules=[(rule_text(*pair), pair[1], promise(*pair)) for pair in used],
         kept=sorted({promise(*pair) for pair in used}),
@@ -145,11 +134,11 @@ def card(
         tuned=tuned,
         domains=sorted({name for name, _ in by_domain}),
         slowest=min(
-            ((name, found["tau"]) for name, found in by_domain),
+            ((name, found.tau) for name, found in by_domain),
             key=lambda pair: pair[1],
             default=None,
         ),
-        batches=sorted({each["batch_size"] for each in settings}),
+        batches=sorted({each.batch_size for each in settings}),
     )
 
 
@@ -181,9 +170,9 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
     return yaml.safe_dump(fields, sort_keys=False)
 
 
-def draft_code(draft: Mapping[str, Any], rule: str) -> str:
+def draft_code(draft: DraftFacts, rule: str) -> str:
     """The arguments of a `DecodeConfig` that drafts and accepts as it was measured."""
-    code = f'shape="{draft["shape"]}", depth={draft["depth"]}'
-    if draft["shape"] == "tree":
-        code = f'shape="tree", choices={tuple(map(tuple, draft.get("choices", [])))}'
+    code = f'shape="{draft.shape}", depth={draft.depth}'
+    if draft.shape == "tree":
+        code = f'shape="tree", choices={tuple(map(tuple, draft.choices or []))}'
     return code if rule == "match" else f'{code}, rule="{rule}"'

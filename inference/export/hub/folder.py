@@ -19,8 +19,8 @@ from typing import Any
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
 from inference.decoding.decode_file import DECODE_FILE, read_current
-from inference.export.engine_folder import serve, write_text
-from inference.export.hub.card import Training, base_model, card, measured_entries
+from inference.export.engine_folder import serve
+from inference.export.hub.card import Training, base_model, card, only_measured
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
 from inference.folders import EXPORT_FILE, replaced
@@ -33,7 +33,7 @@ from inference.manifest import (
     write_json,
     write_manifest,
 )
-from inference.report_schema import read_report
+from inference.report.model import Report, read_report, write_report
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
@@ -64,15 +64,12 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     loaded = _titled([read_report(path) for path in sources.reports])
     for title, report in loaded.items():
         _check_target(title, report, description["target"])
-    own = {
-        title: {**report, "drafters": measured_entries(report, digest, title)}
-        for title, report in loaded.items()
-    }
+    own = {title: only_measured(report, digest, title) for title, report in loaded.items()}
     exports = {
         name: _export(name, folder, digest, description, about)
         for name, folder in sorted(sources.engines.items())
     }
-    from inference.plots import plot_all  # matplotlib takes a second to import
+    from inference.report.plots import plot_all  # matplotlib takes a second to import
 
     with replaced(out, STAGE, "push") as fresh:
         images = [path.name for path in plot_all(own, fresh)]
@@ -83,7 +80,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
             shutil.copyfile(sources.checkpoint / name, fresh / name)
         for number, report in enumerate(loaded.values(), 1):
             name = REPORT_FILE if number == 1 else f"report_{number}.json"
-            write_text(fresh / name, report)
+            write_report(report, fresh / name)
         for name, notes in exports.items():
             shutil.copytree(sources.engines[name], fresh / name)
             write_json(fresh / name / EXPORT_FILE, asdict(notes))
@@ -149,22 +146,23 @@ def _training(checkpoint: Path) -> Training | None:
     return Training(told["steps"], told["tokens"], told["seconds"], revision, measured)
 
 
-def _check_target(title: str, report: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def _check_target(title: str, report: Report, target: Mapping[str, Any]) -> None:
     """Refuse a report that was measured with another target than the drafter's own."""
-    if report["target"]["revision"] != target["revision"]:
+    measured = report.target
+    if measured.revision != target["revision"]:
         raise UserError(
-            f"the report '{title}' was measured with target '{report['target']['id']}' (revision "
-            f"{report['target']['revision']}), but the drafter belongs to '{target['id']}' "
-            f"(revision {target['revision']}). Measure it with its own target."
+            f"the report '{title}' was measured with target '{measured.id}' (revision "
+            f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
+            f"{target['revision']}). Measure it with its own target."
         )
 
 
-def _titled(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Reports under a title that says how they were measured; equal titles are numbered."""
-    named: dict[str, dict[str, Any]] = {}
+def _titled(reports: Sequence[Report]) -> dict[str, Report]:
+    """Reports under a title with their conditions; equal titles are numbered."""
+    named: dict[str, Report] = {}
     for report in reports:
-        title = f"temperature {report['settings']['temperature']:g}, {report['device']['name']}"
-        named[title if title not in named else f"{title} ({len(named) + 1})"] = dict(report)
+        title = f"temperature {report.settings.temperature:g}, {report.device.name}"
+        named[title if title not in named else f"{title} ({len(named) + 1})"] = report
     return named
 
 
@@ -183,7 +181,7 @@ def check_folder(folder: Path) -> dict[str, int]:
             )
     digest = file_sha256(folder / WEIGHTS_FILE)
     for path in sorted(folder.glob("report*.json")):
-        measured_entries(read_report(path), digest, f"'{path}'")
+        only_measured(read_report(path), digest, f"'{path}'")
     files = {}
     for name in sorted(_plain_files(folder)):
         path = folder / name

@@ -16,8 +16,7 @@ from inference.decoding.requests import PassRecord
 from inference.manifest import file_sha256, read_manifest
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
-from inference.measure.run import REPORT_FILE
-from inference.report_schema import arm_name, read_report
+from inference.report.model import REPORT_FILE, read_report
 from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop.plan import MORE
@@ -50,9 +49,9 @@ def trained(folder: Path) -> Trained:
 def measured(folder: Path, name: str) -> Measured:
     """One drafter's figures in a measurement."""
     report = read_report(folder / REPORT_FILE)
-    entry = next(item for item in report["drafters"] if arm_name(item) == name)
+    entry = next(item for item in report.drafters if item.name == name).to_dict()
     known = {key: entry[key] for key in Measured.__dataclass_fields__ if key in entry}
-    return build(Measured, {**known, "prompts": report["settings"]["prompts"]}, str(folder))
+    return build(Measured, {**known, "prompts": report.settings.prompts}, str(folder))
 
 
 def totals(folder: Path, name: str) -> Totals:

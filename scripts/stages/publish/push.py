@@ -18,7 +18,7 @@ from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
-from inference.report_schema import read_report
+from inference.report.model import read_report
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
 from scripts.run.drafters import choose
@@ -57,9 +57,6 @@ def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
     fitting = [
         folder
         for folder in folders
-        if any(
-            entry["draft"].get("weights_sha256") == digest
-            for entry in read_report(folder)["drafters"]
-        )
+        if any(one.draft.weights_sha256 == digest for one in read_report(folder).drafters)
     ]
     return fitting or folders

@@ -32,7 +32,7 @@ from inference.measure.baselines import BaselinesConfig, make_peers, write_llama
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
-from inference.report_schema import read_report
+from inference.report.model import read_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
@@ -134,7 +134,7 @@ def test_a_measurement_with_baselines_reports_them(
         baselines=BaselinesConfig(transformers=("generate", "assisted"), assistant="small"),
     )
     measure(config, target, arms, prompts(), tmp_path, console=Console(quiet=True))
-    report = read_report(tmp_path)
+    report = read_report(tmp_path).to_dict()
     block = report["baselines"]
     assert set(block) == {"baseline", "medusa", "small", "transformers_generate", "transformers_assisted"}
     for numbers in block.values():
@@ -253,7 +253,7 @@ def test_vllm_is_measured_in_its_own_process(
     baselines = BaselinesConfig(vllm_python=stand_in)
     config = BenchConfig(prompts_per_domain=4, repeats=2, warmup_prompts=1, baselines=baselines)
     measure(config, target, arms, prompts(), tmp_path / "out", console=Console(quiet=True))
-    block = read_report(tmp_path / "out")["baselines"]
+    block = read_report(tmp_path / "out").to_dict()["baselines"]
     assert {"vllm_plain", "vllm_ngram", "vllm_draft_model", "baseline", "medusa", "small"} == set(block)
     ours = [r for r in (tmp_path / "out" / "records.jsonl").read_text().splitlines() if '"baseline"' in r]
     decoded = sum(len(json.loads(line)["tokens"]) - 1 for line in ours)

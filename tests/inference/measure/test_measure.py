@@ -27,13 +27,13 @@ from inference.decoding.rules.names import RULES
 from inference.decoding.rules.registry import get_rule
 from inference.measure import run as measure_module
 from inference.measure.breakdown.config import LostConfig
-from inference.measure.config import BenchConfig, ReportSettings, check_arms, split_prompts
+from inference.measure.config import BenchConfig, check_arms, report_settings, split_prompts
 from inference.measure.metrics import WeakBaselineError
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure, quick_tau
-from inference.page.page import write_page
-from inference.report import print_table, render
-from inference.report_schema import read_report
+from inference.report.markdown import print_table, render
+from inference.report.model import read_report
+from inference.report.page.render import write_page
 from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, RecordsConfig, read_table
 from tests.fakes import AlwaysRight, AlwaysWrong, SometimesRight
@@ -108,7 +108,7 @@ CONFIG = BenchConfig(prompts_per_domain=2, warmup_prompts=1, repeats=2)
 def report(target: TargetModel, arms: list[Arm], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("measured")
     measure(CONFIG, target, arms, prompts(), out, console=QUIET)
-    return read_report(out)
+    return read_report(out).to_dict()
 
 
 def entry(report: dict[str, Any], name: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=temperature, seed=4, rule=rule)
     config = BenchConfig(prompts_per_domain=1)
     measure(config, target, [Arm("medusa", drafter, decode)], prompts(), tmp_path, console=QUIET)
-    report = read_report(tmp_path)
+    report = read_report(tmp_path).to_dict()
     ran = get_rule(rule, decode.tree())
     assert report["settings"] == {
         "temperature": temperature, "max_new_tokens": 12, "batch_size": 1, "rule": ran.name, "seed": 4, "prompts": 2,
@@ -222,7 +222,7 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
     lossy = temperature > 0 and not ran.lossless
     shown = Console(record=True, width=200, file=io.StringIO())
-    print_table(report, shown)
+    print_table(read_report(tmp_path), shown)
     text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
     for printed in (text, shown.export_text(), page.read_text()):
         assert ("LOSSY" in printed) == lossy
@@ -240,7 +240,7 @@ def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp
     with pytest.raises(UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"):
         check_arms(BenchConfig(), [arms[0], other])
     with pytest.raises(UserError, match=f"'a' decodes with rule=match, 'b' with rule={rule}"):
-        ReportSettings.of({"a": DECODE, "b": other.decode}, 4)
+        report_settings({"a": DECODE, "b": other.decode}, 4)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=1.0, seed=4)
     config = BenchConfig(prompts_per_domain=1)
     arm = Arm("medusa", drafter, decode, str(tmp_path / "best"))
-    report = measure(config, target, [arm], prompts(), tmp_path / "out", console=QUIET)
+    report = measure(config, target, [arm], prompts(), tmp_path / "out", console=QUIET).to_dict()
     shared, own = report["drafters"]
     assert [shared["draft"]["noise"], own["draft"]["noise"]] == ["shared", "none"]
     assert own["draft"]["name"] == "medusa (own noise)"
@@ -320,7 +320,7 @@ def test_an_interrupted_measurement_continues(
         file.write('{"arm": "right", "promp')  # killed in the middle of a line
     calls.clear()
     limit = 0
-    report = measure(config, target, arms, prompts(), tmp_path, console=QUIET)
+    report = measure(config, target, arms, prompts(), tmp_path, console=QUIET).to_dict()
     assert len(calls) == 4 + 12  # warm-up again; of the four prompts one was done by all four arms
     assert entry(report, "right")["tau"] == 4.0
     kept = [
@@ -337,7 +337,7 @@ def test_records_of_other_settings_are_not_continued(
     (tmp_path / "records.partial.jsonl").write_text(
         '{"fingerprint": "of something else"}\n', encoding="utf-8"
     )
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET)
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET).to_dict()
     assert entry(report, "right")["lossless"]["sequences"] == 2
 
 
@@ -368,7 +368,7 @@ def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
         return completion, seconds
 
     monkeypatch.setattr(measure_module, "_answer", meddle)
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET)
+    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET).to_dict()
     assert entry(report, "right")["lossless"]["mismatches"] == 2
     assert entry(report, "wrong")["lossless"]["mismatches"] == 0
     divergence = report["run"]["arms"]["right"]["divergences"][0]

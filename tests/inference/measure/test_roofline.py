@@ -28,6 +28,7 @@ from inference.measure.roofline import (
     roofline,
     share_of,
 )
+from inference.report.model import parse_report
 from inference.target.model import TargetModel
 from tests.inference.example_report import example_report
 from tests.models import SMALL, random_target
@@ -131,11 +132,13 @@ def test_the_probe_measures_this_device() -> None:
 def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
     eagle = arm(target, "eagle3", Eagle3Config())
     split = {"draft": 1.0, "verify": 2.0, "commit": 0.5, "other": 0.3, "gap": 0.2}
-    report = example_report(
-        {"draft": {"depth": 3, "nodes": 4}, "step_ms": split, "speedup": 1.8, "ideal_speedup": 2.0}
-    )
+    entry = {"draft": {"depth": 3, "nodes": 4}, "step_ms": split, "speedup": 1.8, "ideal_speedup": 2.0}
+    report = parse_report(example_report(entry))
     bandwidth = Bandwidth("cpu", 2e9, 1e9)
-    block = roofline(target, [eagle], report, TEXT, {"baseline": 20.0, "eagle3": 30.0}, bandwidth)
+    lengths = {"baseline": 20.0, "eagle3": 30.0}
+    block = roofline(
+        target, [eagle], report.baseline, report.drafters, TEXT, lengths, bandwidth
+    )
     size = TargetBytes.of(target)
     plain, numbers = block["baseline"], block["arms"]["eagle3"]
     assert plain["step_ms"] == 2.0  # 16 s for 8000 tokens

@@ -11,7 +11,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.manifest import write_manifest
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from scripts.evidence import families
 from tests.inference.example_report import REPORT
 

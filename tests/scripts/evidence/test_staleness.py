@@ -1,4 +1,4 @@
-"""The report on staleness: its fast streams are the watch's own test, its prompts are unseen, its targets have changed."""
+"""The report on staleness: its fast streams are the watch's own test."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from inference.staleness.evidence import Bets, Grid, RatioEvidence
 from inference.staleness.sequential_test import DriftTest
-from inference.target.loading import TargetConfig
-from inference.target.model import TargetModel
+from scripts.assets import changed_targets
 from scripts.evidence.staleness import CHANGES, Folders
-from scripts.held_out_target.making import read_json
-from scripts.tiny_target import corpus
-from scripts.tools.common import ROOT, TARGET
-from scripts.watch_targets import making, prompts
-from scripts.watch_targets.streams import Plan, Streams
-from tests.inference.tokenizers import save_micro_target
+from scripts.evidence.streams import Plan, Streams
+from scripts.tools.common import TARGET
 from tests.inference.staleness.answers import DEPTH, MOST, draw
 
 GRID = Grid(DEPTH)
@@ -63,39 +57,9 @@ def test_streams_alarm_where_the_watch_does(chance: float) -> None:
     assert all(found) if chance == 0.2 else not any(found) if chance == 0.55 else True
 
 
-def test_unseen_prompts_share_nothing_with_what_drafters_learn() -> None:
-    documents = [document for document in corpus.from_stdlib() if not document.path.startswith(("test", "idlelib"))]
-    found = prompts.unseen(ROOT / "assets" / "prompts", [*documents, *corpus.from_topics()])
-    asked = [row["messages"][0]["content"] for row in found]
-    assert len(found) > 550 and len(set(asked)) == len(asked) and len({row["id"] for row in found}) == len(found)
-    learnt = {row["messages"][0]["content"] for row in prompts.read(ROOT / "assets" / "prompts" / "training" / "train.jsonl")}
-    assert not learnt & set(asked)
-    one, other = prompts.halves(found)
-    assert abs(len(one) - len(other)) <= 3 and not {row["id"] for row in one} & {row["id"] for row in other}
-    assert {row["domain"] for row in one} == {row["domain"] for row in other} == {"code", "explain", "reference"}
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_finetuned_target_has_learnt_its_rows(tmp_path: Path, rank: int) -> None:
-    base = save_micro_target(tmp_path / "base")
-    rows = [{"asked": f"two numbers {n % 3}", "answer": "a list of items", "source": "s", "domain": "d"} for n in range(60)]
-    recipe = making.Recipe(steps=12, tokens_per_step=making.WINDOW, lr=2e-2, lora_rank=rank)
-    making.finetune(base, tmp_path / "made", rows, recipe)
-    facts = read_json(tmp_path / "made" / making.MADE_FILE)
-    assert facts["last_loss"] < 0.8 * facts["first_loss"] and facts["lora_rank"] == rank
-    paths = [str(tmp_path / name) for name in ("base", "made")]
-    old, new = (TargetModel.load(TargetConfig(path=path, dtype="float32", device="cpu")) for path in paths)
-    old.info.require_same_sizes(new.info)
-    assert old.info.revision != new.info.revision
-    assert not torch.equal(old.weights.lm_head, new.weights.lm_head) or rank
-    before = (tmp_path / "made" / "config.json").stat().st_mtime_ns
-    making.finetune(base, tmp_path / "made", rows, recipe)  # done already
-    assert (tmp_path / "made" / "config.json").stat().st_mtime_ns == before
-
-
 def test_every_change_names_a_target_that_is_made_or_a_setting() -> None:
     assert TARGET.is_dir()
     for change in CHANGES.values():
-        assert change.folder in ("", *making.RECIPES)
+        assert change.folder in ("", *changed_targets.RECIPES)
     place = Folders(Path("w"), Path("d"), "distilled")
     assert place.old == Path("d/train/distilled@0.0015/best") and place.full == Path("w/full/train/distilled")

@@ -14,7 +14,7 @@ import torch
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.measure.prompts import Prompt, to_requests
-from inference.report_schema import validate_report
+from inference.report.model import parse_report
 from scripts.tools import bench_gpu
 
 TINY = ["--shape", "toy", "--device", "cpu", "--hidden", "64", "--layers", "3", "--vocab", "256"]
@@ -61,7 +61,7 @@ def test_the_whole_bench_on_a_toy(
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert report["command"] == "python -m scripts.tools.bench_gpu " + " ".join(arguments)
     assert (report["sizes"]["hidden"], report["sizes"]["heads"]) == (64, 4)
-    validate_report(report["report"])
+    parse_report(report["report"])
     assert {name: item["tau"] for name, item in report["trajectories"].items()} == {
         "eagle3": 2.5,
         "distilled": 3.0,

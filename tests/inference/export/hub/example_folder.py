@@ -14,7 +14,7 @@ from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources, build_folder
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_sha256
-from inference.report_schema import write_report
+from inference.report.model import write_report
 from tests.inference.example_report import example_report, merged
 
 TARGET = {"id": "someone/target-1b", "revision": "abc123", "tokenizer_hash": "t0k3n1z3r"}

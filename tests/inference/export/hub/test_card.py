@@ -21,6 +21,7 @@ from inference.export.hub.config import PushConfig
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
+from inference.report.model import parse_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.export.hub.example_folder import CONFIG, build, report_of
@@ -35,7 +36,7 @@ def written(
     report: dict[str, Any] | None = None, about: PushConfig = ABOUT, **config: Any
 ) -> tuple[dict[str, Any], str]:
     """(front matter, text) of a card."""
-    text = card({"greedy": report or report_of(DIGEST)}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
+    text = card({"greedy": parse_report(report or report_of(DIGEST))}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
     _, matter, body = text.split("---\n", 2)
     return yaml.safe_load(matter), body
 

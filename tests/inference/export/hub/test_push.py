@@ -19,7 +19,7 @@ from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources, check_folder
 from inference.export.hub.push import push, upload
 from inference.manifest import file_sha256
-from inference.report_schema import read_report
+from inference.report.model import read_report
 from tests.inference.export.hub.example_folder import (
     CONFIG,
     build,
@@ -327,7 +327,7 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
         write_measured(tmp_path / "sampled", digest, settings={"temperature": 1.0}),
     ]
     folder = build(tmp_path / "best", reports, tmp_path / "hub", REAL)
-    assert read_report(folder / "report_2.json")["settings"]["temperature"] == 1.0
+    assert read_report(folder / "report_2.json").settings.temperature == 1.0
     assert read_report(folder) == read_report(reports[0])
     assert len(check_folder(folder)) == len(FILES) + 1
 

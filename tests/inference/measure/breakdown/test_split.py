@@ -30,8 +30,8 @@ from inference.measure.config import BenchConfig
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
-from inference.report import markdown
-from inference.report_schema import read_report
+from inference.report.markdown import markdown
+from inference.report.model import read_report
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.models import VOCAB, TokenIds, random_model, random_target
@@ -110,7 +110,7 @@ def product(part: dict[str, Any]) -> float:
 
 
 def test_the_terms_multiply_to_the_measured_speedup(measured: Path) -> None:
-    report = read_report(measured)
+    report = read_report(measured).to_dict()
     assert report["lost"]["prompts"] == 4
     for entry in report["drafters"]:
         arm = report["lost"]["arms"][entry["draft"]["name"]]
@@ -131,7 +131,7 @@ def test_the_terms_multiply_to_the_measured_speedup(measured: Path) -> None:
 
 
 def test_the_tables_cover_depths_positions_and_temperatures(measured: Path) -> None:
-    report = read_report(measured)
+    report = read_report(measured).to_dict()
     own = report["settings"]["temperature"]
     for entry in report["drafters"]:
         arm = report["lost"]["arms"][entry["draft"]["name"]]
@@ -155,7 +155,7 @@ def test_the_report_and_its_markdown_name_every_term(measured: Path) -> None:
 
 
 def test_transcripts_hold_the_answers_of_plain_decoding(measured: Path, target: TargetModel) -> None:
-    report = read_report(measured)
+    report = read_report(measured).to_dict()
     decode = replace(CHAIN, temperature=report["settings"]["temperature"])
     plain = Engine(target, None, replace(decode, shape="none")).run(requests_of(target, decode))
     texts = {prompts()[done.request.index].id: done.tokens for done in plain}
@@ -175,7 +175,7 @@ def test_a_measurement_without_them_leaves_no_old_transcripts(target: TargetMode
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("inference.measure.metrics.require_speedup_within_tau", lambda *given: None)
         measure(BenchConfig(prompts_per_domain=1), target, [arm], prompts(), tmp_path, console=QUIET)
-    assert "lost" not in read_report(tmp_path)
+    assert read_report(tmp_path).lost is None
     assert read_transcripts(tmp_path) == []
 
 

@@ -1,0 +1,422 @@
+"""Reports as text: report.md with its tables and plots, and the table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from heads.api.errors import UserError
+from inference.manifest import write_bytes
+from inference.report.model import (
+    REPORT_FILE,
+    Costs,
+    DeviceFacts,
+    DrafterResult,
+    Interval,
+    LoopResult,
+    Losses,
+    Profile,
+    Report,
+    ReportSettings,
+    Roofline,
+    RooflineDraft,
+    RooflineStep,
+    TargetFacts,
+    read_report,
+)
+
+HEADLINE = "# Measured by Headstart"
+DEFINITIONS = (
+    "**tau**: committed tokens / verify passes (bonus included, cut at end-of-text, prefill's "
+    "token excluded). **TAR**: accepted drafted tokens / (accepted + the refusal that ended a "
+    "pass, if any). **speedup**: tokens/s over the same loop without a drafter (N = 1), same "
+    "engine, same run, ratio of sums, prefill excluded. **ideal**: tau / (1 + draft time per pass "
+    "/ baseline time per pass). **efficiency**: speedup / ideal. **lossless**: measured sequences "
+    "identical to the baseline's; a near tie is a difference within the measured numerical gap of "
+    "the number format, a mismatch is not. Brackets: 95% bootstrap interval over prompts."
+)
+TABLE_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
+MAIN_HEADER = [
+    "drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal", "efficiency", "lossless",
+]  # fmt: skip
+LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
+
+
+def render(reports: Sequence[Path], out: Path) -> Path:
+    """Write `out`/report.md and its PNGs from report.json files (or folders that hold one).
+
+    Returns the path of report.md. Raises `UserError` when a report is missing, broken or
+    incomplete.
+    """
+    from inference.report.plots import plot_all  # matplotlib takes a second to import
+
+    if not reports:
+        raise UserError(
+            "no report was given. Name at least one report.json, or a folder that holds one."
+        )
+    loaded = dict(zip(labels(reports), map(read_report, reports), strict=True))
+    out.mkdir(parents=True, exist_ok=True)
+    images = plot_all(loaded, out)
+    path = out / "report.md"
+    write_bytes(path, markdown(loaded, [image.name for image in images]).encode())
+    return path
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """A short, unique name per report: its folder's name, or the file's own when it is not called
+    report.json.
+    """
+    names = [
+        path.stem if path.is_file() and path.name != REPORT_FILE else _folder(path).name
+        for path in paths
+    ]
+    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _folder(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent).resolve()
+
+
+def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
+    """The text of report.md: a comparison when there are several reports, then each in full.
+
+    reports: by label. images: file names of the plots.
+    """
+    lines = [HEADLINE, "", DEFINITIONS, ""]
+    if len(reports) > 1:
+        lines += ["## Side by side", "", *_comparison(reports), ""]
+    for image in images:
+        lines += [f"![{Path(image).stem.replace('_', ' ')}]({image})", ""]
+    for label, report in reports.items():
+        lines += [f"## {label}", "", *facts(report), "", *main_table(report), ""]
+        captioned = [
+            ("Per domain: tau [interval], TAR, speedup", domain_table(report)),
+            (
+                "Acceptance by depth: share of passes in which the depth was accepted (given the "
+                "depth before)",
+                depth_table(report),
+            ),
+            ("Milliseconds per verify pass, memory in MB", _step_table(report)),
+            *_optional_tables(report),
+        ]
+        for caption, table in captioned:
+            lines += [caption, "", *table, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A markdown table; the first column is text, the others are numbers."""
+    line = "|".join(["---", *["---:"] * (len(header) - 1)])
+    return [
+        f"| {' | '.join(header)} |",
+        f"|{line}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def with_interval(value: float, interval: Interval) -> str:
+    """ "2.31 [2.20, 2.43]"."""
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+# ---- tables of every report ----------------------------------------------------------------------
+
+
+def facts(report: Report) -> list[str]:
+    """Target, device, settings and command as markdown list items."""
+    return list_conditions(report.target, report.device, report.settings, report.command)
+
+
+def list_conditions(
+    target: TargetFacts, device: DeviceFacts, settings: ReportSettings, command: str | None
+) -> list[str]:
+    """The same from parts of a report."""
+    rule = f"`{settings.rule}`{settings.rule_text.removeprefix(settings.rule)}"
+    lines = [
+        f"- target: `{target.id}` ({target.parameters:,} parameters, {target.dtype}, "
+        f"revision `{target.revision}`)",
+        f"- device: {device.name} ({device.kind}, {device.threads} threads)",
+        f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
+        f"tokens, batch size {settings.batch_size}, rule {rule}, {settings.prompts} "
+        f"prompts, seed {settings.seed}",
+    ]
+    if command:
+        lines.append(f"- command: `{command}`")
+    return lines
+
+
+def _main_rows(report: Report) -> list[list[str]]:
+    plain = f"{report.baseline.tokens_per_second:.1f}"
+    rows = [["no drafter", "", "1.00", "", plain, "1.00", "", "", "baseline"]]
+    for drafter in report.drafters:
+        rows.append(
+            [
+                drafter.name,
+                drafter.draft.label,
+                with_interval(drafter.tau, drafter.tau_ci95),
+                f"{drafter.tar:.2f}",
+                f"{drafter.tokens_per_second:.1f}",
+                with_interval(drafter.speedup, drafter.speedup_ci95),
+                f"{drafter.ideal_speedup:.2f}",
+                f"{100 * drafter.efficiency:.0f}%",
+                drafter.lossless.describe(report.settings.promise),
+            ]
+        )
+    return rows
+
+
+def main_table(report: Report) -> list[str]:
+    """The drafters of a report and its baseline as a markdown table."""
+    return markdown_table(MAIN_HEADER, _main_rows(report))
+
+
+def _comparison(reports: Mapping[str, Report]) -> list[str]:
+    """Rows: drafters of all reports; columns: tau and speedup of each report, "-" where it did not
+    take part.
+    """
+    measured = [{drafter.name: drafter for drafter in one.drafters} for one in reports.values()]
+    header = ["drafter", *(f"{label}: {what}" for label in reports for what in ("tau", "speedup"))]
+    settings = [one.settings for one in reports.values() for _ in ("tau", "speedup")]
+    rows = [["temperature", *(str(one.temperature) for one in settings)]]
+    if any(one.rule != "match" for one in settings):
+        rows.append(["rule", *(one.rule_text for one in settings)])
+    for name in dict.fromkeys(name for drafters in measured for name in drafters):
+        cells = [_tau_and_speedup(drafters.get(name)) for drafters in measured]
+        rows.append([name, *(cell for pair in cells for cell in pair)])
+    return markdown_table(header, rows)
+
+
+def _tau_and_speedup(drafter: DrafterResult | None) -> tuple[str, str]:
+    if drafter is None:
+        return "-", "-"
+    return (
+        with_interval(drafter.tau, drafter.tau_ci95),
+        with_interval(drafter.speedup, drafter.speedup_ci95),
+    )
+
+
+def domain_table(report: Report) -> list[str]:
+    """tau, TAR and speedup per drafter and domain as a markdown table."""
+    rows = []
+    for drafter in report.drafters:
+        cells = [drafter.domains.get(name) for name in report.domains]
+        texts = [
+            f"{with_interval(cell.tau, cell.tau_ci95)}, {cell.tar:.2f}, {cell.speedup:.2f}x"
+            if cell
+            else "-"
+            for cell in cells
+        ]
+        rows.append([drafter.name, *texts])
+    return markdown_table(["drafter", *report.domains], rows)
+
+
+def depth_table(report: Report) -> list[str]:
+    """Acceptance by depth, unconditional (conditional), as a markdown table."""
+    rows = []
+    for drafter in report.drafters:
+        found = drafter.acceptance
+        pairs = zip(found.unconditional, found.conditional, strict=True)
+        rows.append([drafter.name, *(f"{beta:.2f} ({alpha:.2f})" for beta, alpha in pairs)])
+    deepest = _fill(rows) - 1
+    return markdown_table(["drafter", *(f"depth {i + 1}" for i in range(deepest))], rows)
+
+
+def _fill(rows: Sequence[list[str]]) -> int:
+    """Fill short rows with "-"; returns the number of cells that all have then (1 without rows)."""
+    width = max(map(len, rows), default=1)
+    for row in rows:
+        row += ["-"] * (width - len(row))
+    return width
+
+
+def _step_table(report: Report) -> list[str]:
+    rows = []
+    for drafter in report.drafters:
+        times, memory = dict(drafter.step_ms.items()), drafter.memory_bytes
+        sizes = (memory.target, memory.drafter, memory.kv)
+        rows.append(
+            [
+                drafter.name,
+                *(f"{times.get(phase, 0.0):.2f}" for phase in report.phases),
+                *(f"{size / 1e6:.1f}" for size in sizes),
+            ]
+        )
+    return markdown_table(["drafter", *report.phases, "target MB", "drafter MB", "KV MB"], rows)
+
+
+# ---- tables of optional blocks -------------------------------------------------------------------
+
+
+def _optional_tables(report: Report) -> list[tuple[str, list[str]]]:
+    """(caption, table) of every optional block that the report has."""
+    known: list[tuple[Any, str, Callable[[Any], list[str]]]] = [
+        (
+            report.lost,
+            "Where the speed goes: from the ceiling (every draft kept, at the cost of a plain "
+            "step) to the measured speedup, factor by factor. Their product is exact; what no "
+            "term explains stands in the rows marked rest",
+            _loss_tables,
+        ),
+        (
+            report.baselines,
+            "Loops beside ours: tokens/s of decoding and its ratio to ours without a drafter; the "
+            "same with prefill",
+            _baselines_table,
+        ),
+        (
+            report.profile,
+            "Speed by rows decoded together, context and temperature; the best draft of each "
+            "setting is bold, and none is where plain decoding is faster",
+            _profile_table,
+        ),
+        (
+            report.costs,
+            "Milliseconds per call, medians: n nodes of a verification or draft, or committed "
+            "tokens",
+            _costs_table,
+        ),
+        (
+            report.roofline,
+            "Bytes that a step must move, and the share of the probed bandwidth that it reached",
+            _roofline_table,
+        ),
+    ]
+    return [(caption, table(block)) for block, caption, table in known if block is not None]
+
+
+def _loss_tables(block: Losses) -> list[str]:
+    """Every term of every drafter: what is left of the ceiling behind it. Then 1 - TV by depth and
+    domain.
+    """
+    arms = block.arms
+    rows = [["ceiling", *(f"{arm.ceiling:.2f}" for arm in arms.values())]]
+    for terms in zip(*(arm.terms for arm in arms.values()), strict=True):
+        cells = [with_interval(term.factor, term.ci95) for term in terms]
+        rows.append([LOSS_ROWS.get(terms[0].name, terms[0].name), *cells])
+    rows.append(["speedup", *(f"**{arm.speedup:.2f}**" for arm in arms.values())])
+    overlaps = [
+        [
+            name,
+            group,
+            *(f"{at.overlap:.2f} ({at.own_overlap:.2f})" if at.tested else "-" for at in levels),
+        ]
+        for name, arm in arms.items()
+        for group, levels in arm.depths.items()
+    ]
+    depths = [f"depth {i + 1}" for i in range(_fill(overlaps) - 2)]
+    caption = "1 - TV of both models' distributions as decoding uses them (of their own), by depth"
+    return [
+        *markdown_table(["factor", *arms], rows),
+        "",
+        caption,
+        "",
+        *markdown_table(["drafter", "domain", *depths], overlaps),
+    ]
+
+
+def _baselines_table(loops: Mapping[str, LoopResult]) -> list[str]:
+    """Every loop beside ours without a drafter."""
+    rows = [
+        [
+            name if loop.interleaved else f"{name} (not interleaved)",
+            f"{loop.tokens_per_second:.1f}",
+            with_interval(loop.ratio, loop.ratio_ci95),
+            f"{loop.end_to_end_tokens_per_second:.1f}",
+            f"{loop.end_to_end_ratio:.2f}",
+            f"{loop.tau:.2f}",
+            f"{loop.identical}/{loop.sequences}",
+        ]
+        for name, loop in loops.items()
+    ]
+    header = ["loop", "tokens/s", "ratio", "tokens/s with prefill", "ratio", "tau", "same text"]
+    return markdown_table(header, rows)
+
+
+def _profile_table(block: Profile) -> list[str]:
+    """Every point; the best draft of each setting is bold."""
+    best = {draft.key for draft in block.best}
+    rows = []
+    for point in block.points:
+        draft = f"{point.shape} {point.depth}"
+        rows.append(
+            [
+                point.arm,
+                str(point.batch),
+                str(point.context),
+                f"{point.temperature:g}",
+                f"**{draft}**" if point.key in best else draft,
+                f"{point.tau:.2f}",
+                f"{point.tokens_per_second:.1f}",
+                f"{point.baseline_tokens_per_second:.1f}",
+                with_interval(point.speedup, point.speedup_ci95),
+            ]
+        )
+    header = [
+        "drafter", "rows", "context", "temperature", "draft", "tau", "tokens/s", "without", "speedup",
+    ]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def _costs_table(block: Costs) -> list[str]:
+    """Milliseconds of every measured call: nodes from left to right."""
+    sizes = block.sizes
+    rows = [
+        [
+            curve.name,
+            str(curve.rows),
+            str(curve.length),
+            *(f"{curve.ms[nodes]:.2f}" if nodes in curve.ms else "" for nodes in sizes),
+        ]
+        for curve in block.rows()
+    ]
+    return markdown_table(["call", "rows", "cached", *(f"n={nodes}" for nodes in sizes)], rows)
+
+
+def _roofline_table(block: Roofline) -> list[str]:
+    """Bytes per step against the probed bandwidth."""
+    rows = [["no drafter", *_step_cells(block.baseline), "", ""]]
+    for name, arm in block.arms.items():
+        split = ", ".join(f"{phase} {100 * share:.0f}%" for phase, share in arm.split.items())
+        rows.append([name, *_step_cells(arm), f"{100 * arm.efficiency:.0f}%", split])
+    bandwidth = f"of {block.bandwidth.used_bytes_per_second / 1e9:.1f} GB/s"
+    header = ["drafter", "MB per step", "step ms", bandwidth, "efficiency", "split"]
+    return markdown_table(header, rows)
+
+
+def _step_cells(step: RooflineStep | RooflineDraft) -> list[str]:
+    return [f"{step.bytes_per_step / 1e6:.1f}", f"{step.step_ms:.2f}", f"{100 * step.share:.0f}%"]
+
+
+# ---- on the terminal -----------------------------------------------------------------------------
+
+
+def print_table(report: Report, console: Console | None = None) -> None:
+    """Print the measured numbers of a report; a file or pipe is given 120 columns."""
+    if console is None:
+        console = Console()
+        console = console if console.is_terminal else Console(width=TABLE_WIDTH)
+    settings = report.settings
+    title = (
+        f"{report.target.id} on {report.device.name}, temperature {settings.temperature:g}, "
+        f"{settings.prompts} prompts"
+    )
+    if settings.rule != "match":
+        title += f", rule {settings.rule_text}"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    shown = [i for i, name in enumerate(MAIN_HEADER) if name not in ("ideal", "efficiency")]
+    unbroken = console.width >= TABLE_WIDTH
+    for column, place in enumerate(shown):
+        number = MAIN_HEADER[place] in ("tau", "TAR", "tokens/s", "speedup")
+        justify: Literal["left", "right"] = "left" if column < 2 else "right"
+        table.add_column(
+            MAIN_HEADER[place], justify=justify, overflow="fold", no_wrap=unbroken and number
+        )
+    for row in _main_rows(report):
+        table.add_row(*(row[place] for place in shown))
+    console.print(table)

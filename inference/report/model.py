@@ -1,0 +1,770 @@
+"""The typed form of report.json: the schema, the reader and the writer of a measurement's results.
+
+`inference.measure` fills a `Report`; tables, plots, the page, model cards and Hub pushes read one.
+Fields stand in the order in which they are written. Intervals are 95% bootstrap intervals over
+prompts, seconds exclude prefill unless a field says otherwise, and a depth counts from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from heads.api.errors import UserError
+from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
+from inference.manifest import write_bytes
+from inference.measure.metrics import GAP, PHASES, divide
+
+FORMAT = 1
+REPORT_FILE = "report.json"
+
+
+def _check_order(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise PydanticCustomError("interval", "[low, high] with low <= high")
+    return interval
+
+
+Count = Annotated[int, Field(ge=0)]
+Interval = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_check_order)]
+"""(low, high)."""
+
+
+class Block(BaseModel):
+    """A part of a report. Numbers are finite and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, content: Any) -> Any:
+        unknown = set(content) - set(cls.model_fields) if isinstance(content, Mapping) else set()
+        if unknown:
+            facts = {"key": min(unknown), "allowed": ", ".join(sorted(cls.model_fields))}
+            message = "{key} is not part of a report. Allowed: {allowed}."
+            raise PydanticCustomError("unknown_key", message, facts)
+        return content
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part as JSON holds it; optional keys that were not given are left out."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+
+
+class TargetFacts(Block):
+    """The target model."""
+
+    id: str
+    """Hub id or path."""
+    revision: str
+    """Commit of the Hub repository, or a hash of the files."""
+    dtype: str
+    """Number format of the weights, for instance "bfloat16"."""
+    parameters: Count
+
+
+class DeviceFacts(Block):
+    """The machine."""
+
+    kind: str
+    """Type of torch device, for instance "cuda"."""
+    name: str
+    threads: Count
+    """CPU threads of torch."""
+
+
+class ReportSettings(Block):
+    """The settings that all drafters of a report share."""
+
+    temperature: float
+    max_new_tokens: Count
+    batch_size: Count
+    rule: str
+    """Acceptance rule (`decode.rule`). Reports from before version 0.1.0 say match for every rule."""
+    seed: Count
+    prompts: Count
+    """Measured prompts."""
+
+    @property
+    def promise(self) -> str:
+        """What the rule keeps of the target's text; see `inference.decoding.rules.names`."""
+        return promise(self.rule, self.temperature)
+
+    @property
+    def rule_text(self) -> str:
+        """The rule with what it does not promise in brackets."""
+        return rule_text(self.rule, self.temperature)
+
+
+class Baseline(Block):
+    """The same decoding loop without a drafter."""
+
+    tokens: Count
+    """Committed tokens, the first one of every answer excluded."""
+    seconds: float
+    tokens_per_second: float
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds per pass, which commits one token."""
+        return 1000.0 * divide(self.seconds, self.tokens)
+
+
+class DraftFacts(Block):
+    """The draft that a drafter was measured with."""
+
+    shape: str
+    """"chain" or "tree"."""
+    depth: Count
+    """Drafted tokens on the longest path."""
+    nodes: Count
+    """Tokens of a verification, the root included."""
+    name: str | None = None
+    """Name in the report; the drafter's kind where it is missing."""
+    noise: str | None = None
+    """"shared": drafts are ranked with the target's noise; "own": drawn with noise of their own;
+    "none".
+    """
+    choices: list[list[Count]] | None = None
+    """Paths of a static tree, by rank of the candidates."""
+    weights_sha256: str | None = None
+    """Hash of the measured checkpoint's weights file."""
+
+    @property
+    def label(self) -> str:
+        """ "chain 4" or "tree 4 (12 nodes)", the first number being the depth."""
+        nodes = "" if self.shape == "chain" else f" ({self.nodes} nodes)"
+        return f"{self.shape} {self.depth}{nodes}"
+
+    @property
+    def words(self) -> str:
+        """The draft inside a sentence."""
+        if self.shape == "chain":
+            return f"chains of {self.depth}"
+        return f"trees of {self.nodes} nodes, {self.depth} deep"
+
+
+class Acceptance(Block):
+    """Acceptance by depth, as shares in [0, 1]."""
+
+    unconditional: list[float]
+    """Share of passes in which the depth was accepted."""
+    conditional: list[float]
+    """The same among passes in which the depth before was accepted."""
+
+
+class DomainResult(Block):
+    """The results of one drafter on the prompts of one domain; see `DrafterResult`."""
+
+    tau: float
+    tau_ci95: Interval
+    tar: float
+    speedup: float
+
+
+class PhaseValues(Block):
+    """One number per phase of a decoding step."""
+
+    draft: float
+    verify: float
+    commit: float
+    other: float
+    gap: float | None = None
+    """Time between two steps, where the clock measures it."""
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """(phase, value) of the phases that were measured."""
+        return ((phase, value) for phase, value in self if value is not None)
+
+
+class MemoryBytes(Block):
+    """Bytes that are allocated while decoding."""
+
+    target: Count
+    drafter: Count
+    kv: Count
+    """Caches of keys and values."""
+
+
+class LosslessCounts(Block):
+    """Answers compared with those of plain decoding, token by token."""
+
+    sequences: Count
+    identical: Count
+    near_ties: Count
+    """Answers that differ within the measured numerical gap of the number format."""
+    mismatches: Count
+    """Answers that differ by more."""
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> LosslessCounts:
+        if self.sequences != self.identical + self.near_ties + self.mismatches:
+            raise PydanticCustomError(
+                "inconsistent",
+                "does not add up: sequences must be identical + near_ties + mismatches.",
+            )
+        return self
+
+    def describe(self, kept: str = TEXT) -> str:
+        """ "64/64", "63/64, 1 near tie" or "60/64, 4 MISMATCHES".
+
+        kept: what the rule promises (`ReportSettings.promise`). A rule that does not promise the
+        baseline's text is named instead: "LOSSY, 3/64 same text", or "distribution kept, 3/64 same
+        text".
+        """
+        text = f"{self.identical}/{self.sequences}"
+        if kept != TEXT:
+            return f"{'LOSSY' if kept == LOSSY else 'distribution kept'}, {text} same text"
+        if self.near_ties:
+            text += f", {self.near_ties} near tie{'s' if self.near_ties > 1 else ''}"
+        if self.mismatches:
+            text += f", {self.mismatches} MISMATCH{'ES' if self.mismatches > 1 else ''}"
+        return text
+
+
+class DrafterResult(Block):
+    """One drafter with one draft."""
+
+    kind: str
+    path: str
+    """Checkpoint folder; empty for a kind without weights."""
+    parameters: Count
+    draft: DraftFacts
+    tau: float
+    """Committed tokens per verify pass."""
+    tau_ci95: Interval
+    tokens: Count
+    """Committed tokens, the first one of every answer excluded."""
+    verify_passes: Count
+    tar: float
+    """Accepted drafted tokens / tested drafted tokens."""
+    acceptance: Acceptance
+    domains: dict[str, DomainResult]
+    tokens_per_second: float
+    speedup: float
+    """tokens_per_second / the baseline's."""
+    speedup_ci95: Interval
+    ideal_speedup: float
+    """tau / (1 + draft time per pass / the baseline's time per pass)."""
+    step_ms: PhaseValues
+    """Milliseconds per verify pass."""
+    memory_bytes: MemoryBytes
+    lossless: LosslessCounts
+
+    @property
+    def name(self) -> str:
+        """Its name in the report, which no other drafter of the report has."""
+        return self.draft.name or self.kind
+
+    @property
+    def efficiency(self) -> float:
+        """speedup / ideal_speedup."""
+        return divide(self.speedup, self.ideal_speedup)
+
+
+# ---- blocks that `bench` asks for ----------------------------------------------------------------
+
+
+class ProfileSetting(Block):
+    """A condition of the profile."""
+
+    arm: str
+    """Name of the drafter."""
+    sweep: str
+    """What is varied: "batch", "context" or "temperature"."""
+    batch: Count
+    """Sequences that are decoded together."""
+    context: Count
+    """Tokens of the prompt."""
+    temperature: float
+    shape: str
+    """Shape of the draft; "none" for plain decoding."""
+    depth: Count
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Condition and draft."""
+        return tuple(getattr(self, name) for name in ProfileSetting.model_fields)
+
+
+class ProfilePoint(ProfileSetting):
+    """The speed of one draft under one condition."""
+
+    nodes: Count
+    answers: Count
+    tau: float
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    speedup_ci95: Interval
+    """By resampling blocks of requests."""
+
+
+class BestDraft(ProfileSetting):
+    """The fastest draft under one condition; depth 0 where plain decoding is fastest."""
+
+    tokens_per_second: float
+    speedup: float
+
+
+class Profile(Block):
+    """Speed by batch size, context, temperature and draft (`bench.profile`)."""
+
+    blocks: Count
+    """Blocks of requests, each decoded by every drafter in turn."""
+    refills: Count
+    """Requests of a block per sequence of the batch."""
+    points: list[ProfilePoint]
+    best: list[BestDraft]
+
+
+class CostPoint(Block):
+    """The median time of one call."""
+
+    nodes: Count
+    """Nodes of a verification or a drafted chain, root included, or committed tokens."""
+    rows: Count
+    """Sequences of the batch."""
+    length: Count
+    """Cached tokens per sequence."""
+    seconds: float
+    low: float
+    """First quartile, in seconds."""
+    high: float
+    """Third quartile, in seconds."""
+
+
+class Costs(Block):
+    """Time per call (`bench.costs`). `inference.cost.CostCurves` interpolates the points."""
+
+    target: str
+    device: str
+    dtype: str
+    launch: str
+    """"eager", or "graph" where calls were captured and replayed."""
+    repeats: Count
+    """Timed calls per point."""
+    verify: list[CostPoint]
+    draft: dict[str, list[CostPoint]]
+    """By drafter."""
+    commit: dict[str, list[CostPoint]]
+    """By drafter."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """All numbers of nodes, ascending."""
+        return sorted({nodes for row in self.rows() for nodes in row.ms})
+
+    def rows(self) -> list[CostRow]:
+        """Every curve: verification, then drafting and committing by drafter."""
+        curves = {"verify": self.verify}
+        for what, named in (("draft", self.draft), ("commit", self.commit)):
+            curves |= {f"{what}: {name}": points for name, points in named.items()}
+        found: dict[tuple[str, int, int], dict[int, float]] = {}
+        for name, points in curves.items():
+            for point in points:
+                times = found.setdefault((name, point.rows, point.length), {})
+                times[point.nodes] = 1000 * point.seconds
+        return [CostRow(*place, times) for place, times in found.items()]
+
+
+class CostRow(NamedTuple):
+    """One curve of the costs at one batch size and number of cached tokens."""
+
+    name: str
+    rows: int
+    length: int
+    ms: dict[int, float]
+    """Milliseconds by nodes."""
+
+
+class BandwidthFacts(Block):
+    """Memory bandwidth of the device as probes measured it, in bytes per second."""
+
+    device: str
+    copy_bytes_per_second: float
+    """Bytes read and written by a copy."""
+    gemv_bytes_per_second: float
+    """Bytes read by a matrix-vector product."""
+    used_bytes_per_second: float
+    """The larger one."""
+
+
+class RooflineStep(Block):
+    """A step without a drafter against the bandwidth."""
+
+    bytes_per_step: Count
+    step_ms: float
+    share: float
+    """bytes_per_step / (bandwidth * step time)."""
+
+
+class RooflineDraft(Block):
+    """A drafter's step against the bandwidth; see `RooflineStep`."""
+
+    bytes_per_step: Count
+    drafter_bytes: Count
+    """Bytes that the drafter reads in all its passes of a step."""
+    step_ms: float
+    share: float
+    efficiency: float
+    """speedup / ideal_speedup."""
+    split: PhaseValues
+    """Shares of the step."""
+
+
+class Roofline(Block):
+    """Bytes that a step must move (`bench.roofline`)."""
+
+    bandwidth: BandwidthFacts
+    target_bytes: Count
+    """Weights that a step reads: without the embedding table, with the LM head."""
+    expert_bytes: Count
+    kv_bytes_per_token: Count
+    baseline: RooflineStep
+    arms: dict[str, RooflineDraft]
+    """By drafter."""
+
+
+class LoopResult(Block):
+    """A decoding loop beside ours without a drafter, which ratios refer to."""
+
+    tokens_per_second: float
+    tokens_per_second_ci95: Interval
+    ratio: float
+    ratio_ci95: Interval
+    end_to_end_tokens_per_second: float
+    """With prefill."""
+    end_to_end_ratio: float
+    """With prefill."""
+    tau: float
+    """Tokens per pass."""
+    sequences: Count
+    identical: Count
+    """Answers that equal ours."""
+    interleaved: bool
+    """False for an engine that ran in a process of its own, before or after the others."""
+    version: str | None = None
+    """Version of a foreign engine."""
+
+
+class LossTerm(Block):
+    """One factor between the ceiling and the measured speedup; docs/report_page.md explains each."""
+
+    name: str
+    factor: float
+    ci95: Interval
+
+
+class LossSplit(Block):
+    """ceiling * the product of all factors = speedup."""
+
+    ceiling: float
+    """depth + 1."""
+    speedup: float
+    tau: float
+    terms: list[LossTerm]
+
+
+class CalibrationGap(Block):
+    """How far confidences are from the accepted shares."""
+
+    ece: float
+    """Expected calibration error, over ten bins."""
+    ece_ci95: Interval | None = None
+
+
+class DomainLoss(LossSplit):
+    """The split of one domain."""
+
+    calibration: CalibrationGap | None = None
+
+
+class DraftStates(Block):
+    """Shares over the drafted tokens of a group, each with its interval."""
+
+    tested: Count
+    """Drafted tokens that were compared with the target's."""
+    accepted: float
+    accepted_ci95: Interval
+    overlap: float
+    """1 - total variation of both models' distributions as decoding uses them."""
+    overlap_ci95: Interval
+    own_overlap: float
+    """The same of the models' own distributions."""
+    own_overlap_ci95: Interval
+    missed: float
+    """Probability that the target gives to tokens outside the draft vocabulary."""
+    missed_ci95: Interval
+
+
+class _Span(Block):
+    first: Count
+    """First position of the answer."""
+    end: Count
+    """Position after the last; 0: no end."""
+
+
+class PositionStates(DraftStates, _Span):
+    """The drafted tokens of a part of the answers."""
+
+    calibration: CalibrationGap | None = None
+
+    @property
+    def label(self) -> str:
+        """ "1 to 16" or "257 and on"."""
+        return f"{self.first} to {self.end - 1}" if self.end else f"{self.first} and on"
+
+
+class _TemperatureTau(Block):
+    temperature: float
+    tau: float
+    tau_ci95: Interval
+
+
+class TemperatureStates(DraftStates, CalibrationGap, _TemperatureTau):
+    """The sample decoded at one temperature."""
+
+
+class TreeComparison(Block):
+    """The measured draft beside the best static tree of the same size."""
+
+    nodes: Count
+    own: float
+    """tau of the measured draft under the sample's acceptance by rank."""
+    best: float
+    """tau of the best tree under the same."""
+    choices: list[list[Count]]
+    """Paths of the best tree, by rank of the candidates."""
+
+    @property
+    def paths(self) -> list[str]:
+        """ "1", "1·2": the best tree's paths with ranks from 1."""
+        return ["·".join(str(rank + 1) for rank in path) for path in self.choices]
+
+
+class CalibrationBin(Block):
+    """The drafted tokens of one of ten equal ranges of confidence."""
+
+    count: Count
+    confidence: float
+    """Mean confidence."""
+    accepted: float
+    """Accepted share."""
+
+
+class Calibration(Block):
+    """How well a drafter's confidence tells acceptance."""
+
+    estimate: str
+    """"head": a trained confidence; "probability": that of the best candidate."""
+    ece: float
+    ece_ci95: Interval | None = None
+    bins: list[CalibrationBin]
+
+
+class _Widening(Block):
+    widening: float
+    """Time of a verification of the draft / time of one node, by the cost curves."""
+
+
+class DrafterLoss(LossSplit, _Widening):
+    """Where the speed of one drafter goes."""
+
+    domains: dict[str, DomainLoss]
+    depths: dict[str, list[DraftStates]]
+    """Group ("all" or a domain) to its states by depth."""
+    positions: list[PositionStates]
+    temperatures: list[TemperatureStates]
+    tree: TreeComparison
+    calibration: Calibration | None = None
+    """Missing where drafts have no confidence."""
+
+
+class Losses(Block):
+    """What the missing speed is lost to (`bench.lost`)."""
+
+    prompts: Count
+    """Prompts that were decoded once more."""
+    arms: dict[str, DrafterLoss]
+    """By drafter."""
+
+
+# ---- how it was measured -------------------------------------------------------------------------
+
+
+class DrafterConditions(BaseModel):
+    """Details of one drafter's measurement. Further keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    prefill_seconds: float | None = None
+    speedup_ci95_by_domain: dict[str, Interval] = {}
+    audited_tokens: Count | None = None
+    """Tokens of the answers that the audit compared."""
+    flips: Count | None = None
+    """Tokens at which the target's choice depends on the width of the verification."""
+    divergences: list[dict[str, Any]] = []
+    """Where answers differ from the baseline's."""
+
+
+class Conditions(BaseModel):
+    """How the measurement was made. Further keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    bench: dict[str, Any] = {}
+    """The group `bench` of the configuration."""
+    sampling: dict[str, Any] = {}
+    """Settings of sampling."""
+    typical: dict[str, float] | None = None
+    """`epsilon` and `delta` of rule typical."""
+    warmup_prompts: Count | None = None
+    baseline_prefill_seconds: float | None = None
+    arms: dict[str, DrafterConditions] = {}
+    """By drafter."""
+    prompts: dict[str, Any] = {}
+    """The prompts' source, its commit, and a hash of each prompt."""
+
+
+class Report(Block):
+    """A whole report.json."""
+
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    target: TargetFacts
+    device: DeviceFacts
+    settings: ReportSettings
+    baseline: Baseline
+    drafters: list[DrafterResult]
+    profile: Profile | None = None
+    costs: Costs | None = None
+    roofline: Roofline | None = None
+    baselines: dict[str, LoopResult] | None = None
+    """Loops beside ours (`bench.baselines`), by name."""
+    lost: Losses | None = None
+    command: str | None = None
+    versions: dict[str, str] = {}
+    """Versions of Python and of packages."""
+    git: Any = None
+    """Commit of the working tree and whether it had changes."""
+    run: Conditions = Conditions()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Report:
+        names = [drafter.name for drafter in self.drafters]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise PydanticCustomError(
+                "inconsistent",
+                "drafters holds {twice} more than once; every drafter needs its own draft.name.",
+                {"twice": str(twice)},
+            )
+        return self
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases of a step that some drafter has."""
+        gaps = any(drafter.step_ms.gap is not None for drafter in self.drafters)
+        return [*PHASES, GAP] if gaps else list(PHASES)
+
+    @property
+    def version_list(self) -> str:
+        """ "torch 2.13.0, numpy 2.3.0"."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    @property
+    def domains(self) -> list[str]:
+        """All domains, in alphabetical order."""
+        return sorted({domain for drafter in self.drafters for domain in drafter.domains})
+
+    def drafter(self, name: str) -> DrafterResult:
+        """The drafter of this name; raises `UserError` when it was not measured."""
+        for drafter in self.drafters:
+            if drafter.name == name:
+                return drafter
+        known = ", ".join(drafter.name for drafter in self.drafters) or "nothing"
+        raise UserError(f"the report has no drafter '{name}'. It measured: {known}.")
+
+    def domain_intervals(self, name: str) -> Mapping[str, tuple[float, float]]:
+        """Domain to the 95% interval of a drafter's speedup; empty where the report has none."""
+        conditions = self.run.arms.get(name)
+        return conditions.speedup_ci95_by_domain if conditions else {}
+
+
+# ---- reading and writing -------------------------------------------------------------------------
+
+WANTED = {
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number, 0 or more",
+    "greater_than_equal": "a whole number, 0 or more",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "tuple_type": "[low, high] with low <= high",
+    "too_long": "[low, high] with low <= high",
+}
+"""Type of a pydantic error to what is allowed."""
+
+
+def parse_report(content: Any, source: str = "report") -> Report:
+    """`content`, the object that a report.json holds, as a `Report`.
+
+    Raises `UserError` with `source` and the dotted key at fault.
+    """
+    found = content.get("format") if isinstance(content, Mapping) else None
+    if isinstance(found, int) and found != FORMAT:
+        raise UserError(
+            f"{source}: format is {found}; this version reads format {FORMAT}. Measure again."
+        )
+    try:
+        return Report.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
+
+
+def _explain(error: ErrorDetails) -> str:
+    """One error of pydantic as a sentence for people."""
+    key = ".".join(map(str, error["loc"])) or "the whole file"
+    advice = "Reports are written by `headstart measure`"
+    if error["type"] == "missing":
+        return f"{key} is missing. {advice}; measure again."
+    if error["type"] == "unknown_key":
+        return ".".join([*map(str, error["loc"]), error["msg"]])
+    if error["type"] == "inconsistent":
+        return " ".join([*([key] if error["loc"] else []), error["msg"]])
+    wanted = WANTED.get(error["type"], error["msg"])
+    return f"{key} must be {wanted}; given: {error['input']!r}. {advice}."
+
+
+def read_report(path: Path) -> Report:
+    """The report in a file, or in the report.json of a folder.
+
+    Raises `UserError` when there is none, or when it is broken or incomplete.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"'{path}' holds no {REPORT_FILE}. Run `headstart measure` first, or give the folder "
+            "it wrote."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"'{file}' is not readable as JSON ({error}). Measure again.") from error
+    return parse_report(content, f"'{file}'")
+
+
+def write_report(report: Report | Mapping[str, Any], path: Path) -> None:
+    """Write a report atomically, after checking it."""
+    checked = parse_report(report, "the new report")
+    write_bytes(path, (json.dumps(checked.to_dict(), indent=2) + "\n").encode())

@@ -1,0 +1,306 @@
+"""Which charts the page has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference.report.model import Calibration, Costs, DrafterLoss, Profile
+from inference.report.page.charts import (
+    SERIES,
+    Dot,
+    Dots,
+    Figure,
+    Line,
+    Lines,
+    Reliability,
+    Waterfall,
+    ticks,
+)
+from inference.report.page.formats import number
+from inference.report.page.gather import Course, Page, Run
+
+SPLITS = 6
+"""Drafters whose split is drawn; the tables have all."""
+ESTIMATES = {"head": "its own confidence", "probability": "the probability of its best candidate"}
+
+
+def _series(place: int) -> int:
+    return place if place < SERIES else -1
+
+
+def domains(run: Run) -> list[Figure]:
+    """Speedup, then tau, by domain."""
+    drafters, report = run.drafters, run.report
+    speeds = [cell.speedup for drafter in drafters for cell in drafter.domains.values()]
+    for drafter in drafters:
+        for name, bounds in report.domain_intervals(drafter.name).items():
+            speeds += bounds if name in drafter.domains else ()
+    taus = [cell.tau_ci95[1] for drafter in drafters for cell in drafter.domains.values()]
+    speedups, lengths = [], []
+    for name in report.domains:
+        found = [(one, one.domains[name]) for one in drafters if name in one.domains]
+        rows = [
+            Dot(
+                one.name,
+                cell.speedup,
+                report.domain_intervals(one.name).get(name),
+                one is run.best,
+            )
+            for one, cell in found
+        ]
+        title = f"Speedup, {name}"
+        speedups.append(Figure(title, Dots(title, rows, 1.0, "×", (min(speeds), max(speeds)))))
+        rows = [Dot(one.name, cell.tau, cell.tau_ci95, one is run.best) for one, cell in found]
+        title = f"Tokens per verification, {name}"
+        lengths.append(Figure(title, Dots(title, rows, 1.0, "", (1.0, max(taus)))))
+    return speedups + lengths
+
+
+def depths(run: Run) -> list[Figure]:
+    """Acceptance by depth, of all passes and given the depth before."""
+    ranked = sorted(run.drafters, key=lambda drafter: -drafter.tau)
+    figures = []
+    for key, title, note in (
+        (
+            "unconditional",
+            "Reached and accepted",
+            "Share of all verifications in which a draft of that depth was accepted.",
+        ),
+        (
+            "conditional",
+            "Accepted, given the depth before",
+            "How well the drafter does once it has come so far.",
+        ),
+    ):
+        values = [getattr(drafter.acceptance, key) for drafter in ranked]
+        series = [
+            Line(drafter.name, list(enumerate(shares, start=1)), _series(place))
+            for place, (drafter, shares) in enumerate(zip(ranked, values, strict=True))
+        ]
+        marks = range(1, max(map(len, values), default=0) + 1)
+        label = "depth of the drafted token"
+        chart = Lines(title, series[::-1], label, "accepted", marks, top=1.0, percent=True)
+        figures.append(Figure(title, chart, note))
+    return figures
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+def costs(run: Run) -> list[Figure]:
+    """Cost curves with the fastest draft marked, and speed by rows, as far as they were measured."""
+    figures = []
+    if run.report.costs is not None:
+        figures += [_verification(run, run.report.costs), _drafting(run, run.report.costs)]
+    if run.report.profile is not None:
+        figures += _speed_by_rows(run.report.profile)
+    return figures
+
+
+def _verification(run: Run, block: Costs) -> Figure:
+    """Time by nodes for every number of rows and cached tokens; the fastest drafter's width is
+    ringed.
+    """
+    series: list[Line] = []
+    for place in sorted({(point.rows, point.length) for point in block.verify})[:SERIES]:
+        found = [point for point in block.verify if (point.rows, point.length) == place]
+        found.sort(key=lambda point: point.nodes)
+        series.append(
+            Line(
+                f"{place[0]} × {place[1]}",
+                [(float(point.nodes), 1000 * point.seconds) for point in found],
+                len(series),
+                [(1000 * point.low, 1000 * point.high) for point in found],
+            )
+        )
+    rings = []
+    if run.best is not None and series:
+        nodes = run.best.draft.nodes
+        sizes, times = zip(*series[0].points, strict=True)
+        if sizes[0] <= nodes <= sizes[-1]:  # between timed sizes the cost is taken as linear
+            ms = float(np.interp(nodes, sizes, times))
+            rings.append((float(nodes), ms, f"{run.best.name}, {nodes} nodes"))
+    powers = sorted({point.nodes for point in block.verify if point.nodes.bit_count() == 1})
+    chart = Lines(
+        "Milliseconds of a verification by nodes",
+        series,
+        "nodes of a verification (logarithmic)",
+        "milliseconds",
+        powers,
+        log=True,
+        rings=rings,
+    )
+    note = (
+        "Lines are named rows × cached tokens; whiskers are quartiles. The ring is the draft that "
+        "was chosen: the one that the fastest drafter was measured with."
+    )
+    return Figure("Verification, by nodes", chart, note)
+
+
+def _drafting(run: Run, block: Costs) -> Figure:
+    """Time of a drafted chain of every drafter, at the smallest batch and shortest cache."""
+    order = [drafter.name for drafter in run.drafters]
+    found = []
+    for name, points in block.draft.items():
+        here = min(((point.rows, point.length) for point in points), default=None)
+        times = sorted(
+            (point.nodes - 1.0, 1000 * point.seconds)
+            for point in points
+            if (point.rows, point.length) == here
+        )
+        if times:
+            found.append((order.index(name) if name in order else len(order), name, times))
+    series = [Line(name, times, _series(i)) for i, (_, name, times) in enumerate(sorted(found))]
+    marks = sorted({int(length) for one in series for length, _ in one.points})
+    title = "Milliseconds of a draft by its length"
+    chart = Lines(title, series, "drafted tokens of a chain", "milliseconds", marks)
+    return Figure("Drafting, by length", chart, "One row, shortest cache measured.")
+
+
+def _speed_by_rows(block: Profile) -> list[Figure]:
+    """The best speedup by rows decoded together, per drafter."""
+    found: dict[str, dict[int, float]] = {}
+    for point in block.points:
+        if point.sweep == "batch":
+            here = found.setdefault(point.arm, {})
+            here[point.batch] = max(here.get(point.batch, 0.0), point.speedup)
+    if not found:
+        return []
+    series = [
+        Line(name, [(float(rows), speed) for rows, speed in sorted(speeds.items())], _series(i))
+        for i, (name, speeds) in enumerate(found.items())
+    ]
+    marks = sorted({rows for speeds in found.values() for rows in speeds})
+    title = "Speedup by rows decoded together"
+    chart = Lines(title, series, "rows (logarithmic)", "speedup", marks, log=True, top=1.0)
+    return [Figure(title, chart, "The best draft of each; below 1 plain decoding is faster.")]
+
+
+# ---- where the speed goes ------------------------------------------------------------------------
+
+
+def losses(run: Run) -> dict[str, DrafterLoss]:
+    """The drafters whose speed was split, the fastest first."""
+    arms = run.report.lost.arms if run.report.lost else {}
+    return {drafter.name: arms[drafter.name] for drafter in run.drafters if drafter.name in arms}
+
+
+def splits(run: Run) -> list[Figure]:
+    """The way from the ceiling to the measured speedup."""
+    arms = losses(run)
+    top = max(map(_highest_level, arms.values()), default=1.0)
+    return [
+        Figure(
+            name,
+            Waterfall(name, arm, top),
+            f"A step over all nodes costs {number(arm.widening)} plain ones.",
+        )
+        for name, arm in list(arms.items())[:SPLITS]
+    ]
+
+
+def _highest_level(arm: DrafterLoss) -> float:
+    factors = np.cumprod([1.0, *(term.factor for term in arm.terms)])
+    return arm.ceiling * float(factors.max())
+
+
+def overlaps(run: Run) -> list[Figure]:
+    """1 - TV by depth and domain."""
+    figures = []
+    for name, arm in list(losses(run).items())[:SPLITS]:
+        series: list[Line] = []
+        for group, levels in arm.depths.items():
+            if group != "all":
+                tested = [(i, at) for i, at in enumerate(levels, start=1) if at.tested]
+                points = [(float(i), at.overlap) for i, at in tested]
+                intervals = [at.overlap_ci95 for _, at in tested]
+                series.append(Line(group, points, len(series), intervals))
+        chart = Lines(
+            f"{name}: 1 minus TV by depth and domain",
+            series,
+            "depth of the drafted token",
+            "1 − TV",
+            range(1, len(arm.depths["all"]) + 1),
+            top=1.0,
+            percent=True,
+            height=210.0,
+        )
+        figures.append(Figure(name, chart))
+    return figures
+
+
+def calibrations(run: Run) -> dict[str, Calibration]:
+    """The calibration of the drafters that have a confidence, the fastest first."""
+    return {name: arm.calibration for name, arm in losses(run).items() if arm.calibration}
+
+
+def reliabilities(run: Run) -> list[Figure]:
+    """Accepted share by confidence."""
+    figures = []
+    for name, found in list(calibrations(run).items())[:SPLITS]:
+        source = ESTIMATES.get(found.estimate, found.estimate)
+        note = f"ECE {100 * found.ece:.1f}%"
+        if found.ece_ci95 is not None:
+            note += f" ({100 * found.ece_ci95[0]:.1f} to {100 * found.ece_ci95[1]:.1f})"
+        figures.append(Figure(name, Reliability(name, found.bins), f"{note}, {source}."))
+    return figures
+
+
+# ---- of the whole page ---------------------------------------------------------------------------
+
+
+def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:
+    """tau over trainings or rounds, on the scale that all of the page share."""
+    top = max(point.high for one in (*page.trainings, *page.rounds) for point in one.points)
+    figures = []
+    for one in shown:
+        best = max(one.points, key=lambda point: (point.best, point.tau))
+        marks = [point.at for point in one.points]
+        if len(marks) > 6:
+            low, high = min(marks), max(marks)
+            marks = [mark for mark in ticks(low, high) if low <= mark <= high]
+        points = [(point.at, point.tau) for point in one.points]
+        line = Line("", points, 0, [(point.low, point.high) for point in one.points])
+        rings = [(best.at, best.tau, number(best.tau))]
+        title = f"τ of {one.name} by {unit}"
+        chart = Lines(title, [line], unit, "τ", marks, top=top, height=190.0, rings=rings)
+        figures.append(Figure(one.name, chart))
+    return figures
+
+
+def comparison(page: Page, key: str, title: str, unit: str) -> list[Figure]:
+    """Every drafter's speedup or tau in all measurements, on one scale."""
+    bounds = [
+        bound
+        for run in page.runs
+        for drafter in run.drafters
+        for bound in getattr(drafter, f"{key}_ci95")
+    ]
+    low = min(bounds, default=1.0) if key == "speedup" else 1.0
+    figures = []
+    for run in page.runs:
+        measured = {drafter.name: drafter for drafter in run.drafters}
+        rows = [
+            Dot(
+                name,
+                getattr(measured[name], key),
+                getattr(measured[name], f"{key}_ci95"),
+                measured[name] is run.best,
+            )
+            for name in page.names
+            if name in measured
+        ]
+        chart = Dots(f"{title}, {run.label}", rows, 1.0, unit, (low, max(bounds, default=1.0)))
+        figures.append(Figure(run.label, chart, _conditions(run)))
+    return figures
+
+
+def _conditions(run: Run) -> str:
+    """What sets a measurement apart."""
+    settings = run.report.settings
+    drafts = sorted({drafter.draft.label for drafter in run.drafters})
+    shapes = drafts[0] if len(drafts) == 1 else f"{len(drafts)} kinds of drafts"
+    rule = "" if settings.rule == "match" else f"rule {settings.rule_text}, "
+    return f"Temperature {settings.temperature:g}, {rule}{shapes}, {settings.prompts} prompts."

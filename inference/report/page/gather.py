@@ -1,0 +1,160 @@
+"""Reads what the page shows: measurements with their transcripts, trainings, rounds of a loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from heads.api.errors import UserError
+from inference.decoding.rules.names import TEXT
+from inference.measure.breakdown.transcripts import read_transcripts
+from inference.report.model import DrafterResult, Report, read_report
+
+LOG_FILE = "log.jsonl"
+ROUNDS_FILE = "loop.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement."""
+
+    label: str
+    report: Report
+    answers: Sequence[Mapping[str, Any]] = ()
+    """Transcripts, as `inference.measure.breakdown.transcripts` writes them."""
+
+    @property
+    def drafters(self) -> list[DrafterResult]:
+        """Its drafters, the fastest first."""
+        return sorted(self.report.drafters, key=lambda drafter: -drafter.speedup)
+
+    @property
+    def best(self) -> DrafterResult | None:
+        """The fastest drafter; None in a report without drafters."""
+        return next(iter(self.drafters), None)
+
+    @property
+    def lossless_words(self) -> str:
+        """Whether the drafters changed the text, as a sentence."""
+        settings = self.report.settings
+        if settings.promise != TEXT:
+            return f"Drafts are kept by rule {settings.rule_text}."
+        wrong = [drafter.name for drafter in self.drafters if drafter.lossless.mismatches]
+        if wrong:
+            names = ", ".join(wrong)
+            return f"Answers differ from plain decoding for {names}: see the last column."
+        words = "No answer of any drafter differs from plain decoding beyond the number format's"
+        return f"{words} own ties."
+
+
+@dataclass(frozen=True)
+class TauPoint:
+    """tau with its 95% interval at a step of a training or in a round of a loop."""
+
+    at: float
+    tau: float
+    low: float
+    high: float
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Course:
+    """tau over one training, or over the rounds of one loop."""
+
+    name: str
+    points: list[TauPoint]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that the page is made of."""
+
+    runs: list[Run]
+    trainings: list[Course] = field(default_factory=list)
+    rounds: list[Course] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """All drafters, by the measurement that has them first."""
+        return list(dict.fromkeys(one.name for run in self.runs for one in run.drafters))
+
+    @property
+    def ranked_trainings(self) -> list[Course]:
+        """The trainings, the one with the best tau first."""
+        return sorted(self.trainings, key=lambda one: -max(point.tau for point in one.points))
+
+
+def gather(reports: Sequence[tuple[str, Path]], run_folder: Path | None = None) -> Page:
+    """Read labelled report.json files (or folders that hold one) and, from a run's folder, its
+    trainings and rounds.
+
+    Raises `UserError` when there is no report, or when one or its transcripts are broken.
+    """
+    if not reports:
+        raise UserError(
+            "no report was given. Name at least one report.json, or a folder that holds one."
+        )
+    runs = []
+    for label, path in reports:
+        folder = path if path.is_dir() else path.parent
+        runs.append(Run(label, read_report(path), read_transcripts(folder)))
+    if run_folder is None:
+        return Page(runs)
+    return Page(runs, read_trainings(run_folder / "train"), read_rounds(run_folder))
+
+
+def read_trainings(folder: Path) -> list[Course]:
+    """The measured taus of every training below `folder` that has a log. Lines that were cut short
+    are skipped.
+    """
+    found = []
+    for path in sorted(folder.glob(f"*/{LOG_FILE}")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        read = [_point(_parse(line), "step") for line in lines if '"tau"' in line]
+        points = [point for point in read if point is not None]
+        if points:
+            best = max(range(len(points)), key=lambda i: points[i].tau)
+            points[best] = replace(points[best], best=True)
+            found.append(Course(path.parent.name, points))
+    return found
+
+
+def read_rounds(folder: Path) -> list[Course]:
+    """tau by round from a loop's summary (`loop.json`), of the drafter that the rounds trained.
+
+    Empty without a summary or when it is damaged.
+    """
+    path = folder / ROUNDS_FILE
+    content = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    if not isinstance(content, dict) or not isinstance(content.get("rounds"), list):
+        return []
+    best = content.get("best")
+    kept = best.get("round") if isinstance(best, dict) else None
+    points = []
+    for place, row in enumerate(content["rounds"]):
+        found = row.get("measured", row) if isinstance(row, dict) else None
+        if isinstance(found, dict):
+            points.append(_point({**found, "round": place, "best": place == kept}, "round"))
+    known = [point for point in points if point is not None]
+    return [Course(str(content.get("kind", "rounds")), known)] if known else []
+
+
+def _parse(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return None
+
+
+def _point(row: Any, key: str) -> TauPoint | None:
+    """A line of a log as a point; None where it is something else."""
+    try:
+        tau = float(row["tau"])
+        low, high = (float(value) for value in row.get("tau_ci95") or (tau, tau))
+        return TauPoint(float(row[key]), tau, low, high, bool(row.get("best", False)))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,94 @@
+"""Fills the templates: one HTML file with its style and its script inside, which asks nothing of
+any network.
+
+Everything that a template writes is escaped. The Content-Security-Policy in the page's head allows
+its own style and script and nothing else, so that a browser runs or fetches nothing even if markup
+slipped through.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from inference.manifest import write_bytes
+from inference.report.page import figures
+from inference.report.page.charts import TERMS
+from inference.report.page.formats import (
+    finalize,
+    fit,
+    interval,
+    number,
+    numbered,
+    percent,
+    share,
+    tick,
+    to_json,
+)
+from inference.report.page.gather import Page, gather
+from inference.report.page.viewer import MOST_BYTES, select_answers
+
+FILE = "report.html"
+PACKAGE = "inference.report.page"
+
+
+def write_page(
+    reports: Sequence[tuple[str, Path]], out: Path, run_folder: Path | None = None
+) -> Path:
+    """Write `out`/report.html from labelled report.json files (or folders), the main one first.
+
+    run_folder: the run whose trainings and rounds are shown. Returns the path of the page. Raises
+    `UserError` for a report or transcripts that cannot be read.
+    """
+    path = out / FILE
+    write_bytes(path, render(gather(reports, run_folder)).encode("utf-8"))
+    return path
+
+
+def render(page: Page) -> str:
+    """The whole file."""
+    answers, room = [], MOST_BYTES
+    for run in page.runs:
+        answers.append(select_answers(run, room))
+        room -= answers[-1].size
+    style, script = asset("style.css"), asset("script.js")
+    template = environment().get_template("page.html.j2")
+    return template.render(
+        page=page,
+        answers=answers,
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+    )
+
+
+def environment() -> Environment:
+    """The templates with what they may call."""
+    made = Environment(
+        loader=PackageLoader(PACKAGE),
+        autoescape=True,
+        finalize=finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    formats = (fit, interval, number, percent, share, tick, to_json)
+    made.filters.update({function.__name__: function for function in formats})
+    made.globals.update(figures=figures, numbered=numbered, TERMS=TERMS)
+    return made
+
+
+def asset(name: str) -> str:
+    """A file of this package as text."""
+    return resources.files(PACKAGE).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    return base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()

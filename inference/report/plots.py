@@ -1,0 +1,273 @@
+"""The PNGs of reports: acceptance by depth, speedup by domain, time per step by phase, and speedup
+by batch size where that was measured. One panel per report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from inference.measure.metrics import GAP, PHASES
+from inference.report.model import ProfilePoint, Report
+
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555",
+)  # fmt: skip
+"""Okabe and Ito's palette, which colour-blind readers can tell apart."""
+MARKERS = "osD^vPX*"
+PHASE_COLOURS = dict(
+    zip((*PHASES, GAP), ("#E69F00", "#0072B2", "#009E73", "#BBBBBB", "#CC79A7"), strict=True)
+)
+DARK = "#222222"
+
+
+def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
+    """Write acceptance.png, speedup.png, step_time.png and, with a profile, speedup_by_batch.png.
+
+    reports: by label. Returns the paths of what was written.
+    """
+    written = [
+        _save(acceptance(reports), out / "acceptance.png"),
+        _save(speedup(reports), out / "speedup.png"),
+        _save(step_time(reports), out / "step_time.png"),
+    ]
+    profiled = {label: report for label, report in reports.items() if _batch_points(report)}
+    if profiled:
+        written.append(_save(speedup_by_batch(profiled), out / "speedup_by_batch.png"))
+    return written
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, dpi=130, format="png", bbox_inches="tight", facecolor="white")
+    plt.close(figure)
+    os.replace(partial, path)
+    return path
+
+
+def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
+    """Drafter name to colour and marker, the same in every panel."""
+    names = dict.fromkeys(
+        drafter.name for report in reports.values() for drafter in report.drafters
+    )
+    return {
+        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)
+    }
+
+
+def _tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _title(label: str, report: Report) -> str:
+    return f"{label}, temperature {report.settings.temperature:g}"
+
+
+def _mark_plain_speed(axes: Axes) -> None:
+    axes.axhline(1.0, color=DARK, linewidth=1, linestyle="--")
+
+
+def _add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One legend for all panels, to their right."""
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (0.93, 0.5)}
+        figure.legend(handles.values(), handles.keys(), frameon=False, **place)
+
+
+def acceptance(reports: Mapping[str, Report]) -> Figure:
+    """Unconditional (above) and conditional (below) acceptance by depth."""
+    styles = _styles(reports)
+    size = (5.2 * len(reports) + 1.4, 6.6)
+    figure, grid = plt.subplots(2, len(reports), figsize=size, sharey=True, squeeze=False)
+    for column, (label, report) in enumerate(reports.items()):
+        for row, which in enumerate(("unconditional", "conditional")):
+            _draw_acceptance(grid[row][column], report, which, styles)
+        grid[0][column].set_title(_title(label, report))
+        grid[1][column].set_xlabel("drafted depth")
+    grid[0][0].set_ylabel("accepted, share of passes")
+    grid[1][0].set_ylabel("accepted, given the depth before")
+    _add_legend(figure, grid[0])
+    return figure
+
+
+def _draw_acceptance(
+    axes: Axes, report: Report, which: str, styles: Mapping[str, tuple[str, str]]
+) -> None:
+    deepest = 0
+    for drafter in report.drafters:
+        beta = drafter.acceptance.unconditional
+        values = getattr(drafter.acceptance, which)
+        deepest = max(deepest, len(values))
+        # the conditional share means nothing behind a depth that was never accepted
+        shown = [
+            i for i in range(len(values)) if which == "unconditional" or i == 0 or beta[i - 1] > 0
+        ]
+        colour, marker = styles[drafter.name]
+        axes.plot(
+            [i + 1 for i in shown],
+            [values[i] for i in shown],
+            color=colour,
+            marker=marker,
+            clip_on=False,
+            label=drafter.name,
+        )
+    _tidy(axes)
+    axes.set_ylim(0, 1.02)
+    axes.set_xticks(range(1, deepest + 1))
+
+
+def speedup(reports: Mapping[str, Report]) -> Figure:
+    """Bars of speedup by domain with 95% intervals; the line at 1 is plain decoding."""
+    styles = _styles(reports)
+    width = max(
+        (len(report.drafters) * (len(report.domains) + 1) for report in reports.values()), default=1
+    )
+    size = (max(4.5, 0.42 * width) * len(reports) + 1.4, 4.2)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        _draw_speedup(axes, report, styles)
+        axes.set_title(_title(label, report))
+    grid[0][0].set_ylabel("speedup over plain decoding")
+    _add_legend(figure, grid[0])
+    return figure
+
+
+def _draw_speedup(axes: Axes, report: Report, styles: Mapping[str, tuple[str, str]]) -> None:
+    groups, count = [*report.domains, "all"], max(1, len(report.drafters))
+    bar = 0.8 / count
+    for place, drafter in enumerate(report.drafters):
+        name = drafter.name
+        intervals = {**report.domain_intervals(name), "all": drafter.speedup_ci95}
+        values = {domain: numbers.speedup for domain, numbers in drafter.domains.items()}
+        values["all"] = drafter.speedup
+        for group, domain in enumerate(groups):
+            if domain not in values:
+                continue
+            at = group + (place - (count - 1) / 2) * bar
+            label = name if group == 0 else None
+            axes.bar(at, values[domain], 0.9 * bar, color=styles[name][0], label=label)
+            if domain in intervals:
+                axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
+    _mark_plain_speed(axes)
+    axes.set_xticks(range(len(groups)), groups)
+    _tidy(axes)
+
+
+def step_time(reports: Mapping[str, Report]) -> Figure:
+    """Stacked bars: milliseconds per verify pass by phase; the dashed line is one pass of plain
+    decoding.
+    """
+    rows = max((len(report.drafters) for report in reports.values()), default=1)
+    size = (5.6 * len(reports) + 1.2, 0.5 * rows + 1.8)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        names = [drafter.name for drafter in report.drafters]
+        times = [dict(drafter.step_ms.items()) for drafter in report.drafters]
+        left = [0.0] * len(names)
+        for phase in report.phases:
+            values = [one.get(phase, 0.0) for one in times]
+            axes.barh(names, values, left=left, color=PHASE_COLOURS[phase], label=phase)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        if plain := report.baseline.step_ms:
+            axes.axvline(plain, color=DARK, linewidth=1, linestyle="--", label="plain decoding")
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("ms per verify pass")
+        axes.set_title(_title(label, report))
+    figure.subplots_adjust(wspace=0.45)
+    _add_legend(figure, grid[0])
+    return figure
+
+
+def _batch_points(report: Report) -> list[ProfilePoint]:
+    """The points of a report's profile that vary the batch size."""
+    points = report.profile.points if report.profile else []
+    return [point for point in points if point.sweep == "batch"]
+
+
+def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
+    """Speedup of each drafter's best draft over the batch size, with its interval; numbers: tokens
+    drafted.
+    """
+    styles = _styles(reports)
+    size = (5.2 * len(reports) + 1.4, 4.2)
+    figure, grid = plt.subplots(1, len(reports), figsize=size, sharey=True, squeeze=False)
+    for axes, (label, report) in zip(grid[0], reports.items(), strict=True):
+        points = _batch_points(report)
+        for name in dict.fromkeys(point.arm for point in points):
+            mine = [point for point in points if point.arm == name]
+            sizes = sorted({point.batch for point in mine})
+            best = [
+                max((p for p in mine if p.batch == batch), key=lambda p: p.speedup)
+                for batch in sizes
+            ]
+            colour, marker = styles.get(name, (COLOURS[-1], MARKERS[0]))
+            places = range(len(sizes))
+            speedups = [point.speedup for point in best]
+            axes.plot(places, speedups, color=colour, marker=marker, label=name)
+            for place, point in enumerate(best):
+                axes.plot([place, place], point.speedup_ci95, color=colour, linewidth=1.2)
+                axes.annotate(
+                    str(point.depth),
+                    (place, point.speedup),
+                    textcoords="offset points",
+                    xytext=(6, 5),
+                    color=colour,
+                )
+            axes.set_xticks(places, [str(batch) for batch in sizes])
+        _mark_plain_speed(axes)
+        axes.set_xlabel("rows decoded together")
+        axes.set_title(_title(label, report))
+        _tidy(axes)
+    grid[0][0].set_ylabel("speedup over plain decoding")
+    _add_legend(figure, grid[0])
+    return figure
+
+
+def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """One PNG: for every drafter (row) a dot per measurement; tau left, speedup right.
+
+    rows: drafter to a measurement's title to tau, and "speedup"; drawn from top to bottom.
+    """
+    names = list(rows)
+    titles = [title for title in next(iter(rows.values())) if title != "speedup"]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 0.32 * len(names) + 1.6), sharey=True, width_ratios=(3, 1)
+    )
+    places = range(len(names), 0, -1)
+    for index, title in enumerate(titles):
+        left.plot(
+            [rows[name][title] for name in names],
+            places,
+            linestyle="none",
+            marker=MARKERS[index],
+            color=COLOURS[index],
+            label=title,
+        )
+    right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
+    right.axvline(1.0, color="#555555", linewidth=1.0)
+    left.set_yticks(list(places), names)
+    left.set_xlabel("tau (committed tokens per verify pass)")
+    right.set_xlabel("speedup, chain, T=0")
+    for axes in (left, right):
+        _tidy(axes, "both")
+    left.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    return _save(figure, path)

@@ -1,0 +1,213 @@
+"""Makes changed versions of the embedded target and the prompts to judge them by, for the staleness
+report.
+
+The target is taught to write C++ headers, in all weights or through LoRA. Nothing of what it knew
+is repeated in the training, as in many fine-tunings; so its answers to the old questions change as
+well. The prompts are held-out questions that neither target nor drafters have seen, and the new
+domain beside the old ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inference.manifest import write_json
+from inference.target.chat import render_conversation
+from scripts.assets import cpp_headers
+from scripts.assets.conversations import DOMAINS, Pair, pairs_of
+from scripts.assets.prompts import PromptRow, is_askable, prompt_rows, read_rows, write_rows
+from scripts.assets.python_sources import (
+    Document,
+    deduplicate,
+    from_site_packages,
+    from_stdlib,
+    from_topics,
+)
+from scripts.assets.training import note
+
+WINDOW = 512
+IGNORED = -100
+MADE_FILE = "finetuning.json"
+HEADER_PROMPTS = {"training": 720, "validation": 48, "measuring": 192}
+UNSEEN = 256
+"""Prompts of each old domain, half for the reference and half as fresh traffic; `reference` has
+fewer.
+"""
+MIXED = 720
+"""Prompts of old and new domains each that the changed target answers for a full training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One fine-tuning. tokens_per_step: positions, of which the answers' tokens are learnt;
+    lora_rank: 0 changes all weights.
+    """
+
+    steps: int = 150
+    tokens_per_step: int = 4096
+    lr: float = 5e-4
+    lora_rank: int = 0
+    seed: int = 0
+
+
+RECIPES = {"finetuned": Recipe(), "lora": Recipe(steps=30, lr=2e-3, lora_rank=16)}
+"""Folder name -> how its target is made."""
+
+
+def finetune(base: Path, out: Path, pairs: list[Pair], recipe: Recipe) -> None:
+    """Write `out`: the target in `base` after a training on `pairs`, with LoRA merged into its
+    weights.
+
+    Nothing is done where `out` stands already.
+    """
+    if (out / MADE_FILE).is_file():
+        return
+    torch.manual_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if recipe.lora_rank:
+        from peft import LoraConfig, get_peft_model  # imports accelerate: seconds
+
+        rank = recipe.lora_rank
+        model = get_peft_model(
+            model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        )
+    losses = _learn(model, supervised_windows(tokenizer, pairs, recipe.seed), recipe)
+    if recipe.lora_rank:
+        model = model.merge_and_unload()
+    partial = out.with_name(out.name + ".partial")
+    model.to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    last = sum(losses[-10:]) / len(losses[-10:])
+    facts = {"rows": len(pairs), "first_loss": losses[0], "last_loss": last}
+    write_json(partial / MADE_FILE, {**dataclasses.asdict(recipe), **facts})
+    os.replace(partial, out)
+
+
+def supervised_windows(tokenizer: Any, pairs: list[Pair], seed: int) -> Tensor:
+    """Return shuffled conversations cut into [windows, 2, WINDOW]: tokens, and labels that are
+    IGNORED outside answers.
+    """
+    tokens: list[int] = []
+    labels: list[int] = []
+    for pair in random.Random(seed).sample(pairs, len(pairs)):
+        ids, spans = render_conversation(tokenizer, pair.messages())
+        supervised = [IGNORED] * len(ids)
+        for start, end in spans:
+            supervised[start:end] = ids[start:end]
+        tokens += ids
+        labels += supervised
+    count = len(tokens) // WINDOW
+    both = torch.tensor([tokens[: count * WINDOW], labels[: count * WINDOW]])
+    return both.view(2, count, WINDOW).transpose(0, 1).contiguous()
+
+
+def _learn(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
+    """Train with AdamW in bfloat16 autocast, the rate falling to a tenth; return the losses."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    per_step = recipe.tokens_per_step // WINDOW
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(recipe.seed))
+    losses = []
+    model.train()
+    for step in range(recipe.steps):
+        warmth = min(1.0, (step + 1) / 10) * (1.0 - 0.9 * step / recipe.steps)
+        optimiser.param_groups[0]["lr"] = recipe.lr * warmth
+        chosen = windows[order[torch.arange(step * per_step, (step + 1) * per_step) % len(order)]]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=chosen[:, 0]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), chosen[:, 1, 1:].flatten(), ignore_index=IGNORED
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if step % 10 == 0:
+            note(f"step {step} of {recipe.steps}: loss {losses[-1]:.3f}")
+    return losses
+
+
+def write_prompts(folder: Path, assets: Path, documents: Iterable[Document] | None = None) -> None:
+    """Write all prompts of the report.
+
+    reference.jsonl and fresh.jsonl: old domains, unseen; headers/: train, validation, measuring of
+    the new domain; train.jsonl, validation.jsonl and measuring.jsonl: old and new domains in equal
+    parts, shuffled. assets: the embedded target's prompts; documents: default: all that is
+    installed here.
+    """
+    headers = _header_prompts()
+    for name, rows in headers.items():
+        write_rows(folder / "headers" / f"{name}.jsonl", rows)
+    if documents is None:  # what is installed here
+        documents = itertools.chain(from_stdlib(), from_topics(), from_site_packages())
+    for name, rows in zip(
+        ("reference", "fresh"), deal_halves(unseen(assets, documents)), strict=True
+    ):
+        write_rows(folder / f"{name}.jsonl", rows)
+    rng = random.Random("mixed")
+    for name, count in (("train", MIXED), ("validation", HEADER_PROMPTS["validation"])):
+        mixed = [
+            *rng.sample(read_rows(assets / "training" / f"{name}.jsonl"), count),
+            *headers[name],
+        ]
+        rng.shuffle(mixed)
+        write_rows(folder / f"{name}.jsonl", mixed)
+    bench = [row for domain in DOMAINS for row in read_rows(assets / f"{domain}.jsonl")[:64]]
+    write_rows(folder / "measuring.jsonl", [*bench, *headers["measuring"]])
+
+
+def _header_prompts(seed: int = 0) -> dict[str, list[PromptRow]]:
+    """Return the new domain's prompts: train and validation (group A), measuring (group B)."""
+    pairs = cpp_headers.split_pairs(cpp_headers.operators())
+    rng, count = random.Random(f"{seed}:watch"), HEADER_PROMPTS
+    found = cpp_headers.choose_training_prompts(
+        pairs["A"], count["training"], count["validation"], "headers", rng
+    )
+    measuring = cpp_headers.choose_prompts(pairs["B"], count["measuring"], "headers-bench", rng)
+    return {**found, "measuring": measuring}
+
+
+def unseen(bench: Path, documents: Iterable[Document], seed: int = 0) -> list[PromptRow]:
+    """Return prompts of the old domains that neither target nor drafters have seen: those of
+    `bench` and more from group B of `documents`.
+    """
+    found = [row for domain in DOMAINS for row in read_rows(bench / f"{domain}.jsonl")]
+    known, sources = Counter(row["domain"] for row in found), {row["source"] for row in found}
+    held_out = deduplicate(document for document in documents if document.group == "B")
+    pairs = [pair for document in held_out for pair in pairs_of(document)]
+    pairs = [pair for pair in pairs if is_askable(pair) and pair.source not in sources]
+    random.Random(seed).shuffle(pairs)
+    for domain in DOMAINS:
+        more = [pair for pair in pairs if pair.domain == domain][: UNSEEN - known[domain]]
+        found += prompt_rows(more, f"more-{domain}", random.Random(f"{seed}:more"))
+    asked = {
+        row["messages"][0]["content"]: row for row in found
+    }  # some wordings fit several functions
+    return list(asked.values())
+
+
+def deal_halves(
+    rows: Sequence[PromptRow], seed: int = 0
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Return the rows dealt to two parts at random, half of every domain each."""
+    rng = random.Random(seed)
+    parts: tuple[list[PromptRow], list[PromptRow]] = ([], [])
+    for domain in DOMAINS:
+        own = [row for row in rows if row["domain"] == domain]
+        rng.shuffle(own)
+        parts[0].extend(own[::2])
+        parts[1].extend(own[1::2])
+    return parts

@@ -1,0 +1,273 @@
+"""Questions and answers taken from documents, and how a user phrases them.
+
+`code` and `explain` come from Python sources through `ast`, `reference` from docstrings of modules
+and from sections of prose. Sources are only parsed, never executed. Lengths are limited in
+characters here (about three to a token) and in tokens where the conversations are encoded.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import random
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+
+from scripts.assets.python_sources import Document
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Messages = list[dict[str, str]]
+
+DOMAINS = ("code", "explain", "reference")
+SYSTEM = (
+    "You are a helpful assistant for Python programmers.",
+    "Answer questions about Python code and its documentation.",
+    "You are a programming assistant. Be precise.",
+)
+# A few plain phrasings per domain: enough that a model does not learn one sentence by heart, few
+# enough for some million parameters. The last four domains are those of C++ headers.
+PHRASINGS: dict[str, tuple[str, ...]] = {
+    "code": (
+        "Write the body of this function from `{where}`.\n\n{shown}",
+        "Complete the following Python function:\n\n{shown}",
+        "Implement `{name}`.\n\n{shown}",
+    ),
+    "explain": (
+        "What does `{where}.{name}` do?\n\n{shown}",
+        "Write the docstring of `{name}` in `{where}`.\n\n{shown}",
+        "Explain `{name}` from `{where}`:\n\n{shown}",
+    ),
+    "reference": (
+        'What does the documentation of {where} say about "{name}"?',
+        'Explain "{name}" ({where}).',
+        "Tell me about {name} in {where}.",
+    ),
+    "inline": ("Inline functions of {shown}",),
+    "operator": ("Operator struct of {shown}",),
+    "native": ("Native functions of {shown}",),
+    "schema": ("Schema of\n{shown}",),
+}
+MAX_SHOWN, MIN_ANSWER, MAX_ANSWER = 620, 60, 1250
+MIN_SECTION, MAX_SECTION = 90, 1250
+UNDERLINE = re.compile(r"^([=\-~^\"'`#*+.:_])\1{2,}$")
+MARKDOWN = re.compile(r"^#{1,4} +(.*?)#* *$")
+MARKUP = re.compile(r"[*`]+|:\w+:|\{#.*?\}|\[|\]\(.*?\)")
+NOISE = re.compile(
+    r"^\.\. (_[^:]*:|(index|module|currentmodule|highlight|meta|toctree|contents"
+    r"|versionadded)::).*$|^(\[!\[|!\[|\.\. image::|\.\. figure::|\||<)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One question and its answer before phrasing.
+
+    `module` is the file, topic or operator it came from, `where` what the user calls that place,
+    `name` the qualified name or heading, `shown` the code in the question; the last three may be
+    empty.
+    """
+
+    domain: str
+    module: str
+    where: str
+    name: str
+    shown: str
+    answer: str
+
+    @property
+    def source(self) -> str:
+        """Return `module::name`, the origin that a prompt row carries."""
+        return f"{self.module}::{self.name}" if self.name else self.module
+
+    def question(self, phrasing: int = 0) -> str:
+        """Return the user's message; `phrasing` counts modulo the domain's templates."""
+        templates = PHRASINGS[self.domain]
+        template = templates[phrasing % len(templates)]
+        return template.format(where=self.where, name=self.name, shown=self.shown).strip()
+
+    def messages(self, phrasing: int = 0) -> Messages:
+        """Return question and answer as the two messages of a turn."""
+        return [
+            {"role": "user", "content": self.question(phrasing)},
+            {"role": "assistant", "content": self.answer},
+        ]
+
+
+def dialogue(pairs: list[Pair], rng: random.Random) -> Messages:
+    """Return a conversation over `pairs`, a turn each; one in eight has a system message."""
+    messages: Messages = []
+    if rng.random() < 0.125:
+        messages.append({"role": "system", "content": rng.choice(SYSTEM)})
+    for pair in pairs:
+        messages += pair.messages(rng.randrange(3))
+    return messages
+
+
+def pairs_of(document: Document) -> list[Pair]:
+    """Return every pair of a document, in the order of its text; none for a file that does not
+    parse.
+    """
+    if document.kind == "prose":
+        return list(_reference_pairs(document))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(document.text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    path = re.sub(r"^(src|lib)/", "", document.path)
+    where = re.sub(r"(/__init__)?\.py$", "", path).replace("/", ".")
+    pairs, lines = [], document.text.split("\n")
+    answer = trim(_docstring(tree), MAX_ANSWER)
+    if len(answer) >= MIN_ANSWER + 40 and "test" not in document.path.lower():
+        pairs.append(
+            Pair("reference", document.name, document.source, f"the module {where}", "", answer)
+        )
+    for name, node, owner in _definitions(tree.body, "", None):
+        if isinstance(node, ast.ClassDef):
+            shown = _class_line(node, lines)
+        elif node.name.startswith("test"):
+            continue
+        else:
+            shown = _signature(node, lines)
+        answer = trim(_docstring(node), MAX_ANSWER)
+        if len(answer) >= MIN_ANSWER and 0 < len(shown) <= MAX_SHOWN:
+            pairs.append(Pair("explain", document.name, where, name, shown, answer))
+        if not isinstance(node, ast.ClassDef) and (found := _body(node, owner, shown, lines)):
+            pairs.append(Pair("code", document.name, where, name, *found))
+    return pairs
+
+
+def _definitions(
+    body: list[ast.stmt], prefix: str, owner: ast.ClassDef | None
+) -> Iterator[tuple[str, Function | ast.ClassDef, ast.ClassDef | None]]:
+    """Yield (qualified name, definition, the class it stands in), definitions within functions left
+    out.
+    """
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield prefix + node.name, node, owner
+        if isinstance(node, ast.ClassDef):
+            yield from _definitions(node.body, f"{prefix}{node.name}.", node)
+
+
+def _docstring(node: Function | ast.ClassDef | ast.Module) -> str:
+    try:
+        return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
+    except (AttributeError, ValueError):
+        return ""
+
+
+def _without_indent(lines: list[str], indent: int) -> str:
+    return "\n".join(
+        line[indent:] if not line[:indent].strip() else line for line in lines
+    ).rstrip()
+
+
+def _signature(node: Function, lines: list[str]) -> str:
+    """Return the source from `def` to its colon; the body's first statement may share the last
+    line.
+    """
+    taken = lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
+    if node.body[0].lineno > node.lineno:
+        while taken and not taken[-1].rstrip().endswith(":"):
+            taken = taken[
+                :-1
+            ]  # comments and blank lines between the signature and the first statement
+    return _without_indent(taken, node.col_offset)
+
+
+def _class_line(node: ast.ClassDef, lines: list[str]) -> str:
+    """Return the first line of a class, and below it the signature of its `__init__`."""
+    head = _without_indent(lines[node.lineno - 1 : node.lineno], node.col_offset)
+    inits = [
+        item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"
+    ]
+    return f"{head}\n{textwrap.indent(_signature(inits[0], lines), '    ')}" if inits else head
+
+
+def _body(
+    node: Function, owner: ast.ClassDef | None, signature: str, lines: list[str]
+) -> tuple[str, str] | None:
+    """Return (what is shown, the function's body), or None where the body is no answer."""
+    doc = _docstring(node)
+    body = node.body[1:] if doc else node.body
+    first_line = (node.body[0].end_lineno or 0) if doc else node.lineno + signature.count("\n")
+    if not body or not signature.endswith(":") or body[0].lineno <= first_line:
+        return None
+    answer = textwrap.dedent("\n".join(lines[first_line : node.end_lineno])).strip("\n")
+    if not MIN_ANSWER <= len(answer) <= MAX_ANSWER or answer.startswith(
+        (" ", "raise NotImplementedError")
+    ):
+        return None
+    shown = signature
+    if doc:
+        short = trim(doc, MAX_SHOWN - len(signature))
+        quoted = f'"""{short}\n"""' if "\n" in short else f'"""{short}"""'
+        shown += "\n" + textwrap.indent(quoted, "    ")
+    if owner is not None:
+        shown = f"class {owner.name}:\n{textwrap.indent(shown, '    ')}"
+    return (shown, answer) if len(shown) <= MAX_SHOWN + 120 else None
+
+
+def trim(text: str, limit: int) -> str:
+    """Return `text` cut to `limit` characters at a paragraph's end, "" if the first is longer."""
+    text = text.strip()
+    if len(text) <= limit:
+        return text
+    cut = text.rfind("\n\n", 0, limit + 1)
+    return text[:cut].rstrip() if cut > 0 else ""
+
+
+def _reference_pairs(document: Document) -> Iterator[Pair]:
+    """Yield the sections of a prose document that have a real heading and enough text."""
+    where = "the Python reference" if document.source == "topics" else document.source
+    for heading, body in sections(document.text):
+        heading = MARKUP.sub("", heading).strip().rstrip(":")
+        kept = (
+            line for line in body.split("\n") if not NOISE.match(line) and not UNDERLINE.match(line)
+        )
+        answer = trim(re.sub(r"\n{3,}", "\n\n", "\n".join(kept)), MAX_SECTION)
+        if (
+            not 3 < len(heading) < 80
+            or not re.match(r"[A-Za-z\"_]", heading)
+            or len(answer) < MIN_SECTION
+        ):
+            continue
+        letters = sum(map(str.isalpha, answer)) / len(answer)
+        if letters >= 0.55 and not re.search(r"https?://\S{60,}", answer):
+            yield Pair("reference", document.name, where, heading, "", answer)
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (heading, body) of a reStructuredText or Markdown text from its first heading on."""
+    lines = [*text.split("\n"), ""]
+    heading, body, fenced, underline = "", list[str](), False, False
+    for line, below in itertools.pairwise(lines):
+        if underline:
+            underline = False
+            continue
+        fenced ^= line.startswith("```")
+        title = None if fenced else MARKDOWN.match(line)
+        underline = not fenced and title is None and _is_title(line, below)
+        if title is None and not underline:
+            body.append(line)
+            continue
+        if heading:
+            yield heading, "\n".join(body)
+        heading, body = (title.group(1) if title else line).strip(), []
+    if heading:
+        yield heading, "\n".join(body)
+
+
+def _is_title(line: str, below: str) -> bool:
+    """Return whether `below` underlines `line` as a reStructuredText title."""
+    return (
+        bool(UNDERLINE.match(below))
+        and 2 < len(line) <= len(below) + 1
+        and line[0] not in " .:=-*|+#>"
+    )

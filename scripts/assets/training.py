@@ -1,0 +1,391 @@
+"""Training of a small target on a prepared folder: one device, resumable, bound to a budget.
+
+The model is transformers' own; the learning rate follows the share of the budget that is used up,
+so a run of a given number of seconds or steps always ends with the end of its schedule. An
+interrupted run goes on bit by bit as if it had not been interrupted (with a budget in steps).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.api.errors import UserError
+from inference.manifest import write_bytes, write_json
+from scripts.assets.streams import Stream, evaluate, load_heldout, load_manifest, token_losses
+from scripts.assets.tokens import BOS_ID, END_ID, MAX_LENGTH, PAD_ID, load_stream
+from train.stopping import StopRequest
+
+START = time.monotonic()
+
+
+def note(message: str) -> None:
+    """Print a line with the seconds since the start."""
+    print(f"[{time.monotonic() - START:7.1f}s] {message}", flush=True)
+
+
+def llama_config(**sizes: Any) -> dict[str, Any]:
+    """Return the content of a `config.json` for a Llama with tied embeddings.
+
+    sizes: keys of the configuration, which replace the values here. The rotary settings stand in
+    both spellings that transformers has used.
+    """
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": MAX_LENGTH,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": PAD_ID,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        **sizes,
+    }
+    return {
+        **content,
+        "rope_parameters": {"rope_type": "default", "rope_theta": content["rope_theta"]},
+    }
+
+
+def build_model(config: Mapping[str, Any]) -> Any:
+    """Return a float32 model of this configuration with fresh weights from torch's generator.
+
+    transformers draws them with deviation `initializer_range`; projections into the residual stream
+    are scaled down by the square root of twice the number of layers, as in GPT-2.
+    """
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(1.0 / math.sqrt(2 * config["num_hidden_layers"]))
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """What shapes the trained weights; a resumed run must be given the same.
+
+    Exactly one of `seconds` (training time, without compilation and evaluation) and `steps` is set.
+    """
+
+    seconds: float | None = None
+    steps: int | None = None
+    lr: float = 3e-3
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: float = 0.01  # share of the run over which the learning rate rises
+    decay: float = 0.3  # share of the run over which it falls, wsd only
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    z_loss: float = 1e-5
+    batch_tokens: int = 131_072
+    micro_tokens: int = 131_072
+    length: int = 1024
+    bf16: bool = False  # matrix products in bfloat16 (autocast), weights and optimiser in float32
+    chat_share: float = 0.4  # share of conversations among the rows of a batch
+    final_chat_share: float = 0.7  # the same in the last quarter of the run
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the sizes that must divide each other; UserError names the flag."""
+        if (self.seconds is None) == (self.steps is None):
+            raise UserError(
+                f"give one of --seconds and --steps; got seconds={self.seconds}, "
+                f"steps={self.steps}."
+            )
+        if self.micro_tokens % self.length or self.batch_tokens % self.micro_tokens:
+            raise UserError(
+                f"--batch-tokens {self.batch_tokens} must be a multiple of --micro-tokens "
+                f"{self.micro_tokens}, and that one of --length {self.length}."
+            )
+
+    def used(self, step: int, seconds: float) -> float:
+        """Return the share of the run that is over, 0 to 1."""
+        whole = step / max(1, self.steps or 1) if self.seconds is None else seconds / self.seconds
+        return min(1.0, whole)
+
+    def rate(self, used: float) -> float:
+        """Return the learning rate when the share `used` of the run is over."""
+        if used < self.warmup:
+            return self.lr * max(0.01, used / self.warmup)
+        if self.schedule == "wsd":
+            return self.lr * min(1.0, (1.0 - used) / self.decay)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (used - self.warmup) / (1 - self.warmup)))
+
+    def chat_rows(self, used: float) -> int:
+        """Return how many rows of a micro-batch are conversations."""
+        share = self.final_chat_share if used >= 0.75 else self.chat_share
+        return round(share * (self.micro_tokens // self.length))
+
+
+@dataclasses.dataclass
+class Intervals:
+    """When a run reports, in seconds of wall time unless said otherwise; none of it changes the
+    weights.
+    """
+
+    log: float = 10.0
+    evaluate: float = 90.0
+    save: float = 120.0
+    call: float | None = None  # seconds since the process started after which it saves and leaves
+
+
+class Trainer:
+    """One training run over a prepared folder.
+
+    folder: prepared; state: where `checkpoint.pt` is kept; out: gets `model.safetensors` (bfloat16)
+    and `training.json`; config: content of the model's config.json; eval_tokens: of each held-out
+    stream, None for all; command: for the record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Path,
+        out: Path,
+        settings: TrainSettings,
+        config: Mapping[str, Any],
+        device: torch.device,
+        compiled: bool = False,
+        intervals: Intervals | None = None,
+        eval_tokens: int | None = None,
+        command: str = "",
+    ) -> None:
+        self.settings, self.device, self.out, self.eval_tokens = settings, device, out, eval_tokens
+        self.intervals = intervals or Intervals()
+        self.path = state / "checkpoint.pt"
+        manifest = load_manifest(folder)
+        self.heldout = load_heldout(folder, settings.length, eval_tokens)
+        self.streams = {
+            name: Stream(load_stream(folder, manifest, name), settings.length, device)
+            for name in ("raw", "chat")
+        }
+        torch.manual_seed(settings.seed)
+        self.model = build_model(config).to(device)
+        self.optimisers = self._optimisers()
+        self.generator = torch.Generator(device).manual_seed(settings.seed + 1)
+        self.step, self.seconds = 0, 0.0
+        self.log: dict[str, list[dict[str, Any]]] = {"history": [], "evaluations": [], "calls": []}
+        self.identity = {
+            **dataclasses.asdict(settings),
+            "betas": list(settings.betas),
+            "config": dict(config),
+            "tokenizer_sha256": manifest["tokenizer_sha256"],
+        }
+        if self.path.is_file():
+            self._restore()
+        processor = platform.processor() or "cpu"
+        cuda = device.type == "cuda"
+        call = {
+            "command": command,
+            "from_step": self.step,
+            "device": torch.cuda.get_device_name(device) if cuda else processor,
+            "torch": str(torch.__version__),
+            "compiled": compiled,
+        }
+        self.log["calls"].append(call)
+        self.compute: Callable[[Tensor], tuple[Tensor, Tensor]] = self._losses
+        if compiled:
+            self.compute = torch.compile(self._losses, dynamic=False)
+
+    def _optimisers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the layers' matrices, its update scaled to AdamW's size so that one learning
+        rate serves both (Liu et al., 2502.16982); AdamW for the rest. It needs about two thirds of
+        AdamW's tokens.
+        """
+        lr, decay = self.settings.lr, self.settings.weight_decay
+        named = list(self.model.named_parameters())
+        inner = [p for name, p in named if p.ndim == 2 and ".layers." in name]
+        outer = [p for name, p in named if p.ndim == 2 and ".layers." not in name]
+        vectors = {"params": [p for _, p in named if p.ndim != 2], "weight_decay": 0.0}
+        return [
+            torch.optim.AdamW(
+                [{"params": outer, "weight_decay": decay}, vectors],
+                lr=lr,
+                betas=self.settings.betas,
+                fused=self.device.type == "cuda",
+            ),
+            torch.optim.Muon(inner, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        ]
+
+    def _restore(self) -> None:
+        """Go on from the checkpoint; UserError when it was made with other settings."""
+        content = torch.load(self.path, map_location=self.device, weights_only=True)
+        then = content["settings"]
+        other = [
+            f"{k}: {then.get(k)} then, {v} now"
+            for k, v in self.identity.items()
+            if then.get(k) != v
+        ]
+        if other:
+            raise UserError(
+                f"{self.path} was made with other settings ({', '.join(other)}). Give the same "
+                "ones, or choose another --state folder."
+            )
+        self.model.load_state_dict(content["model"])
+        for optimiser, state in zip(self.optimisers, content["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+        self.generator.set_state(content["generator"].cpu())
+        self.step, self.seconds, self.log = content["step"], content["seconds"], content["log"]
+        note(f"resumed at step {self.step}, {self.seconds:.0f} training seconds")
+
+    def _losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (objective, mean negative log likelihood) of windows [rows, length + 1]."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16):
+            logits = self.model(ids[:, :-1], use_cache=False).logits
+        losses, normaliser = token_losses(logits, ids[:, 1:])
+        mean = losses.mean()
+        return mean + self.settings.z_loss * normaliser.square().mean(), mean
+
+    def _batch(self, used: float) -> Tensor:
+        """Return the windows of one forward pass [rows, length + 1], documents first."""
+        chat = self.settings.chat_rows(used)
+        rows = {"raw": self.settings.micro_tokens // self.settings.length - chat, "chat": chat}
+        return torch.cat(
+            [self.streams[name].windows(n, self.generator) for name, n in rows.items()]
+        )
+
+    def _update(self) -> Tensor:
+        """Take one optimiser step; return the mean loss as a device scalar (no synchronisation)."""
+        settings = self.settings
+        used = settings.used(self.step, self.seconds)
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = settings.rate(used)
+        parts = settings.batch_tokens // settings.micro_tokens
+        mean = torch.zeros((), device=self.device)
+        for _ in range(parts):
+            objective, loss = self.compute(self._batch(used))
+            (objective / parts).backward()
+            mean += loss.detach() / parts
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        self.model.zero_grad(set_to_none=True)
+        self.step += 1
+        return mean
+
+    def run(self) -> bool:
+        """Train until the budget, the call's limit or a signal ends it; save everything; return
+        whether the budget is used up.
+        """
+        with StopRequest() as stop:
+            self._warm_up()
+            finished = self._loop(stop)
+        self.evaluate()
+        self.save(finished)
+        return finished
+
+    def _warm_up(self) -> None:
+        """Compile outside the training clock; weights, gradients, generator stay as they were."""
+        kept = self.generator.get_state()
+        self.compute(self._batch(0.0))[0].backward()
+        self.model.zero_grad(set_to_none=True)
+        self.generator.set_state(kept)
+        self._synchronise()
+        note(f"ready: {self.model.num_parameters():,} parameters on {self.device}")
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _loop(self, stop: StopRequest) -> bool:
+        every, settings = self.intervals, self.settings
+        now = logged = evaluated = saved = time.monotonic()
+        since = self.step
+        total = torch.zeros((), device=self.device)
+        while settings.used(self.step, self.seconds) < 1.0:
+            total += self._update()
+            if self.step % 8 == 0:
+                self._synchronise()  # bounds how far the host runs ahead of the clock
+            before, now = now, time.monotonic()
+            self.seconds += now - before
+            if now - logged >= every.log:
+                steps = self.step - since
+                self._report(total.item() / steps, steps / (now - logged))
+                total.zero_()
+                logged, since = now, self.step
+            if now - evaluated >= every.evaluate:
+                self.evaluate()
+                evaluated = now
+            if now - saved >= every.save:
+                self.save(False)
+                saved = now
+            if stop.name or (every.call is not None and now - START > every.call):
+                break
+            shift = time.monotonic() - now  # reports stand outside the training clock
+            now, logged = now + shift, logged + shift
+        return settings.used(self.step, self.seconds) >= 1.0
+
+    def _report(self, loss: float, steps_per_second: float) -> None:
+        used = self.settings.used(self.step, self.seconds)
+        figures = {
+            "step": self.step,
+            "seconds": round(self.seconds, 1),
+            "loss": round(loss, 4),
+            "lr": round(self.settings.rate(used), 7),
+            "tokens_per_second": round(steps_per_second * self.settings.batch_tokens),
+        }
+        self.log["history"].append(figures)
+        left = (1 - used) * self.seconds / max(used, 1e-9)
+        told = "  ".join(f"{name} {value:,}" for name, value in figures.items())
+        note(f"{told}  {used:.1%} done, {left:.0f} s left")
+
+    def evaluate(self) -> None:
+        """Append the held-out figures to the log."""
+        found = evaluate(self.model, self.heldout, bf16=self.settings.bf16)
+        self.log["evaluations"].append(
+            {"step": self.step, "seconds": round(self.seconds, 1), **found}
+        )
+        note("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+
+    def save(self, finished: bool) -> None:
+        """Write checkpoint, bfloat16 weights and `training.json`."""
+        content = {
+            "settings": self.identity,
+            "model": self.model.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            "generator": self.generator.get_state(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "log": self.log,
+        }
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        write_bytes(self.path, buffer.getvalue())
+        weights = {
+            name: parameter.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, parameter in self.model.named_parameters()  # tied weights once
+        }
+        packed = safetensors.torch.save(weights, metadata={"format": "pt"})
+        write_bytes(self.out / "model.safetensors", packed)
+        summary = {
+            "format": 1,
+            "finished": finished,
+            "steps": self.step,
+            "training_seconds": round(self.seconds, 1),
+            "tokens_seen": self.step * self.settings.batch_tokens,
+            "eval_tokens": self.eval_tokens,  # per held-out stream, None for all
+            "settings": self.identity,
+        }
+        write_json(self.out / "training.json", {**summary, **self.log})
+        note(f"saved step {self.step} ({'finished' if finished else 'unfinished'})")
