@@ -263,7 +263,7 @@ def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> Non
         ({}, "train.prompts is empty"),
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
         ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
-        ({"eval_every": -1}, "train.eval_every must be at least 0"),
+        ({"eval_every": -1}, "train.eval_every must not be negative"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:

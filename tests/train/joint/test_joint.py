@@ -396,7 +396,7 @@ def test_what_cannot_be_trained_jointly_is_refused(
         ({"rank": 0}, "joint.rank must be at least 1"),
         ({"rate_ratio": 0.0}, "joint.rate_ratio must be above 0"),
         ({"heads_weight": -1.0}, "joint.heads_weight must be above 0"),
-        ({"heads_first": 1.0}, "joint.heads_first must be at least 0 and below 1"),
+        ({"heads_first": 1.0}, r"joint.heads_first must lie in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
