@@ -90,7 +90,7 @@ def ways_to_serve(
         tuner = Tuner.prepare(tuning, target, drafter, prompts, decode, say)
         survey, costs, task = tuner.survey(config.temperature), tuner.step_costs(), tuner.task
         for rows in tuning.batches:
-            tuner.calibrated(rows)
+            tuner.calibrate(rows)
         plain = tuner.at(config.temperature)
         lengths = (task.mean_prompt, task.longest)
         for draft in survey.drafts:

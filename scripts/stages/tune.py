@@ -9,7 +9,7 @@ headstart tune tune.drafter=<folder> tune.batches=[1,4,16] tune.temperatures=[0,
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -21,7 +21,7 @@ from inference.manifest import write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from inference.tune.tuner import Tuner
+from inference.tune.tuner import Tuner, TuneRow
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -83,7 +83,7 @@ def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tupl
     return tuner, facts
 
 
-def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(name: str, rows: Sequence[TuneRow]) -> Table:
     """What was chosen, for the terminal."""
     found = Table(title=name)
     for column in ("batch size", "temperature", "draft", "predicted tokens/s", "measured", "without", "speedup"):
