@@ -17,6 +17,7 @@ from heads.api.errors import UserError
 from inference.audit.comparison import Divergence
 from inference.audit.statistics import BINS, FlipSummary
 from inference.manifest import write_json
+from inference.target.hardware import Device
 
 FORMAT = 1
 AUDIT_FILE = "audit.json"
@@ -90,7 +91,7 @@ class Findings:
     flips: list[FlipSummary] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     target: dict[str, Any] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
+    device: Device | None = None
 
     @property
     def failed(self) -> list[AuditRow | DistributionRow]:

@@ -154,7 +154,7 @@ class CostCurves:
         }
 
     @classmethod
-    def from_dict(cls, values: CurvesContent) -> CostCurves:
+    def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
         """Read back `to_dict`; raises `UserError` for anything else."""
 
         def points(items: Sequence[Mapping[str, Any]]) -> tuple[CostPoint, ...]:

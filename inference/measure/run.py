@@ -399,16 +399,19 @@ class _Session:
         """The draft that an arm is measured with."""
         tree, decode = self.engines[arm.name].tree, arm.decode
         rule = get_rule(decode.rule, tree, share_noise=decode.share_noise)
-        shaped = decode.shape == "tree"
-        return DraftFacts(
+        facts = DraftFacts(
             shape=decode.shape,
             depth=tree.max_depth,
             nodes=tree.num_nodes,
             name=arm.name,
             noise=NOISE[rule.drafts],
-            **({"choices": [list(path) for path in decode.choices]} if shaped else {}),
-            **({"weights_sha256": arm.weights_sha256} if arm.weights_sha256 else {}),
         )
+        if decode.shape == "tree":
+            choices = [list(path) for path in decode.choices]
+            facts = facts.model_copy(update={"choices": choices})
+        if arm.weights_sha256:
+            facts = facts.model_copy(update={"weights_sha256": arm.weights_sha256})
+        return facts
 
     def audit(self, records: AnswerLog, arm: Arm) -> AuditReport:
         """Compare an arm's answers with the baseline's."""

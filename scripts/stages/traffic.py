@@ -9,9 +9,8 @@ Writes <run>/traffic/traffic.json (docs/tuning.md says what a line of the traffi
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from inference.measure.prompts import load_prompts
 from inference.target.hardware import device_facts
 from inference.target.memory import gib
 from inference.target.model import TargetModel
-from inference.traffic.advice import advise, ways_to_serve
+from inference.traffic.advice import TrafficAdvice, advise, ways_to_serve
 from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig
 from scripts.config.schema import Settings
@@ -94,7 +93,7 @@ def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: in
     return context
 
 
-def table(told: Mapping[str, Any]) -> Table:
+def table(told: TrafficAdvice) -> Table:
     """One line per drafter and length."""
     level = told["concurrency"]
     found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
@@ -115,7 +114,7 @@ def table(told: Mapping[str, Any]) -> Table:
     return found
 
 
-def advice_lines(told: Mapping[str, Any]) -> list[str]:
+def advice_lines(told: TrafficAdvice) -> list[str]:
     """What to do, in a sentence for each concurrency."""
     lines = []
     for name, best in told["best"].items():
@@ -123,6 +122,6 @@ def advice_lines(told: Mapping[str, Any]) -> list[str]:
         if best["draft"] == "none":
             lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
             continue
-        way = next(way for way in told["ways"] if all(way[key] == best[key] for key in ("drafter", "draft")))
+        way = next(way for way in told["ways"] if (way["drafter"], way["draft"]) == (best["drafter"], best["draft"]))
         lines.append(f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as fast as plain decoding")
     return lines

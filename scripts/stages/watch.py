@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
 from heads.api.errors import UserError
@@ -107,7 +106,7 @@ def watch(settings: Settings, found: Found) -> int:
     grid = reference.grid()
     test = DriftTest(grid, reference.most, reference.evidence(grid), config.tolerance, config.alarm_rate)
     tallies: dict[str, DomainAnswers] = {}
-    target: dict[str, Any] = {}
+    target: dict[str, str] = {}
     if config.metrics:
         source = ", ".join(config.metrics)
         count_totals(test, reference, config)
@@ -136,7 +135,7 @@ def watch(settings: Settings, found: Found) -> int:
 
 def decode_and_feed(
     settings: Settings, found: Found, reference: Reference, test: DriftTest, tallies: dict[str, DomainAnswers]
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, dict[str, str]]:
     """Decode the prompts as the reference was decoded; returns where they are from, and the target's facts."""
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)

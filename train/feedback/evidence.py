@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
+from inference.verifications import FACTS_FILE, VERIFICATIONS, RecordFacts, read_facts, read_table
 
 COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
 
@@ -93,17 +93,17 @@ class VerificationRecords:
     """
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
-        self.facts: dict[str, Any] = {}
+        self.facts: RecordFacts = {}
         self._table = pa.table({})
         self._places: dict[str, NDArray[np.int64]] = {}
         self.files: list[Path] = []
         if folder is None or not (folder / FACTS_FILE).is_file():
             return
         self.facts = read_facts(folder)
-        theirs = self.facts.get("target", {})
-        if theirs.get("tokenizer_hash") != info.tokenizer_hash:
+        theirs = self.facts.get("target")
+        if theirs is None or theirs["tokenizer_hash"] != info.tokenizer_hash:
             raise UserError(
-                f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer differs from that of '{info.id}', "
+                f"the records in '{folder}' are of target '{theirs and theirs['id']}', whose tokenizer differs from that of '{info.id}', "
                 "which gave the answers. Give the records of these answers."
             )
         self.files = sorted([folder / FACTS_FILE, *folder.glob("*.parquet")])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from heads.api.drafter import forget
 from inference.decoding.arm import Arm
@@ -32,6 +33,7 @@ from inference.measure.config import BenchConfig
 from inference.measure.metrics import Totals, divide
 from inference.measure.prompts import Prompt, select_prompts
 from inference.report.model import (
+    Block,
     Calibration,
     CalibrationGap,
     Costs,
@@ -43,6 +45,8 @@ from inference.report.model import (
     TreeComparison,
 )
 from inference.target.model import TargetModel
+
+Part = TypeVar("Part", bound=Block)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _widening(
     """verify(n) / verify(1) for the arm's draft at the mean length of its steps."""
     nodes, cached = arm.decode.tree().num_nodes, max(1, round(length))
     if costs is not None:
-        curves = CostCurves.from_dict(costs.to_dict())
+        curves = CostCurves.from_dict(costs.model_dump())
     else:
         text = [token for request in sample.requests for token in request.tokens]
         cached = min(cached, target.info.max_position_embeddings - nodes - 1)
@@ -169,13 +173,13 @@ def _drafter_loss(
         if temperature not in by_temperature:
             answers = _watch_arm(target, arm, temperature, sample, 0)
             by_temperature[temperature] = sample.count(answers, depth)
-    return DrafterLoss(
+    loss = DrafterLoss(
         widening=measured.widening,
         **dict(split(measured, counts, seed)),
         domains={
-            name: DomainLoss(
-                **dict(split(measured.take(name), group, seed)),
-                **_optional_gap(watched, group, seed),
+            name: _calibrate(
+                DomainLoss(**dict(split(measured.take(name), group, seed))),
+                _gap(watched, group, seed),
             )
             for name, group in domains.items()
             if measured.take(name).arm.passes.any() and group.passes.any()
@@ -195,8 +199,8 @@ def _drafter_loss(
             best=best.tau,
             choices=[list(path) for path in best.choices],
         ),
-        **_optional_calibration(watched, counts, seed),
     )
+    return _calibrate(loss, _calibration(watched, counts, seed))
 
 
 def _positions(
@@ -212,29 +216,32 @@ def _positions(
         counts = count(watched, sample.ids, sample.domains, depth, inside)
         if counts.tested.any():
             states = state_rates(counts, draws(counts, seed))
-            gap = _optional_gap(watched, counts, seed)
-            found.append(PositionStates(first=first, end=end, **dict(states), **gap))
+            part = PositionStates(first=first, end=end, **dict(states))
+            found.append(_calibrate(part, _gap(watched, counts, seed)))
     return found
 
 
-def _optional_gap(
-    watched: Sequence[Watched], counts: Counts, seed: int
-) -> dict[str, CalibrationGap]:
-    """The keyword argument `calibration`; none where drafts have no confidence."""
+def _gap(watched: Sequence[Watched], counts: Counts, seed: int) -> CalibrationGap | None:
+    """None where drafts have no confidence."""
     if not any(answer.estimate for answer in watched):
-        return {}
-    return {"calibration": calibration_gap(counts, draws(counts, seed))}
+        return None
+    return calibration_gap(counts, draws(counts, seed))
 
 
-def _optional_calibration(
-    watched: Sequence[Watched], counts: Counts, seed: int
-) -> dict[str, Calibration]:
-    """As `_optional_gap`, with the bins and where the confidences are from."""
+def _calibration(watched: Sequence[Watched], counts: Counts, seed: int) -> Calibration | None:
+    """As `_gap`, with the bins and the source of the confidences."""
     estimate = next((answer.estimate for answer in watched if answer.estimate), "")
     if not estimate:
-        return {}
+        return None
     gap, bins = calibration_gap(counts, draws(counts, seed)), calibration_bins(counts)
-    return {"calibration": Calibration(estimate=estimate, **dict(gap), bins=bins)}
+    return Calibration(estimate=estimate, **dict(gap), bins=bins)
+
+
+def _calibrate(block: Part, calibration: CalibrationGap | Calibration | None) -> Part:
+    """`block` with its calibration; the key is left out of report.json where there is none."""
+    if calibration is None:
+        return block
+    return block.model_copy(update={"calibration": calibration})
 
 
 def _temperature_states(counts: Counts, temperature: float, seed: int) -> TemperatureStates:
