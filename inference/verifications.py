@@ -99,14 +99,6 @@ class RecordsConfig:
         return int(self.max_megabytes * 1e6)
 
 
-class RecordedTarget(TypedDict):
-    """The target of records."""
-
-    id: str
-    revision: str
-    tokenizer_hash: str
-
-
 class RecordedDrafter(TypedDict):
     """The drafter of records. kind: None for plain decoding."""
 
@@ -127,7 +119,8 @@ class RecordedDraft(TypedDict):
 class RecordFacts(TypedDict, total=False):
     """What records were made with. Files of earlier versions may lack keys."""
 
-    target: RecordedTarget
+    target: dict[str, str]
+    """Its id, revision and tokenizer_hash."""
     drafter: RecordedDrafter
     draft: RecordedDraft
 

@@ -20,8 +20,9 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +61,18 @@ class Divergence:
     reason: str
 
     def to_dict(self) -> dict[str, int | float | str | None]:
-        """As JSON holds it, which knows no infinity: an infinite margin is None."""
-        values = asdict(self)
-        return {key: None if value == math.inf else value for key, value in values.items()}
+        """As JSON holds it, which knows no infinity: numbers that are not finite are None."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
+        """Read back `to_dict`."""
+        numbers = ("margin", "gap", "tolerance")
+        infinite = {key: math.inf for key in numbers if values[key] is None}
+        return cls(**{**values, **infinite})
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class ScriptedDrafter:
         return TokenTree.from_parents(torch.stack(parents, 1), shape.max_depth)
 
 
-def scripted(answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> dict[str, Any]:
+def scripted(answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> dict[str, ScriptedDrafter]:
     """The scripted drafters of the audit by name."""
     shares = {KNOWS: 0.7, "always wrong": 0.0, "random": None}
     return {name: ScriptedDrafter(answers, vocab_size, share) for name, share in shares.items()}

@@ -99,13 +99,17 @@ class _Clock(StoppingCriteria):
 
 @dataclass
 class Peer:
-    """One way of calling `generate`: its name in the report and what is passed beside the prompt."""
+    """One way of calling `generate` of transformers.
+
+    options: arguments of `generate` beside the prompt. assistant_settings: of the assistant's
+    generation config.
+    """
 
     name: str
     model: Any
     end_ids: tuple[int, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    assistant_settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
+    assistant_settings: dict[str, object] = field(default_factory=dict)
 
     @torch.no_grad()
     def answer(self, request: Request) -> PeerAnswer:
@@ -177,14 +181,15 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
     return found
 
 
-ASSISTED: dict[str, Any] = {
+ASSISTED: dict[str, object] = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, written out because calls leave their traces in the assistant's settings.
+"""The defaults of transformers 5, set before every call because calls change the assistant's
+generation config.
 """
-CONSTANT: dict[str, Any] = {
+CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
@@ -260,7 +265,7 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     return folder
 
 
-def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, Any]:
+def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
     """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the target's do."""
     config, names = (
         drafter.config,

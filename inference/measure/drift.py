@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class Drift:
     tokens: int
     prompts: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | list[float]]:
         """Plain JSON values."""
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()

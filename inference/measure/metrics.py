@@ -354,14 +354,3 @@ def domain_speedup_ci95(arm: Totals, baseline: Totals, seed: int = 0) -> dict[st
         name: speedup(arm.take(rows), baseline.take(rows), seed)[1]
         for name, rows in arm.domain_rows().items()
     }
-
-
-def baseline_numbers(baseline: Totals) -> dict[str, Any]:
-    """The `baseline` block of report.json. Tokens and seconds cover all repeats; prefill and its token are
-    not in them.
-    """
-    return {
-        "tokens": int(baseline.committed.sum()),
-        "seconds": float(baseline.decode_seconds.sum()),
-        "tokens_per_second": tokens_per_second(baseline),
-    }

@@ -361,7 +361,12 @@ class _Session:
                     lossless=LosslessCounts(**self.audits[arm.name].counts()),
                 )
             )
-        return Baseline(**metrics.baseline_numbers(baseline)), drafters
+        numbers = Baseline(
+            tokens=int(baseline.committed.sum()),
+            seconds=float(baseline.decode_seconds.sum()),
+            tokens_per_second=metrics.tokens_per_second(baseline),
+        )
+        return numbers, drafters
 
     def optional_blocks(
         self, records: AnswerLog, baseline: Baseline, drafters: Sequence[DrafterResult]
@@ -449,7 +454,7 @@ class _Session:
             warmup_prompts=len(self.warmup),
             baseline_prefill_seconds=float(baseline.seconds["prefill"].sum()),
             arms=arms,
-            prompts=prompt_facts(source, self.prompts),
+            prompts={**prompt_facts(source, self.prompts)},
         )
 
 

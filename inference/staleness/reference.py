@@ -31,8 +31,6 @@ from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 
 FORMAT = 1
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
-DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
-"""What of the decode settings makes a draft."""
 LEAST_ANSWERS = 8
 """Answers of a domain below which it is not watched: nothing could be said."""
 

@@ -198,15 +198,9 @@ def show(found: Staleness, console: Console) -> None:
             f"{_percent(row['change'])} {span}",
         )
         table.add_row(shown, str(row["answers"] or "-"), *numbers, verdict)
-    for name, row in found["unknown_domains"].items():
-        table.add_row(
-            name,
-            str(row["answers"] or "-"),
-            "-",
-            f"{row['fresh']:.2f}",
-            "not in the reference",
-            "-",
-        )
+    for name, unknown in found["unknown_domains"].items():
+        counted, now = str(unknown["answers"] or "-"), f"{unknown['fresh']:.2f}"
+        table.add_row(name, counted, "-", now, "not in the reference", "-")
     console.print(table)
     test = found["test"]
     how = (

@@ -10,13 +10,13 @@ from pathlib import Path
 from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
 from inference.manifest import file_sha256
 from inference.measure.prompts import to_requests
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
 from inference.staleness.reference import (
-    DRAFT_KEYS,
     WATCH_FILE,
     DomainAnswers,
     Reference,
@@ -78,8 +78,10 @@ def learn(settings: Settings, found: Found) -> int:
     tallies: dict[str, DomainAnswers] = {}
     for fresh in decoded_now(settings, found, target, decode, changed=False):
         tally(tallies, fresh)
-    draft = {key: getattr(decode, key) for key in DRAFT_KEYS if key in ("shape", "depth") or decode.shape in ("tree", "dynamic")}
-    draft["choices"] = [list(choice) for choice in draft.get("choices", ())]
+    draft: DraftSettings = {"shape": decode.shape, "depth": decode.depth, "choices": []}
+    if decode.shape in ("tree", "dynamic"):
+        draft["choices"] = [list(choice) for choice in decode.choices]
+        draft |= {"nodes": decode.nodes, "width": decode.width}
     reference = Reference(
         target={"id": target.info.id, "revision": target.info.revision},
         drafter={"kind": found.kind, "weights_sha256": file_sha256(weights(found))},

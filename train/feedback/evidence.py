@@ -100,10 +100,10 @@ class VerificationRecords:
         if folder is None or not (folder / FACTS_FILE).is_file():
             return
         self.facts = read_facts(folder)
-        theirs = self.facts.get("target")
-        if theirs is None or theirs["tokenizer_hash"] != info.tokenizer_hash:
+        theirs = self.facts.get("target", {})
+        if theirs.get("tokenizer_hash") != info.tokenizer_hash:
             raise UserError(
-                f"the records in '{folder}' are of target '{theirs and theirs['id']}', whose tokenizer differs from that of '{info.id}', "
+                f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer differs from that of '{info.id}', "
                 "which gave the answers. Give the records of these answers."
             )
         self.files = sorted([folder / FACTS_FILE, *folder.glob("*.parquet")])
