@@ -2,15 +2,14 @@
 
 A folder of parquet shards (docs/formats.md, Records), written while something decodes: a server, a
 measurement, a generation. `verifications-*.parquet` has one row per verification of one sequence,
-`sequences-*.parquet` one per sequence; `records.json` says of which target and drafter they are,
-and whether they are redacted. Anything that reads parquet reads them:
+`sequences-*.parquet` one per sequence; `records.json` names the target and the drafter. Anything
+that reads parquet reads them:
 
     datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
 
-Redacted records hold no token and no text: what a person wrote, or read, does not stand in them.
-Equal prompts of one process can still be recognised, by a hash whose key is drawn at random and
-written nowhere; and whoever has both models and guesses a prompt can test the guess, for the
-numbers that stay (lengths, what was accepted, log p and log q) follow from the text.
+Redacted records hold no token and no text. Equal prompts of one process can still be recognised,
+by a hash whose key is random and not stored. Whoever has both models can test a guessed prompt,
+because the remaining numbers (lengths, accepted tokens, log p and log q) follow from the text.
 """
 
 from __future__ import annotations

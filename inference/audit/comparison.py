@@ -1,18 +1,17 @@
-"""Is the text a drafter gave the text that plain decoding gives? Compares, and explains every
-difference.
+"""Compares a drafter's answers with those of plain decoding and explains every difference.
 
-Equal tokens need no explanation. Where two answers differ, rounding may have decided between two
-tokens that are as good as tied (in bf16 that is normal: a pass over several tokens adds up in
-another order than a pass over one), or something is broken. To tell them apart the answer is
-replayed token by token through plain decoding, and wherever the replay would have picked another
-token, the target computes the same logits along two other routes that are equal on paper: several
-tokens in one pass, and the whole text at once. How far these lie apart is the measured numerical
-gap. A difference is a near tie when the two tokens' scores are no further apart than two such gaps
-can bridge, at every position where the answer leaves the replay; otherwise it is a mismatch.
+Where two answers differ, either rounding decided between two tokens whose scores are almost equal
+(in bf16 that is normal: a pass over several tokens sums in another order than a pass over one), or
+something is broken. To distinguish the two, the answer is replayed token by token through plain
+decoding. Wherever the replay would have picked another token, the target computes the same logits
+along two other routes that are mathematically equal: several tokens in one pass, and the whole text
+at once. The largest difference between the routes is the measured numerical gap. A difference is a
+near tie when, at every position where the answer leaves the replay, the two tokens' scores differ
+by no more than two such gaps; otherwise it is a mismatch.
 
-A gap too large for the number format excuses nothing: then a route itself is wrong, and the verdict
-says so. Scores are what the decoder maximises: the logits after the processors, which here see the
-answer's own text.
+A gap that is too large for the number format is a mismatch as well: then a route itself is wrong.
+Scores are what the decoder maximises: the logits after the processors, applied to the answer's own
+text.
 
 Legend: V vocabulary.
 """

@@ -171,7 +171,8 @@ class Audit(Part):
 
 
 def _judge(comparisons: list[AuditRow], distributions: list[DistributionRow]) -> Verdict:
-    failed = sum(not row.passed for row in (*comparisons, *distributions))
+    passed = [*(row.passed for row in comparisons), *(row.passed for row in distributions)]
+    failed = passed.count(False)
     return Verdict(lossless=not failed, compared=len(comparisons), failed=failed)
 
 

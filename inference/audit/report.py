@@ -143,11 +143,11 @@ def failures(audit: Audit) -> list[str]:
                 f"{first.expected}, {first.reason}"
             )
         lines.append(line)
-    for row in audit.distributions:
-        if not row.passed:
+    for test in audit.distributions:
+        if not test.passed:
             lines.append(
-                f"distribution, rule {row.rule}, {row.drafter}, {row.shape}: p = "
-                f"{row.p_value:.2g}, {row.impossible} samples of probability 0"
+                f"distribution, rule {test.rule}, {test.drafter}, {test.shape}: p = "
+                f"{test.p_value:.2g}, {test.impossible} samples of probability 0"
             )
     more = len(lines) - MOST_FAILURES
     return [*lines[:MOST_FAILURES], *([f"and {more} more, in audit.json"] if more > 0 else [])]

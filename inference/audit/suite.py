@@ -1,18 +1,17 @@
-"""The audit: does any drafter, shape, batch, number format or processor change what the target
-says?
+"""The audit: tests whether any drafter, shape, batch, number format or processor changes the text.
 
 Three checks, each on prompts of the user's own target:
 
 - invariance: at temperature 0 and above, chain and tree, one row and a ragged batch, real drafters,
   scripted ones (`inference.audit.drafters`) and none at all must give the tokens of plain decoding
-  with the same seed. In float64 every token; in other formats up to near ties, which
-  `inference.audit.comparison` tells from mismatches and counts.
+  with the same seed. In float64 every token must be equal; in other formats near ties are allowed,
+  which `inference.audit.comparison` distinguishes from mismatches and counts.
 - processors: the same for repetition penalty, bias, bad words, filters and temperature, alone and
   together.
 - distribution: many seeds of one prompt against the exact probabilities of all its short answers
   (chi-square), for every lossless rule.
 
-What is found is plain data: `inference.audit.report` writes and shows it.
+`inference.audit.findings` writes the results and `inference.audit.report` shows them.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import torch
 
 from heads.api.errors import UserError
 from inference.audit.comparison import Known, audit
 from inference.audit.config import AuditConfig
-from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
+from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
 from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig
@@ -114,11 +113,11 @@ def run_audit(
     prompts: Sequence[Prompt],
     say: Callable[[str], None] = lambda text: None,
 ) -> Findings:
-    """Run the checks of `config`; decode: the user's sampling settings, depth and seed. say: told
-    what is being done.
+    """Run the checks of `config`.
 
-    load_target: a precision's name -> the target in it; one is in memory at a time. Raises
-    `UserError` when no prompt fits, or when nothing at all could be compared.
+    decode: the user's sampling settings, depth and seed. load_target: a precision's name -> the
+    target in it; one is in memory at a time. say: receives progress messages. Raises `UserError`
+    when no prompt fits, or when nothing at all could be compared.
     """
     findings = Findings()
     sampled_in = "float32" if "float32" in config.precisions else config.precisions[0]
@@ -174,7 +173,7 @@ class _Precision:
     def invariance(self) -> None:
         """Drafters, shapes and batches against plain decoding, one row at a time."""
         for temperature in self.config.temperatures:
-            decode = self.settings(temperature=temperature)
+            decode = self.settings({"temperature": temperature})
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
@@ -190,10 +189,10 @@ class _Precision:
         """Every processor and filter alone, and all together."""
         unprocessed: dict[float, Answers] = {}  # by temperature
         for temperature in (0.0, 1.0):
-            decode = self.settings(**{**UNPROCESSED, "temperature": temperature})
+            decode = self.settings({**UNPROCESSED, "temperature": temperature})
             unprocessed[temperature], _ = self.answers(None, decode)
         for name, changes in processor_cases(unprocessed, self.target.eos_token_ids).items():
-            decode = self.settings(**{**UNPROCESSED, **changes})
+            decode = self.settings({**UNPROCESSED, **changes})
             plain, _ = self.answers(None, decode)
             before = unprocessed[1.0 if decode.temperature else 0.0]
             changed = sum(one != other for one, other in zip(plain, before, strict=True))
@@ -210,7 +209,7 @@ class _Precision:
         """Sampled answers of one prompt, by rule, drafter and shape."""
         sampling: Changes = {**UNPROCESSED, "temperature": 1.0, "top_k": self.config.support}
         decode = self.settings(
-            **{**sampling, "max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
+            {**sampling, "max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
         )
         shaping = decode.sampling()
         tails = sorted({request.tokens[-PROMPT_TAIL:] for request in self.requests})
@@ -232,19 +231,18 @@ class _Precision:
                 for shape in self.config.shapes:
                     if rule in CHAINS_ONLY and shape != "chain":
                         continue
-                    shaped = self.shaped(decode, shape, own)
+                    shaped = self.with_shape(decode, shape, own)
                     self.sample(name, rule, shape, drafter, shaped, requests, exact[prompt])
 
     # Parts of them
 
-    def settings(self, **changes: Unpack[Changes]) -> DecodeConfig:
-        """The user's settings under rule match, for plain decoding unless `changes` says
-        otherwise."""
+    def settings(self, changes: Changes) -> DecodeConfig:
+        """The user's settings for plain decoding under rule match, with `changes`."""
         limit = self.config.max_new_tokens
         plain = replace(self.decode, shape="none", rule="match", batch_size=1, max_new_tokens=limit)
         return replace(plain, **changes)
 
-    def shaped(self, decode: DecodeConfig, shape: str, own: DecodeConfig) -> DecodeConfig:
+    def with_shape(self, decode: DecodeConfig, shape: str, own: DecodeConfig) -> DecodeConfig:
         """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where
         it has one.
         """
@@ -264,11 +262,11 @@ class _Precision:
             for request, answer in zip(self.requests, plain, strict=True)
         }
         everyone = [(item.name, item.kind, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter in scripted(known, self.target.info.vocab_size).items():
+        for name, drafter in scripted_drafters(known, self.target.info.vocab_size).items():
             everyone.append((name, drafter.kind, drafter, self.decode))
         for name, kind, drafter, own in everyone:
             for shape in self.config.shapes:
-                yield name, kind, drafter, self.shaped(decode, shape, own)
+                yield name, kind, drafter, self.with_shape(decode, shape, own)
 
     def answers(self, drafter: Any, decode: DecodeConfig) -> tuple[Answers, float]:
         """The tokens per request, in order, and the tokens committed per pass."""
@@ -277,7 +275,7 @@ class _Precision:
     def compare(
         self, case: _Case, drafter: Any, decode: DecodeConfig, plain: Answers, known: Known
     ) -> None:
-        """Decode, compare with the plain answers, and note what came out."""
+        """Decode, compare with the plain answers, and add the result to the findings."""
         self.say(
             f"{self.precision}: {case.check} {case.setting} temperature {decode.temperature:g}, "
             f"{case.drafter}, {decode.shape}, {decode.batch_size} rows"

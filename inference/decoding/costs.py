@@ -232,7 +232,7 @@ def stopwatch(device: torch.device) -> Callable[[Call], float]:
     return wall
 
 
-def interleaved(
+def interleave(
     calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
 ) -> dict[Any, list[float]]:
     """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a
@@ -249,7 +249,7 @@ def interleaved(
     return found
 
 
-def captured(call: Call) -> Call:
+def capture(call: Call) -> Call:
     """`call` as a CUDA graph: the same work without launching every operation from the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -326,8 +326,8 @@ def measure_grid(
                     stack.enter_context(packed_linears(drafter))
                 calls |= steps(bench)
                 if launch == "graph":
-                    calls = {key: captured(call) for key, call in calls.items()}
-                timed = interleaved(calls, target.device, repeats, warmup, seed)
+                    calls = {key: capture(call) for key, call in calls.items()}
+                timed = interleave(calls, target.device, repeats, warmup, seed)
             for (name, what, count), seconds in timed.items():
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
                 point = CostPoint(count, rows, length, middle, low, high)
@@ -414,7 +414,7 @@ class Bench:
         seeds, vocabulary = torch.zeros_like(self.lengths), self.target.info.vocab_size
         noise = SharedNoise(arm.decode.sampling(), seeds, vocabulary)
         run = self._states(seen, self.length, self.length + shape.max_depth + 1)
-        return _bound(arm.drafter.propose, state, noise), _bound(arm.drafter.commit, state, run)
+        return _bind(arm.drafter.propose, state, noise), _bind(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
         """The text's tokens [first, end) as a committed run of every row; features of later tokens
@@ -443,6 +443,6 @@ def _rows(value: Tensor, rows: int) -> Tensor:
     return value.expand(rows, *value.shape[1:]).contiguous()
 
 
-def _bound(function: Callable[..., Any], *arguments: Any) -> Call:
+def _bind(function: Callable[..., Any], *arguments: Any) -> Call:
     """The call of a function with arguments that later iterations of a loop do not change."""
     return lambda: function(*arguments)

@@ -88,8 +88,9 @@ class Tuned:
     rows: tuple[TunedRow, ...]
 
     def row(self, batch: int, temperature: float) -> TunedRow | None:
-        """The row nearest in batch size (as a ratio), among those nearest in temperature; None
-        where none is of its sort: greedy decoding and sampling do not stand for each other.
+        """The row nearest in batch size (as a ratio), among those nearest in temperature.
+
+        A greedy row is never used for sampling, nor the reverse; None where no other is left.
         """
         fitting = [row for row in self.rows if (row.temperature == 0) == (temperature == 0)]
         if not fitting:
@@ -220,7 +221,7 @@ def advice(
     row = None if why else tuned.row(batch, temperature)
     if row is None:
         sort = "greedy decoding" if temperature == 0 else "sampling"
-        why = why or f"it says nothing of {sort}"
+        why = why or f"it has no row for {sort}"
         return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
     where = f"batch size {row.batch_size}, temperature {row.temperature:g}"
     elsewhere = (

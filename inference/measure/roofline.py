@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference.decoding.arm import Arm
-from inference.decoding.costs import Bench, interleaved
+from inference.decoding.costs import Bench, interleave
 from inference.measure.metrics import divide
 from inference.report.model import (
     BandwidthFacts,
@@ -62,7 +62,7 @@ def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> 
         "gemv": lambda: F.linear(vector, matrix),
     }
     seconds = {
-        name: min(times) for name, times in interleaved(calls, device, PROBE_REPEATS, 2).items()
+        name: min(times) for name, times in interleave(calls, device, PROBE_REPEATS, 2).items()
     }
     copied = divide(2.0 * source.nbytes, seconds["copy"])
     multiplied = divide(float(matrix.nbytes), seconds["gemv"])

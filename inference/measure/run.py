@@ -1,15 +1,13 @@
 """Measures drafters against plain decoding on held-out prompts and writes report.json.
 
-How the comparison is kept fair: one process, one engine class, batch size 1; plain decoding (our
-own loop with one node) is always an arm; for every prompt all arms run one after another, each time
-another one first, so that a machine that heats up or is shared slows all of them alike; prompts for
-warming up are not measured; seconds exclude prefill; speedups are ratios of sums over the same
-prompts. Every measured answer is compared with the baseline's, and differences are examined
-(audit.py).
+The comparison is fair: one process, one engine class, batch size 1; plain decoding (our own loop
+with one node) is always an arm; for every prompt all arms run one after another, each time another
+one first, so that a machine that heats up or is shared slows all of them alike; warm-up prompts are
+not measured; seconds exclude prefill; speedups are ratios of sums over the same prompts. Every
+measured answer is compared with the baseline's (`inference.audit.comparison`).
 
-Answers are appended to records.partial.jsonl as they come. The same call after an interruption
-continues there; when the report is written the file becomes records.jsonl, and the next call
-measures afresh.
+Answers are appended to records.partial.jsonl as they finish, and an interrupted measurement
+continues from there. When the report is written, the file becomes records.jsonl.
 """
 
 from __future__ import annotations

@@ -72,13 +72,14 @@ class ServedMode:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """How vLLM is run. python: of its environment; seconds: the longest that one call may take;
-    said: what messages call the two settings; environment: more variables.
-    """
+    """How vLLM is run."""
 
     python: str
+    """The Python of vLLM's environment."""
     seconds: float = 1800.0
-    said: tuple[str, str] = ("bench.baselines.vllm_python", "bench.baselines.vllm_seconds")
+    """Limit of one call."""
+    settings: tuple[str, str] = ("bench.baselines.vllm_python", "bench.baselines.vllm_seconds")
+    """Names of the two settings in messages."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -137,7 +138,7 @@ def serve(
     }
     if "PYTHONPATH" not in process.environment:
         environment.pop("PYTHONPATH", None)
-    python, seconds = process.said
+    python, seconds = process.settings
     with TemporaryDirectory() as scratch:
         asked, answered = Path(scratch) / "request.json", Path(scratch) / "answers.json"
         asked.write_text(json.dumps(request), encoding="utf-8")

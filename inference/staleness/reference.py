@@ -32,7 +32,7 @@ from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 FORMAT = 1
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
 LEAST_ANSWERS = 8
-"""Answers of a domain below which it is not watched: nothing could be said."""
+"""Fewest answers of a domain that is watched."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
     return found
 
 
-def decoded(
+def decode_fresh(
     engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], most: int
 ) -> Iterator[Fresh]:
     """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the
@@ -92,7 +92,7 @@ def decoded(
 # Records
 
 
-def recorded(folder: Path, reference: Reference) -> list[Fresh]:
+def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
     """The finished answers in a folder of records, in the order in which they ended.
 
     Raises `UserError` where there are none, or where they were decoded with another draft or at
@@ -175,7 +175,7 @@ def _passes(folder: Path) -> dict[str, list[int]]:
 # Prometheus
 
 
-def scraped(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
+def read_scrapes(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
     """Per look, domain -> (accepted drafted tokens, passes) since the first server started.
 
     paths: files with what /metrics showed, or folders of such files, in the order of time (of names

@@ -165,7 +165,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def has_markers(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant says with `{% generation %}`."""
+    """Whether the chat template marks the assistant's text with `{% generation %}`."""
     return bool(GENERATION_MARKER.search(_template(tokenizer)))
 
 
@@ -305,8 +305,8 @@ def _render_by_prefix(
     ids = _apply(tokenizer, messages, extras)
     closing = closing_ids(tokenizer)
     spans = []
-    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    for place in {"all": said, "first": said[:1], "last": said[-1:]}[turns]:
+    assistant = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place in {"all": assistant, "first": assistant[:1], "last": assistant[-1:]}[turns]:
         if place == 0:
             raise UserError(
                 "the conversation starts with an assistant message, so there is no prompt that "

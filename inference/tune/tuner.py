@@ -136,7 +136,7 @@ class TuneFacts(TypedDict):
 
 @dataclass
 class Tuner:
-    """One drafter's tuning: what is known so far. say: is told what is being done."""
+    """One drafter's tuning. say: receives progress messages."""
 
     config: TuneConfig
     target: TargetModel
@@ -273,7 +273,7 @@ class Tuner:
         return Prediction(draft, speed, found.estimate(draft, self.config.seed).tau, phases)
 
     def nodes(self, draft: Draft, steps: Steps) -> float:
-        """Nodes verified per row and step on average; 0 where the draft's size says so."""
+        """Nodes verified per row and step on average; 0 stands for the draft's size."""
         return steps.mean_nodes if draft.family == "adaptive" else 0.0
 
     def compare(

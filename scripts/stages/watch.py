@@ -26,7 +26,7 @@ from inference.staleness.reference import (
 )
 from inference.staleness.result import content, show, write
 from inference.staleness.sequential_test import DriftTest
-from inference.staleness.sources import Fresh, decoded, recorded, scraped, with_system
+from inference.staleness.sources import Fresh, decode_fresh, read_recorded, read_scrapes, with_system
 from inference.target.model import TargetModel
 from inference.verifications import read_facts
 from scripts.config.schema import Settings
@@ -114,7 +114,7 @@ def watch(settings: Settings, found: Found) -> int:
         count_totals(test, reference, config)
     elif config.records:
         source, target = config.records, read_facts(Path(config.records)).get("target") or {}
-        feed(test, tallies, recorded(Path(config.records), reference), stop=False)
+        feed(test, tallies, read_recorded(Path(config.records), reference), stop=False)
     else:
         source, target = decode_and_feed(settings, found, reference, test, tallies)
     if not test.fresh:
@@ -173,7 +173,7 @@ def decoded_now(
             "shorter prompts."
         )
     most = passes_within(decode.max_new_tokens, decode.tree().max_depth)
-    return decoded(Engine(target, drafter, decode), requests, chosen, most)
+    return decode_fresh(Engine(target, drafter, decode), requests, chosen, most)
 
 
 def batched(decode: DecodeConfig, settings: Settings) -> DecodeConfig:
@@ -198,7 +198,7 @@ def tally(tallies: dict[str, DomainAnswers], fresh: Fresh) -> None:
 
 def count_totals(test: DriftTest, reference: Reference, config: WatchConfig) -> None:
     """Give the test one look per scrape."""
-    for totals in scraped([Path(path) for path in config.metrics]):
+    for totals in read_scrapes([Path(path) for path in config.metrics]):
         for domain, (accepted, passes) in totals.items():
             known = domain if domain in test.reference else max(reference.domains, key=reference.spread)
             spread, prior = reference.spread(known), test.reference[known].passes

@@ -20,8 +20,8 @@ BINS = 10
 RESAMPLES = 500
 """Of the loss split: each asks for the best tree anew."""
 POSITIONS = ((1, 17), (17, 33), (33, 65), (65, 129), (129, 257), (257, 0))
-"""Places in the answer that are told apart: [first, end), the last without an end. Place 0 is the
-token that prefill gives."""
+"""Parts of an answer: positions [first, end), the last part without an end. Position 0 is the token
+of prefill."""
 
 
 @dataclass(frozen=True)

@@ -29,25 +29,25 @@ from inference.decoding.session import Session
 from inference.target.model import TargetModel
 
 FIRST, DRAFTED, CORRECTED, BONUS = "first", "drafted", "corrected", "bonus"
-"""Who produced a token: the reading of the prompt; the drafter; the target where it refused a
-draft, or behind the last one."""
+"""Source of a token: prefill; the drafter; the target in place of a rejected draft; the target
+after the last draft."""
 RANKS = 10
-"""Ranks of the drafter's candidates that are told apart."""
+"""Ranks of the drafter's candidates that are counted."""
 
 Candidates = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class State:
-    """One committed token and what both models thought at its place.
+    """One committed token with both models' distributions at its position.
 
     depth: 1 for the token behind the root. by: see `FIRST`. tested: drafted tokens stood there.
     overlap: the sum over tokens of the smaller of both probabilities, as decoding uses them
     (temperature, filters; at temperature 0 all mass on the best token): 1 - TV. own_overlap: the
     same of the models' own distributions. missed: the target's mass outside the draft vocabulary.
-    rank: the committed token's among the drafter's candidates, -1 behind the last that is told
-    apart. confidence: that of the drafter's best candidate, None without one. target, draft: best
-    candidates as (token id, probability), of the models' own distributions.
+    rank: the committed token's among the drafter's candidates, -1 from `RANKS` on. confidence: that
+    of the drafter's best candidate, None without one. target, draft: best candidates as (token id,
+    probability), of the models' own distributions.
     """
 
     token: int

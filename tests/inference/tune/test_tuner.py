@@ -108,7 +108,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
             yield from done
 
         original = Engine.run
-        monkeypatch.setattr(costs_module, "interleaved", timed)
+        monkeypatch.setattr(costs_module, "interleave", timed)
         monkeypatch.setattr(Engine, "run", run)
 
     return install
