@@ -1,8 +1,8 @@
-"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what lies
-there.
+"""How stages talk: one `manifest.json` per output folder, and the checks that what it lists is what
+lies there.
 
-A manifest is written last and atomically, so its presence means that the stage finished. Paths in it are
-relative and cannot leave their folder. docs/formats.md lists the fields of every stage.
+A manifest is written last and atomically, so its presence means that the stage finished. Paths in
+it are relative and cannot leave their folder. docs/formats.md lists the fields of every stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
@@ -25,19 +25,39 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 PARTIAL = ".partial"
 STALE_SECONDS = 600.0
-"""A writer on another machine without a sign of life for so long is gone: its file is unchanged, its claim was not renewed."""
+"""Age in seconds of an unchanged file after which its writer on another machine counts as gone."""
 _PARTIAL_NAME = re.compile(r"\.(?P<pid>\d+)-[0-9a-f]{8}@(?P<host>[^@]+)\.partial$")
 
 
+class FileSize(TypedDict, total=False):
+    """The size of a listed file, where the stage gives one."""
+
+    rows: int
+    bytes: int
+
+
+class FileEntry(FileSize):
+    """A manifest's entry for one file."""
+
+    file: str
+    """Path relative to the manifest's folder."""
+    sha256: str
+
+
 def write_manifest(
-    directory: Path, stage: str, content: Mapping[str, Any], provenance: Mapping[str, Any] | None = None
+    directory: Path,
+    stage: str,
+    content: Mapping[str, object],
+    provenance: Mapping[str, object] | None = None,
 ) -> Path:
     """Write `directory/manifest.json` atomically and return its path.
 
-    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...) is stored
-    under its own key.
+    `format` and `stage` come first, then `content`; `provenance` (command, versions, device, ...)
+    is stored under its own key.
     """
-    assert not {"format", "stage", "provenance"} & set(content), "these keys are written by write_manifest"
+    assert not {"format", "stage", "provenance"} & set(content), (
+        "these keys are written by write_manifest"
+    )
     full = {"format": FORMAT, "stage": stage, **content}
     if provenance is not None:
         full["provenance"] = dict(provenance)
@@ -47,40 +67,46 @@ def write_manifest(
 
 
 def read_manifest(directory: Path, stage: str) -> dict[str, Any]:
-    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another stage or
-    another format."""
+    """The manifest of a finished stage; raises `UserError` when it is absent, broken, of another
+    stage or another format."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         raise UserError(
-            f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run `headstart "
-            f"{stage}` with this "
-            "output folder (an interrupted run continues), or give the folder of a finished one."
+            f"'{directory}' holds no finished '{stage}' stage: there is no {MANIFEST_FILE}. Run "
+            f"`headstart {stage}` with this output folder (an interrupted run continues), or give "
+            "the folder of a finished one."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' is not readable as JSON ({error}). Run the stage again.") from error
+        raise UserError(
+            f"'{path}' is not readable as JSON ({error}). Run the stage again."
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise UserError(f"'{path}' has manifest format {given!r}; this version reads format {FORMAT}.")
+        raise UserError(
+            f"'{path}' has manifest format {given!r}; this version reads format {FORMAT}."
+        )
     if content.get("stage") != stage:
         raise UserError(
-            f"'{directory}' was written by stage '{content.get('stage')}', but the output of '{stage}' is "
-            "needed here."
+            f"'{directory}' was written by stage '{content.get('stage')}', but the output of "
+            f"'{stage}' is needed here."
         )
     return content
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically: after a kill either the old file or the new one is there, never half of one."""
+    """Write JSON atomically: after a kill either the old file or the new one is there, never half
+    of one."""
     write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically (temporary file in the same folder, then rename); creates the folder.
 
-    Several processes may write the same file at once: each has a temporary file of its own, and the last rename wins. A kill leaves
-    the temporary file behind, see `remove_leftovers`; an error does not.
+    Several processes may write the same file at once: each has a temporary file of its own, and the
+    last rename wins. A kill leaves the temporary file behind, see `remove_leftovers`; an error does
+    not.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(path)
@@ -96,8 +122,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on this machine, or on another one
-    and the file unchanged for `STALE_SECONDS`.
+    """Remove the temporary files of `write_bytes`, here and below, whose writer is gone: ended on
+    this machine, or on another one and the file unchanged for `STALE_SECONDS`.
     """
     for path in folder.rglob(f"*{PARTIAL}"):
         if path.is_file() and abandoned(path):
@@ -106,7 +132,9 @@ def remove_leftovers(folder: Path) -> None:
 
 def partial_of(path: Path) -> Path:
     """A temporary name next to `path` that says which process writes it."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}")
+    return path.with_name(
+        f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}@{socket.gethostname()}{PARTIAL}"
+    )
 
 
 def abandoned(path: Path) -> bool:
@@ -139,39 +167,43 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_entry(directory: Path, relative: str, **extra: Any) -> dict[str, Any]:
-    """A manifest's entry for one file: its relative path, `extra` (rows, ...), its SHA-256."""
-    return {"file": relative, **extra, "sha256": file_sha256(safe_path(directory, relative))}
+def file_entry(directory: Path, relative: str, **size: Unpack[FileSize]) -> FileEntry:
+    """A manifest's entry for one file of `directory`."""
+    digest = file_sha256(safe_path(directory, relative))
+    return {"file": relative, **size, "sha256": digest}
 
 
-def verify_file(directory: Path, entry: Mapping[str, Any]) -> Path:
-    """The path of a listed file after checking that it lies inside `directory` and is unchanged; raises
-    `UserError` otherwise."""
+def verify_file(directory: Path, entry: FileEntry) -> Path:
+    """The path of a listed file.
+
+    Raises `UserError` when it does not lie inside `directory`, is missing or was changed.
+    """
     try:
         relative, expected = entry["file"], entry["sha256"]
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"the manifest in '{directory}' lists a file without path or sha256. Run the stage again."
+            f"the manifest in '{directory}' lists a file without path or sha256. Run the stage "
+            "again."
         ) from error
     path = safe_path(directory, relative)
     if not path.is_file():
         raise UserError(
-            f"'{path}' is listed in the manifest but is not there. Copy the whole folder, or run the stage "
-            "again."
+            f"'{path}' is listed in the manifest but is not there. Copy the whole folder, or run "
+            "the stage again."
         )
     found = file_sha256(path)
     if found != expected:
         raise UserError(
-            f"'{path}' was changed or damaged since it was written: its sha256 is {found[:12]}..., the "
-            "manifest says "
-            f"{str(expected)[:12]}.... Copy it again, or delete the folder and run the stage again."
+            f"'{path}' was changed or damaged since it was written: its sha256 is "
+            f"{found[:12]}..., the manifest says {str(expected)[:12]}.... Copy it again, or "
+            "delete the folder and run the stage again."
         )
     return path
 
 
 def safe_path(directory: Path, relative: str) -> Path:
-    """`directory / relative`, refused with `UserError` when it is absolute or would leave the folder (links
-    included)."""
+    """`directory / relative`, refused with `UserError` when it is absolute or would leave the
+    folder (links included)."""
     pure = PurePosixPath(relative) if isinstance(relative, str) else PurePosixPath("/")
     path = directory / pure
     if (
@@ -181,8 +213,8 @@ def safe_path(directory: Path, relative: str) -> Path:
         or not path.resolve().is_relative_to(directory.resolve())
     ):
         raise UserError(
-            f"the manifest in '{directory}' names {relative!r}, which lies outside its folder. It was not "
-            "written by us; refused."
+            f"the manifest in '{directory}' names {relative!r}, which lies outside its folder. It "
+            "was not written by us; refused."
         )
     return path
 

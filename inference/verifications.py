@@ -1,14 +1,15 @@
-"""Records of verifications: what was drafted, where it failed, how likely both models held it. For the next round of training.
+"""Records of verifications for later training: drafts, rejections and both models' probabilities.
 
-A folder of parquet shards (docs/formats.md, Records), written while something decodes: a server, a measurement, a generation.
-`verifications-*.parquet` has one row per verification of one sequence, `sequences-*.parquet` one per sequence; `records.json` says
-of which target and drafter they are, and whether they are redacted. Anything that reads parquet reads them:
+A folder of parquet shards (docs/formats.md, Records), written while something decodes: a server, a
+measurement, a generation. `verifications-*.parquet` has one row per verification of one sequence,
+`sequences-*.parquet` one per sequence; `records.json` names the target and the drafter. Anything
+that reads parquet reads them:
 
     datasets.load_dataset("parquet", data_files=str(folder / "verifications-*.parquet"))
 
-Redacted records hold no token and no text: what a person wrote, or read, does not stand in them. Equal prompts of one process can
-still be recognised, by a hash whose key is drawn at random and written nowhere; and whoever has both models and guesses a prompt
-can test the guess, for the numbers that stay (lengths, what was accepted, log p and log q) follow from the text.
+Redacted records hold no token and no text. Equal prompts of one process can still be recognised,
+by a hash whose key is random and not stored. Whoever has both models can test a guessed prompt,
+because the remaining numbers (lengths, accepted tokens, log p and log q) follow from the text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -70,7 +71,8 @@ SCHEMAS = {
     ),
 }
 SECRET_COLUMNS = {VERIFICATIONS: ("drafted", "pick"), SEQUENCES: ("tokens", "seed")}
-"""Empty in redacted records. (With a seed, somebody with the model could try prompts until an answer's length fits.)"""
+"""Empty in redacted records. (With a seed, somebody with the model could try prompts until an
+answer's length fits.)"""
 ROWS_PER_SHARD = 8192
 
 
@@ -92,16 +94,57 @@ class RecordsConfig:
         return int(self.max_megabytes * 1e6)
 
 
-class VerificationLog:
-    """Writes records. Rows gather in memory until `flush`, or until a shard is full; a shard appears whole or not at all.
+class RecordedDrafter(TypedDict):
+    """The drafter of records. kind: None for plain decoding."""
 
-    facts: what the records are of (`target`, `drafter`, ...), stored in `records.json`. max_bytes: where writing stops; rows beyond
-    are counted in `dropped`, as are those beyond `held` that wait for a flush (None: any number may wait). Safe to use from two
-    threads, one that adds and one that flushes. Continues a folder of the same facts; raises `UserError` for one of others.
+    name: str
+    kind: str | None
+    weights_sha256: str
+
+
+class RecordedDraft(TypedDict):
+    """The draft of records."""
+
+    shape: str
+    depth: int
+    nodes: int
+    adaptive: str
+
+
+class RecordFacts(TypedDict, total=False):
+    """What records were made with. Files of earlier versions may lack keys."""
+
+    target: dict[str, str]
+    """Its id, revision and tokenizer_hash."""
+    drafter: RecordedDrafter
+    draft: RecordedDraft
+
+
+class RecordsFile(RecordFacts):
+    """The content of records.json."""
+
+    format: int
+    redacted: bool
+
+
+class VerificationLog:
+    """Writes records. Rows gather in memory until `flush`, or until a shard is full; a shard
+    appears whole or not at all.
+
+    facts: what the records are of (`target`, `drafter`, ...), stored in `records.json`. max_bytes:
+    where writing stops; rows beyond are counted in `dropped`, as are those beyond `held` that wait
+    for a flush (None: any number may wait). Safe to use from two threads, one that adds and one
+    that flushes. Continues a folder of the same facts; raises `UserError` for one of others.
     """
 
     def __init__(
-        self, folder: Path, facts: dict[str, Any], max_bytes: int, redact: bool = False, *, held: int | None = 8 * ROWS_PER_SHARD
+        self,
+        folder: Path,
+        facts: RecordFacts,
+        max_bytes: int,
+        redact: bool = False,
+        *,
+        held: int | None = 8 * ROWS_PER_SHARD,
     ) -> None:
         self.folder, self.max_bytes, self.redact, self.held = folder, max_bytes, redact, held
         self.written = self.dropped = 0
@@ -114,31 +157,46 @@ class VerificationLog:
         self.bytes = sum(path.stat().st_size for path in found)
         self._next = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in found), default=-1)
 
-    def _open(self, facts: dict[str, Any]) -> None:
+    def _open(self, facts: RecordsFile) -> None:
         path = self.folder / FACTS_FILE
         if not path.is_file():
             write_json(path, facts)
             return
         known = read_facts(self.folder)
-        different = sorted(key for key in known.keys() | facts.keys() if known.get(key) != facts.get(key))
+        different = sorted(
+            key for key in known.keys() | facts.keys() if known.get(key) != facts.get(key)
+        )
         if different:
             raise UserError(
-                f"'{self.folder}' holds records of something else ({', '.join(different)} differ). Choose another folder."
+                f"'{self.folder}' holds records of something else ({', '.join(different)} "
+                "differ). Choose another folder."
             )
 
-    # ---- adding --------------------------------------------------------------------------------------------------------------
+    # Adding
 
     def verification(
         self, sequence: str, position: int, domain: str, record: PassRecord, temperature: float
     ) -> None:
-        """Add one verification. position: where its root stands in the sequence; drafted token d is meant for position + d."""
+        """Add one verification. position: where its root stands in the sequence; drafted token d is
+        meant for position + d."""
         details = record.details
         assert details is not None, "passes were decoded without details"
         error = record.accepted + 1 if record.rejected else 0
         row = (
-            sequence, position, domain, details.drafted, details.log_q, details.log_p, record.accepted, error, details.pick,
-            details.pick_log_q, details.pick_log_p, temperature, time.time(),
-        )  # fmt: skip
+            sequence,
+            position,
+            domain,
+            details.drafted,
+            details.log_q,
+            details.log_p,
+            record.accepted,
+            error,
+            details.pick,
+            details.pick_log_q,
+            details.pick_log_p,
+            temperature,
+            time.time(),
+        )
         self._add(VERIFICATIONS, row)
 
     def sequence(
@@ -154,24 +212,41 @@ class VerificationLog:
         """Add one sequence that has ended: its prompt and answer as token ids."""
         digest = hmac.digest(self._key, array("q", prompt).tobytes(), "sha256").hex()[:32]
         row = (
-            sequence, domain, digest, len(prompt), len(answer), (*prompt, *answer), seed, temperature, finish, time.time(),
-        )  # fmt: skip
+            sequence,
+            domain,
+            digest,
+            len(prompt),
+            len(answer),
+            (*prompt, *answer),
+            seed,
+            temperature,
+            finish,
+            time.time(),
+        )
         self._add(SEQUENCES, row)
 
     def _add(self, table: str, row: tuple[Any, ...]) -> None:
         with self._lock:
-            late = self.held is not None and len(self._rows[table]) >= self.held  # nobody flushes, or too slowly
+            # nobody flushes, or too slowly
+            late = self.held is not None and len(self._rows[table]) >= self.held
             if self.full or late:
                 self.dropped += 1
                 return
             if self.redact:
                 names, hidden = SCHEMAS[table].names, SECRET_COLUMNS[table]
-                row = tuple(None if name in hidden else value for name, value in zip(names, row, strict=True))
+                row = tuple(
+                    None if name in hidden else value
+                    for name, value in zip(names, row, strict=True)
+                )
             self._rows[table].append(row)
 
-    def completion(self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0) -> None:
-        """Add the verifications of an answer that was decoded with details. offset: tokens of the sequence before its prompt."""
-        root = offset + len(found.request.tokens)  # the first token of the answer comes from reading the prompt
+    def completion(
+        self, sequence: str, domain: str, found: Completion, temperature: float, offset: int = 0
+    ) -> None:
+        """Add the verifications of an answer that was decoded with details. offset: tokens of the
+        sequence before its prompt."""
+        # the first token of the answer comes from reading the prompt
+        root = offset + len(found.request.tokens)
         for record in found.passes:
             self.verification(sequence, root, domain, record, temperature)
             root += record.committed
@@ -181,12 +256,14 @@ class VerificationLog:
         """Whether a shard is full."""
         return any(len(rows) >= ROWS_PER_SHARD for rows in self._rows.values())
 
-    # ---- writing -------------------------------------------------------------------------------------------------------------
+    # Writing
 
     def flush(self, name: str = "") -> None:
-        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends recording.
+        """Write what has gathered. A shard that would pass `max_bytes` is not written, and ends
+        recording.
 
-        name: of the shard, in place of the next number: all that has gathered then is one shard of each table.
+        name: of the shard, in place of the next number: all that has gathered then is one shard of
+        each table.
         """
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in SCHEMAS}
@@ -197,7 +274,10 @@ class VerificationLog:
 
     def _write(self, table: str, rows: list[tuple[Any, ...]], name: str) -> None:
         columns = zip(*rows, strict=True)
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMAS[table], strict=True)]
+        arrays = [
+            pa.array(column, field.type)
+            for column, field in zip(columns, SCHEMAS[table], strict=True)
+        ]
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(arrays, SCHEMAS[table]), sink, compression="zstd")
         content = sink.getvalue().to_pybytes()
@@ -210,12 +290,19 @@ class VerificationLog:
         self.written += len(rows)
 
 
-def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> dict[str, Any]:
-    """What the records of an engine are of. drafter: its name; weights_sha256: of its checkpoint's weights, empty without any."""
+def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> RecordFacts:
+    """The facts of an engine's records.
+
+    drafter: its name. weights_sha256: of its checkpoint's weights; empty without any.
+    """
     info, own = engine.target.info, engine.drafter
     return {
         "target": {"id": info.id, "revision": info.revision, "tokenizer_hash": info.tokenizer_hash},
-        "drafter": {"name": drafter, "kind": None if own is None else own.kind, "weights_sha256": weights_sha256},
+        "drafter": {
+            "name": drafter,
+            "kind": None if own is None else own.kind,
+            "weights_sha256": weights_sha256,
+        },
         "draft": {
             "shape": engine.decode.shape,
             "depth": engine.tree.max_depth,
@@ -225,25 +312,26 @@ def record_facts(engine: Engine, drafter: str, weights_sha256: str = "") -> dict
     }
 
 
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What the records of a folder are of; raises `UserError` where there are none, or of a format that is not known."""
+def read_facts(folder: Path) -> RecordsFile:
+    """The facts of the records in a folder; raises `UserError` for no records or another format."""
     path = folder / FACTS_FILE
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts: RecordsFile = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"'{folder}' holds no records: there is no {FACTS_FILE}.") from error
     except ValueError as error:
         raise UserError(f"'{path}' is not readable as JSON ({error}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UserError(f"'{path}' has a format of records that this version does not know; it reads format {FORMAT}.")
+        raise UserError(
+            f"'{path}' has a format of records that this version does not know; it reads format "
+            f"{FORMAT}."
+        )
     return facts
 
 
 def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
-    """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises `UserError` (see `read_facts`)
-    and for shards that are no records.
+    """All rows of a table (`VERIFICATIONS` or `SEQUENCES`) in the order they were written. Raises
+    `UserError` (see `read_facts`) and for shards that are no records.
     """
     read_facts(folder)
     shards = sorted(folder.glob(f"{table}-*.parquet"))
@@ -251,7 +339,9 @@ def read_table(folder: Path, table: str = VERIFICATIONS) -> pa.Table:
     try:
         parts = [pq.read_table(path, schema=schema) for path in shards]
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file.") from error
+        raise UserError(
+            f"'{folder}' holds a damaged shard of {table} ({error}). Delete that file."
+        ) from error
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 

@@ -1,24 +1,27 @@
-"""Is the text a drafter gave the text that plain decoding gives? Compares, and explains every difference.
+"""Compares a drafter's answers with those of plain decoding and explains every difference.
 
-Equal tokens need no explanation. Where two answers differ, rounding may have decided between two tokens that
-are as good as tied (in bf16 that is normal: a pass over several tokens adds up in another order than a pass
-over one), or something is broken. To tell them apart the answer is replayed token by token through plain
-decoding, and wherever the replay would have picked another token, the target computes the same logits along
-two other routes that are equal on paper: several tokens in one pass, and the whole text at once. How far
-these lie apart is the measured numerical gap. A difference is a near tie when the two tokens' scores are no
-further apart than two such gaps can bridge, at every position where the answer leaves the replay; otherwise
-it is a mismatch.
+Where two answers differ, either rounding decided between two tokens whose scores are almost equal
+(in bf16 that is normal: a pass over several tokens sums in another order than a pass over one), or
+something is broken. To distinguish the two, the answer is replayed token by token through plain
+decoding. Wherever the replay would have picked another token, the target computes the same logits
+along two other routes that are mathematically equal: several tokens in one pass, and the whole text
+at once. The largest difference between the routes is the measured numerical gap. A difference is a
+near tie when, at every position where the answer leaves the replay, the two tokens' scores differ
+by no more than two such gaps; otherwise it is a mismatch.
 
-A gap too large for the number format excuses nothing: then a route itself is wrong, and the verdict says so.
-Scores are what the decoder maximises: the logits after the processors, which here see the answer's own text.
+A gap that is too large for the number format is a mismatch as well: then a route itself is wrong.
+Scores are what the decoder maximises: the logits after the processors, applied to the answer's own
+text.
 
 Legend: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +35,8 @@ from inference.kernels.reference.noise import gumbel_noise
 from inference.target.model import TargetModel
 
 LARGEST_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest believable gap, as a share of the largest logit. In float64 a family's norms and rotary tables may
-still be computed in float32, which is what its entry allows for.
+"""Largest believable gap, as a share of the largest logit. In float64 a family's norms and rotary
+tables may still be computed in float32, which is what its entry allows for.
 """
 
 
@@ -41,9 +44,9 @@ still be computed in float32, which is what its entry allows for.
 class Divergence:
     """One place where an answer differs from what plain decoding picks after the same text.
 
-    place: index in the answer; expected, found: token ids; margin: by how much plain decoding's scores prefer
-    `expected`, in logits; gap: how far the routes' logits lie apart; tolerance: the margin that they can
-    bridge.
+    place: index in the answer; expected, found: token ids; margin: by how much plain decoding's
+    scores prefer `expected`, in logits; gap: how far the routes' logits lie apart; tolerance: the
+    margin that they can bridge.
     """
 
     prompt: int
@@ -56,10 +59,25 @@ class Divergence:
     near_tie: bool
     reason: str
 
+    def to_dict(self) -> dict[str, int | float | str | None]:
+        """As JSON holds it, which knows no infinity: numbers that are not finite are None."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
+        """Read back `to_dict`."""
+        numbers = ("margin", "gap", "tolerance")
+        infinite = {key: math.inf for key in numbers if values[key] is None}
+        return cls(**{**values, **infinite})
+
 
 @dataclass
 class AuditReport:
-    """Counts of compared sequences, and the divergence that decided about each one that was not identical."""
+    """Counts of compared sequences, and the divergence that decided about each one that was not
+    identical."""
 
     sequences: int = 0
     identical: int = 0
@@ -75,7 +93,10 @@ class AuditReport:
 
     def counts(self) -> dict[str, int]:
         """The `lossless` block of report.json."""
-        return {name: getattr(self, name) for name in ("sequences", "identical", "near_ties", "mismatches")}
+        return {
+            name: getattr(self, name)
+            for name in ("sequences", "identical", "near_ties", "mismatches")
+        }
 
 
 Known = dict[tuple[Request, tuple[int, ...], int], list[Divergence]]
@@ -91,11 +112,12 @@ def audit(
     width: int = 8,
     known: Known | None = None,
 ) -> AuditReport:
-    """Compare `answers` with `baseline`, both one list of new tokens per request, and examine what differs.
+    """Compare `answers` with `baseline`, both one list of new tokens per request, and examine what
+    differs.
 
-    width: tokens per pass of the second route; the number of nodes that the drafter had verified is a good
-    choice. known: answers that were examined before, for callers that audit several drafters against the
-    same baseline; extended in place.
+    width: tokens per pass of the second route; the number of nodes that the drafter had verified is
+    a good choice. known: answers that were examined before, for callers that audit several drafters
+    against the same baseline; extended in place.
     """
     report = AuditReport()
     known = {} if known is None else known
@@ -105,7 +127,8 @@ def audit(
         if list(plain) == list(answer):
             report.identical += 1
             continue
-        key = (request, tuple(answer), width)  # repeats of a prompt differ in the same way: examine once
+        # repeats of a prompt differ in the same way: examine once
+        key = (request, tuple(answer), width)
         if key not in known:
             known[key] = examine(target, request, plain, answer, sampling, width)
         found = known[key]
@@ -121,7 +144,8 @@ def audit(
 
 
 def first_difference(plain: Sequence[int], answer: Sequence[int]) -> int:
-    """Index of the first unequal token; the length of the shorter one when it is a prefix of the other."""
+    """Index of the first unequal token; the length of the shorter one when it is a prefix of the
+    other."""
     for place, (one, other) in enumerate(zip(plain, answer, strict=False)):
         if one != other:
             return place
@@ -136,14 +160,22 @@ def examine(
     sampling: SamplingSettings,
     width: int,
 ) -> list[Divergence]:
-    """Every place where `answer` leaves plain decoding, the first difference included. Not empty."""
+    """Every place where `answer` leaves plain decoding, the first difference included. Not
+    empty."""
     start = first_difference(plain, answer)
-    ended = bool(answer) and (answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens)
+    ended = bool(answer) and (
+        answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens
+    )
     if start == len(answer) or start == len(plain) or not ended:
         expected = plain[start] if start < len(plain) else None
         found = answer[start] if start < len(answer) else None
-        reason = f"{len(answer)} tokens where plain decoding gave {len(plain)}: one ended at the wrong place"
-        return [Divergence(request.index, start, expected, found, float("inf"), 0.0, 0.0, False, reason)]
+        reason = (
+            f"{len(answer)} tokens where plain decoding gave {len(plain)}: one ended at the "
+            "wrong place"
+        )
+        return [
+            Divergence(request.index, start, expected, found, float("inf"), 0.0, 0.0, False, reason)
+        ]
     replay = _Replay(target, request, answer, sampling)
     divergences = []
     for place, logits in enumerate(replay.single_steps()):
@@ -159,17 +191,26 @@ class _Replay:
     """One answer, recomputed by the target along several routes."""
 
     def __init__(
-        self, target: TargetModel, request: Request, answer: Sequence[int], sampling: SamplingSettings
+        self,
+        target: TargetModel,
+        request: Request,
+        answer: Sequence[int],
+        sampling: SamplingSettings,
     ) -> None:
-        self.target, self.request, self.answer, self.sampling = target, request, list(answer), sampling
+        self.target, self.request, self.answer, self.sampling = (
+            target,
+            request,
+            list(answer),
+            sampling,
+        )
         self.prompt = len(request.tokens)
         self.text = torch.tensor([[*request.tokens, *answer]], device=target.device)
         self.cache = target.new_cache(1, self.text.shape[1] + 1)
 
     @torch.no_grad()
     def single_steps(self) -> Iterator[Tensor]:
-        """Logits [V] before every token of the answer, as plain decoding computes them: one token per
-        pass.
+        """Logits [V] before every token of the answer, as plain decoding computes them: one token
+        per pass.
         """
         length = torch.tensor([self.prompt], device=self.target.device)
         row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
@@ -189,7 +230,8 @@ class _Replay:
         return logits[0, -1]
 
     def _at_once(self, place: int) -> Tensor:
-        """Logits [V] before answer token `place`, from one causal pass over all the text before it."""
+        """Logits [V] before answer token `place`, from one causal pass over all the text before
+        it."""
         tokens = self.text[:, : self.prompt + place]
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         needs = FeatureSpec(last_hidden=True)
@@ -198,8 +240,8 @@ class _Replay:
         return self.target.weights.logits(hidden[:, -1])[0]
 
     def scores(self, logits: Tensor, place: int) -> Tensor:
-        """What the target maximises [V], in units of logits: the logits after the processors, plus the noise
-        times the temperature.
+        """What the target maximises [V], in units of logits: the logits after the processors, plus
+        the noise times the temperature.
         """
         logits = process(logits[None, None], self.sampling, self._prefix(place))[0, 0]
         if self.sampling.greedy:
@@ -211,7 +253,8 @@ class _Replay:
         return (shape_logits(logits, self.sampling) + noise) * self.sampling.temperature
 
     def _prefix(self, place: int) -> Prefix:
-        """The text before answer token `place`, as a step that decodes one token at a time presents it."""
+        """The text before answer token `place`, as a step that decodes one token at a time presents
+        it."""
         end = self.prompt + place
         lengths = torch.tensor([end - 1], device=self.text.device)
         root = TokenTree.chain(0, self.text.device)
@@ -233,12 +276,15 @@ class _Replay:
         margin = float(scores[expected] - scores[found])
         gap = max(float((route.double() - logits.double()).abs().max()) for route in routes)
         scale = max(1.0, float(logits.abs().max()))
-        # two scores may each move by the gap; where the routes happen to agree, one unit in the last place
-        # stands in. A penalty multiplies logits, and with them what they are off by
+        # two scores may each move by the gap; where the routes happen to agree, one unit in the
+        # last place stands in. A penalty multiplies logits, and with them what they are off by
         penalty = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
         tolerance = 2 * penalty * max(gap, torch.finfo(logits.dtype).eps * scale)
         if gap > LARGEST_GAP[logits.dtype] * scale:
-            reason = f"passes over one and over several tokens differ by {gap:.3g} logits: more than rounding"
+            reason = (
+                f"passes over one and over several tokens differ by {gap:.3g} logits: more "
+                "than rounding"
+            )
             return Divergence(
                 self.request.index, place, expected, found, margin, gap, tolerance, False, reason
             )
@@ -249,5 +295,9 @@ class _Replay:
             removed = found if margin > 0 else expected
             near = any(self.pick(route, place) == removed for route in routes)
         wrong = "not what" if margin > 0 else "what, unlike the baseline's token,"
-        reason = "within the numerical gap" if near else f"{wrong} the target picks after the same text"
-        return Divergence(self.request.index, place, expected, found, margin, gap, tolerance, near, reason)
+        reason = (
+            "within the numerical gap" if near else f"{wrong} the target picks after the same text"
+        )
+        return Divergence(
+            self.request.index, place, expected, found, margin, gap, tolerance, near, reason
+        )

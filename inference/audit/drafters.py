@@ -1,8 +1,8 @@
-"""Drafters by script, for the audit: they know the answer in part, miss it always, or guess at random.
+"""Scripted drafters for the audit: right with a given probability, always wrong, or random.
 
-A drafter that has just been initialised is hardly ever right, so that accepting, compacting and committing
-would go unexamined; one that knows the answer is as right as it is told to be, at places that differ from
-step to step and row to row. Nothing that is drafted may change the text: these try.
+A newly initialised drafter is hardly ever right, so accepting, compacting and committing would not
+be exercised. A scripted one knows the answer and is right with a given probability, at positions
+that differ from step to step and row to row. No draft may change the text.
 
 Legend: B rows, N nodes, S slots of known text.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ _TREES = 1 << 20
 
 @dataclass
 class State:
-    """text [B, S] int64: what is known of each row's text; root, length, row [B] int64: the last token, how
-    many are committed, the row's number.
+    """text [B, S] int64: what is known of each row's text; root, length, row [B] int64: the last
+    token, how many are committed, the row's number.
     """
 
     text: Tensor
@@ -41,15 +41,18 @@ class State:
 class ScriptedDrafter:
     """Drafts from known answers; see the module.
 
-    answers: prompt tokens, or these and the answer's first token -> prompt and answer. share_right: the share
-    of drafted tokens that are right, 0 for a drafter that is always wrong, None for one that drafts random
-    tokens.
+    answers: prompt tokens, or these and the answer's first token -> prompt and answer. share_right:
+    the share of drafted tokens that are right, 0 for a drafter that is always wrong, None for one
+    that drafts random tokens.
     """
 
     kind: ClassVar[str] = "scripted"
 
     def __init__(
-        self, answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, share_right: float | None
+        self,
+        answers: Mapping[tuple[int, ...], Sequence[int]],
+        vocab_size: int,
+        share_right: float | None,
     ) -> None:
         self.answers, self.vocab_size, self.share_right = answers, vocab_size, share_right
         self.needs = FeatureSpec()
@@ -60,12 +63,16 @@ class ScriptedDrafter:
         self.shape = tree
         rows, slots = seen.tokens.shape[0], capacity + tree.max_depth + 1
         text = torch.zeros(rows, slots, dtype=torch.int64)
-        for row, (tokens, length) in enumerate(zip(seen.tokens.tolist(), seen.lengths.tolist(), strict=True)):
+        for row, (tokens, length) in enumerate(
+            zip(seen.tokens.tolist(), seen.lengths.tolist(), strict=True)
+        ):
             prompt, first = tuple(tokens[:length]), int(seen.next_tokens[row, length - 1])
             known = self.answers.get((*prompt, first), self.answers.get(prompt, prompt))[:slots]
             text[row, : len(known)] = torch.tensor(known)
         zeros = seen.tokens.new_zeros(rows)
-        state = State(text.to(zeros.device), zeros, zeros.clone(), torch.arange(rows, device=zeros.device))
+        state = State(
+            text.to(zeros.device), zeros, zeros.clone(), torch.arange(rows, device=zeros.device)
+        )
         return self.commit(state, seen)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
@@ -91,7 +98,8 @@ class ScriptedDrafter:
         return state
 
     def _draws(self, keys: Tensor, state: State, count: int) -> Tensor:
-        """Random numbers [B, count] int64 below 2**32 that depend on the row and how far it has come."""
+        """Random numbers [B, count] int64 below 2**32 that depend on the row and how far it has
+        come."""
         columns = torch.arange(count, device=keys.device)
         return noise_bits(keys, state.length[:, None], columns)[:, 0].to(torch.int64) & 0xFFFFFFFF
 
@@ -110,7 +118,9 @@ class ScriptedDrafter:
         return TokenTree.from_parents(torch.stack(parents, 1), shape.max_depth)
 
 
-def scripted(answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> dict[str, Any]:
+def scripted_drafters(
+    answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int
+) -> dict[str, ScriptedDrafter]:
     """The scripted drafters of the audit by name."""
     shares = {KNOWS: 0.7, "always wrong": 0.0, "random": None}
     return {name: ScriptedDrafter(answers, vocab_size, share) for name, share in shares.items()}

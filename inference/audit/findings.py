@@ -1,38 +1,60 @@
-"""What an audit found, as plain data: in memory, and as audit.json.
+"""The findings of an audit: in memory, and as audit.json.
 
-The file's keys are the fields of the dataclasses here. It is checked when it is written and when it is read:
-an audit whose counts do not add up, or whose verdict is not what its rows say, is refused.
+The file is checked when it is written and when it is read: an audit whose counts do not add up, or
+whose verdict contradicts its rows, is refused.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from heads.api.errors import UserError
 from inference.audit.comparison import Divergence
 from inference.audit.statistics import BINS, FlipSummary
 from inference.manifest import write_json
+from inference.measure.config import Provenance
+from inference.report.model import DeviceFacts
 
 FORMAT = 1
 AUDIT_FILE = "audit.json"
 
 
-@dataclass
-class AuditRow:
-    """One comparison with plain decoding. case: the processors' setting, empty for invariance.
+class Part(BaseModel):
+    """A part of audit.json. Numbers are finite and unknown keys are errors."""
 
-    tokens_per_pass: committed per verification, to see that drafts were accepted. changed: answers that the
-    case's settings changed, to see that they had an effect. passed: identical in float64, else without
-    mismatches.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _read_divergences(items: list[Any]) -> list[Divergence]:
+    return [item if isinstance(item, Divergence) else Divergence.from_dict(item) for item in items]
+
+
+Divergences = Annotated[
+    list[Divergence],
+    PlainValidator(_read_divergences),
+    PlainSerializer(lambda items: [item.to_dict() for item in items]),
+]
+
+
+class AuditRow(Part):
+    """One comparison with plain decoding."""
 
     check: str
     case: str
+    """The processors' setting; empty for invariance."""
     precision: str
     drafter: str
     kind: str
@@ -47,14 +69,24 @@ class AuditRow:
     tokens: int
     flips: int
     tokens_per_pass: float
+    """Tokens committed per verification; above 1 where drafts were accepted."""
     changed: int
+    """Answers that the case's settings changed."""
     passed: bool
-    divergences: list[Divergence]
+    """Identical in float64, else without mismatches."""
+    divergences: Divergences
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> AuditRow:
+        if self.sequences != self.identical + self.near_ties + self.mismatches:
+            raise ValueError("does not add up: sequences must be the sum of its parts.")
+        if self.passed and self.mismatches:
+            raise ValueError("has mismatches and says that it passed.")
+        return self
 
 
-@dataclass
-class DistributionRow:
-    """One chi-square test. texts: answers with a probability; cells: classes after pooling."""
+class DistributionRow(Part):
+    """One chi-square test."""
 
     rule: str
     precision: str
@@ -62,8 +94,10 @@ class DistributionRow:
     shape: str
     seeds: int
     texts: int
+    """Answers with a probability above 0."""
     entropy: float
     cells: int
+    """Classes after pooling."""
     statistic: float
     degrees: int
     p_value: float
@@ -72,25 +106,86 @@ class DistributionRow:
     passed: bool
 
 
-@dataclass
-class Skipped:
-    """A combination that a drafter or a rule does not offer, with its own words for it."""
+class Skipped(Part):
+    """A combination that a drafter or a rule does not offer."""
 
     drafter: str
     shape: str
     reason: str
 
 
+class AuditedTarget(Part):
+    """The target model."""
+
+    id: str
+    revision: str
+    parameters: int
+
+
+class FlipRow(Part):
+    """A `FlipSummary` with the edges of its bins; the last edge, infinity, is None."""
+
+    precision: str
+    tokens: int
+    flips: int
+    near_ties: int
+    places: int
+    histogram: list[int]
+    filtered: int
+    largest_gap: float
+    bins: list[float | None]
+    per_thousand: float
+
+
+class Verdict(Part):
+    """The result of an audit."""
+
+    lossless: bool
+    compared: int
+    failed: int
+
+
+class Audit(Part):
+    """The content of audit.json."""
+
+    format: int
+    target: AuditedTarget
+    device: DeviceFacts
+    settings: dict[str, Any]
+    """The configuration: `audit`, `decode` and the target's `dtype`."""
+    verdict: Verdict
+    comparisons: list[AuditRow]
+    distributions: list[DistributionRow]
+    flips: list[FlipRow]
+    skipped: list[Skipped]
+    command: str
+    versions: dict[str, str]
+    git: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_verdict(self) -> Audit:
+        verdict = _judge(self.comparisons, self.distributions)
+        if self.verdict != verdict:
+            raise ValueError(f"verdict is {self.verdict}, but its rows say {verdict}.")
+        return self
+
+
+def _judge(comparisons: list[AuditRow], distributions: list[DistributionRow]) -> Verdict:
+    passed = [*(row.passed for row in comparisons), *(row.passed for row in distributions)]
+    failed = passed.count(False)
+    return Verdict(lossless=not failed, compared=len(comparisons), failed=failed)
+
+
 @dataclass
 class Findings:
-    """Everything an audit found, and on what."""
+    """The results of an audit that is running."""
 
     rows: list[AuditRow] = field(default_factory=list)
     distributions: list[DistributionRow] = field(default_factory=list)
     flips: list[FlipSummary] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    target: dict[str, Any] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
+    target: AuditedTarget | None = None
+    device: DeviceFacts | None = None
 
     @property
     def failed(self) -> list[AuditRow | DistributionRow]:
@@ -100,122 +195,76 @@ class Findings:
 
     def skip(self, drafter: str, shape: str, error: UserError) -> None:
         """Note a combination once, not per precision and batch."""
-        found = Skipped(drafter, shape, str(error))
+        found = Skipped(drafter=drafter, shape=shape, reason=str(error))
         if found not in self.skipped:
             self.skipped.append(found)
 
 
-def to_json(findings: Findings, settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of audit.json. settings: what was asked for; provenance: `command`, `versions`, maybe
-    `git`.
-    """
-    failed = findings.failed
+def make_audit(findings: Findings, settings: dict[str, Any], provenance: Provenance) -> Audit:
+    """The content of audit.json. settings: the configuration of the audit."""
+    assert findings.target is not None and findings.device is not None, "nothing was audited"
+    edges = [*BINS[:-1], None]
     content = {
         "format": FORMAT,
         "target": findings.target,
         "device": findings.device,
-        "settings": dict(settings),
-        "verdict": {"lossless": not failed, "compared": len(findings.rows), "failed": len(failed)},
-        "comparisons": [asdict(row) for row in findings.rows],
-        "distributions": [asdict(row) for row in findings.distributions],
+        "settings": settings,
+        "verdict": _judge(findings.rows, findings.distributions),
+        "comparisons": findings.rows,
+        "distributions": findings.distributions,
         "flips": [
-            {**asdict(item), "bins": list(BINS), "per_thousand": item.per_thousand} for item in findings.flips
+            FlipRow(**asdict(item), bins=edges, per_thousand=item.per_thousand)
+            for item in findings.flips
         ],
-        "skipped": [asdict(item) for item in findings.skipped],
+        "skipped": findings.skipped,
         **provenance,
     }
-    return validate(_finite(content), "the new audit")
+    return _parse(content, "the new audit")
 
 
-def write(content: Mapping[str, Any], folder: Path) -> Path:
+def write(audit: Audit, folder: Path) -> Path:
     """Write audit.json into `folder` atomically; returns its path."""
-    validate(content, "the new audit")
-    write_json(folder / AUDIT_FILE, content)
-    return folder / AUDIT_FILE
+    path = folder / AUDIT_FILE
+    write_json(path, audit.model_dump(mode="json", exclude_unset=True))
+    return path
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read and check an audit.json or the one in a folder; raises `UserError` when it is absent, broken or
-    incomplete.
-    """
+def read(path: Path) -> Audit:
+    """Read an audit.json, or the one in a folder; raises `UserError` when it is absent or
+    invalid."""
     file = path / AUDIT_FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(
-            f"'{path}' holds no {AUDIT_FILE}. Run `headstart audit` first, or give the folder it wrote."
+            f"'{path}' holds no {AUDIT_FILE}. Run `headstart audit` first, or give the folder it "
+            "wrote."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"'{file}' is not readable as JSON ({error}). Audit again.") from error
-    return validate(content, f"'{file}'")
+    return _parse(content, f"'{file}'")
 
 
-TOP: dict[str, type] = {
-    "format": int,
-    "target": dict,
-    "device": dict,
-    "settings": dict,
-    "verdict": dict,
-    "comparisons": list,
-    "distributions": list,
-    "flips": list,
-    "skipped": list,
-    "command": str,
-    "versions": dict,
-    "git": dict,
-}
-OPTIONAL = ("git",)
+def _parse(content: Any, source: str) -> Audit:
+    """`content` as an `Audit`; raises `UserError` with `source` and the key at fault."""
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found != FORMAT:
+        raise UserError(f"{source}: format is {found}; this version reads {FORMAT}. Audit again.")
+    try:
+        return Audit.model_validate(content)
+    except ValidationError as error:
+        reason = _explain(error.errors()[0])
+        raise UserError(
+            f"{source}: {reason} Audits are written by `headstart audit`; audit again."
+        ) from None
 
 
-def validate(content: Any, source: str) -> dict[str, Any]:
-    """`content` if it is a complete audit; otherwise raises `UserError` naming `source` and the key at fault."""
-    _check_keys(content, TOP, "", source, OPTIONAL)
-    if content["format"] != FORMAT:
-        raise UserError(f"{source}: format is {content['format']}; this version reads {FORMAT}. Audit again.")
-    for name, form in (("comparisons", AuditRow), ("distributions", DistributionRow), ("skipped", Skipped)):
-        for place, item in enumerate(content[name]):
-            _check_keys(item, get_type_hints(form), f"{name}.{place}.", source)
-    flips = {**get_type_hints(FlipSummary), "bins": list, "per_thousand": float}
-    for place, item in enumerate(content["flips"]):
-        _check_keys(item, flips, f"flips.{place}.", source)
-    for place, row in enumerate(content["comparisons"]):
-        if row["sequences"] != row["identical"] + row["near_ties"] + row["mismatches"]:
-            raise UserError(
-                f"{source}: comparisons.{place} does not add up: sequences must be the sum of its parts."
-            )
-        if row["passed"] and row["mismatches"]:
-            raise UserError(f"{source}: comparisons.{place} has mismatches and says that it passed.")
-    failed = sum(not row["passed"] for row in (*content["comparisons"], *content["distributions"]))
-    verdict = {"lossless": not failed, "compared": len(content["comparisons"]), "failed": failed}
-    if content["verdict"] != verdict:
-        raise UserError(f"{source}: verdict is {content['verdict']}, but its rows say {verdict}.")
-    return dict(content)
-
-
-def _check_keys(
-    value: Any, form: Mapping[str, Any], where: str, source: str, optional: Sequence[str] = ()
-) -> None:
-    """Compare an object's keys and the kinds of its values with `form`: name -> type."""
-    if not isinstance(value, Mapping):
-        raise UserError(f"{source}: {where.rstrip('.') or 'the file'} must be an object. Audit again.")
-    unknown = sorted(set(value) - set(form))
-    missing = sorted(set(form) - set(value) - set(optional))
-    if unknown or missing:
-        what = (
-            f"{where}{missing[0]} is missing" if missing else f"{where}{unknown[0]} is not part of an audit"
-        )
-        raise UserError(f"{source}: {what}. Audits are written by `headstart audit`; audit again.")
-    for name, item in value.items():
-        wanted = get_origin(form[name]) or form[name]
-        allowed = (int, float) if wanted is float else wanted
-        if not isinstance(item, allowed) or (isinstance(item, bool) and wanted is not bool):
-            raise UserError(f"{source}: {where}{name} must be of type {wanted.__name__}; given: {item!r}.")
-
-
-def _finite(value: Any) -> Any:
-    """`value` with tuples as lists and infinities as None: JSON knows neither."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _explain(error: ErrorDetails) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{key} is missing."
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not part of an audit."
+    if error["type"] == "value_error":
+        return f"{key} {error['msg'].removeprefix('Value error, ')}".strip()
+    return f"{key or 'the file'}: {error['msg']}; given: {error['input']!r}."

@@ -1,16 +1,17 @@
-"""The audit: does any drafter, shape, batch, number format or processor change what the target says?
+"""The audit: tests whether any drafter, shape, batch, number format or processor changes the text.
 
 Three checks, each on prompts of the user's own target:
 
-- invariance: at temperature 0 and above, chain and tree, one row and a ragged batch, real drafters, scripted
-  ones (`inference.audit.drafters`) and none at all must give the tokens of plain decoding with the same seed.
-  In float64 every token; in other formats up to near ties, which `inference.audit.comparison` tells from mismatches and
-  counts.
-- processors: the same for repetition penalty, bias, bad words, filters and temperature, alone and together.
+- invariance: at temperature 0 and above, chain and tree, one row and a ragged batch, real drafters,
+  scripted ones (`inference.audit.drafters`) and none at all must give the tokens of plain decoding
+  with the same seed. In float64 every token must be equal; in other formats near ties are allowed,
+  which `inference.audit.comparison` distinguishes from mismatches and counts.
+- processors: the same for repetition penalty, bias, bad words, filters and temperature, alone and
+  together.
 - distribution: many seeds of one prompt against the exact probabilities of all its short answers
   (chi-square), for every lossless rule.
 
-What is found is plain data: `inference.audit.report` writes and shows it.
+`inference.audit.findings` writes the results and `inference.audit.report` shows them.
 """
 
 from __future__ import annotations
@@ -20,30 +21,49 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from heads.api.errors import UserError
 from inference.audit.comparison import Known, audit
 from inference.audit.config import AuditConfig
-from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
-from inference.audit.findings import AuditRow, DistributionRow, Findings
+from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
+from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
 from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import CHAINS_ONLY
 from inference.measure.prompts import Prompt, select_prompts, to_requests
+from inference.report.model import DeviceFacts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"
 PROMPT_TAIL = 8
-"""Tokens of a prompt that the distribution check keeps: its answers are short, and thousands are decoded."""
+"""Tokens of a prompt that the distribution check keeps: its answers are short, and thousands are
+decoded."""
 DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
-UNPROCESSED: dict[str, Any] = {
+
+
+class Changes(TypedDict, total=False):
+    """Settings of `DecodeConfig` that differ from the user's."""
+
+    shape: str
+    batch_size: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+UNPROCESSED: Changes = {
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -51,8 +71,8 @@ UNPROCESSED: dict[str, Any] = {
     "logit_bias": (),
     "bad_words": (),
 }
-"""Cases of the processors check and the distribution start from here; the invariance check from the user's
-settings.
+"""Cases of the processors check and the distribution start from here; the invariance check from the
+user's settings.
 """
 MOST_DIVERGENCES = 3
 """Divergences kept per case; all are counted."""
@@ -63,7 +83,8 @@ Answers = list[list[int]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A real drafter: how to build it for a target, once per precision, and the draft that it was made for."""
+    """A real drafter: how to build it for a target, once per precision, and the draft that it was
+    made for."""
 
     name: str
     kind: str
@@ -73,8 +94,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is compared: the check, the processors' setting, who drafts, and how many answers the setting
-    changed.
+    """What is compared: the check, the processors' setting, who drafts, and how many answers the
+    setting changed.
     """
 
     check: str
@@ -92,11 +113,11 @@ def run_audit(
     prompts: Sequence[Prompt],
     say: Callable[[str], None] = lambda text: None,
 ) -> Findings:
-    """Run the checks of `config`; decode: the user's sampling settings, depth and seed. say: told what is
-    being done.
+    """Run the checks of `config`.
 
-    load_target: a precision's name -> the target in it; one is in memory at a time. Raises `UserError` when
-    no prompt fits, or when nothing at all could be compared.
+    decode: the user's sampling settings, depth and seed. load_target: a precision's name -> the
+    target in it; one is in memory at a time. say: receives progress messages. Raises `UserError`
+    when no prompt fits, or when nothing at all could be compared.
     """
     findings = Findings()
     sampled_in = "float32" if "float32" in config.precisions else config.precisions[0]
@@ -105,8 +126,10 @@ def run_audit(
         target = load_target(precision)
         if not findings.target:
             info = target.info
-            findings.target = {"id": info.id, "revision": info.revision, "parameters": info.parameters}
-            findings.device = device_facts(target.device)
+            findings.target = AuditedTarget(
+                id=info.id, revision=info.revision, parameters=info.parameters
+            )
+            findings.device = DeviceFacts(**device_facts(target.device))
         part = _Precision(config, decode, target, precision, contestants, prompts, findings, say)
         if "invariance" in config.checks:
             part.invariance()
@@ -119,7 +142,9 @@ def run_audit(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not findings.rows and not findings.distributions:
-        reasons = "; ".join(f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped)
+        reasons = "; ".join(
+            f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped
+        )
         raise UserError(f"nothing could be audited. {reasons}")
     return findings
 
@@ -143,16 +168,18 @@ class _Precision:
         self.summary = FlipSummary(self.precision)
         self.findings.flips.append(self.summary)
 
-    # ---- the three checks ------------------------------------------------------------------------------------------------
+    # The three checks
 
     def invariance(self) -> None:
         """Drafters, shapes and batches against plain decoding, one row at a time."""
         for temperature in self.config.temperatures:
-            decode = self.settings(temperature=temperature)
+            decode = self.settings({"temperature": temperature})
             plain, _ = self.answers(None, decode)
             known: Known = {}
             batched = replace(decode, shape="none", batch_size=self.config.batch_size)
-            self.compare(_Case("invariance", "", NO_DRAFTER, NO_DRAFTER), None, batched, plain, known)
+            self.compare(
+                _Case("invariance", "", NO_DRAFTER, NO_DRAFTER), None, batched, plain, known
+            )
             for name, kind, drafter, shaped in self.arms(decode, plain):
                 for rows in (1, self.config.batch_size):
                     case = _Case("invariance", "", name, kind)
@@ -162,10 +189,10 @@ class _Precision:
         """Every processor and filter alone, and all together."""
         unprocessed: dict[float, Answers] = {}  # by temperature
         for temperature in (0.0, 1.0):
-            decode = self.settings(temperature=temperature, **UNPROCESSED)
+            decode = self.settings({**UNPROCESSED, "temperature": temperature})
             unprocessed[temperature], _ = self.answers(None, decode)
         for name, changes in processor_cases(unprocessed, self.target.eos_token_ids).items():
-            decode = self.settings(**UNPROCESSED | changes)
+            decode = self.settings({**UNPROCESSED, **changes})
             plain, _ = self.answers(None, decode)
             before = unprocessed[1.0 if decode.temperature else 0.0]
             changed = sum(one != other for one, other in zip(plain, before, strict=True))
@@ -174,72 +201,84 @@ class _Precision:
                 if kind == ScriptedDrafter.kind and drafter_name != KNOWS:
                     continue  # what is never accepted has little to show here
                 case = _Case("processors", name, drafter_name, kind, changed)
-                self.compare(case, drafter, replace(shaped, batch_size=self.config.batch_size), plain, known)
+                self.compare(
+                    case, drafter, replace(shaped, batch_size=self.config.batch_size), plain, known
+                )
 
     def distribution(self) -> None:
         """Sampled answers of one prompt, by rule, drafter and shape."""
-        sampling = UNPROCESSED | {"temperature": 1.0, "top_k": self.config.support}
-        decode = self.settings(max_new_tokens=DISTRIBUTION_LENGTH, batch_size=DISTRIBUTION_ROWS, **sampling)
+        sampling: Changes = {**UNPROCESSED, "temperature": 1.0, "top_k": self.config.support}
+        decode = self.settings(
+            {**sampling, "max_new_tokens": DISTRIBUTION_LENGTH, "batch_size": DISTRIBUTION_ROWS}
+        )
         shaping = decode.sampling()
         tails = sorted({request.tokens[-PROMPT_TAIL:] for request in self.requests})
-        exact = {tail: exact_distribution(self.target, tail, shaping, DISTRIBUTION_LENGTH) for tail in tails}
+        exact = {
+            tail: exact_distribution(self.target, tail, shaping, DISTRIBUTION_LENGTH)
+            for tail in tails
+        }
         prompt = max(tails, key=lambda tail: entropy(exact[tail]))
         requests = [
             Request(number, prompt, seed, DISTRIBUTION_LENGTH)
             for number, seed in enumerate(_seeds(self.config.seeds, self.decode.seed))
         ]
-        guesses = ScriptedDrafter(likeliest(prompt, exact[prompt]), self.target.info.vocab_size, 0.7)
+        guesses = ScriptedDrafter(
+            likeliest(prompt, exact[prompt]), self.target.info.vocab_size, 0.7
+        )
         arms = [(item.name, drafter, item.decode) for item, drafter in self.real]
         for name, drafter, own in [*arms, ("guesses", guesses, self.decode)]:
             for rule in self.config.rules:
                 for shape in self.config.shapes:
                     if rule in CHAINS_ONLY and shape != "chain":
                         continue
-                    shaped = self.shaped(decode, shape, own)
+                    shaped = self.with_shape(decode, shape, own)
                     self.sample(name, rule, shape, drafter, shaped, requests, exact[prompt])
 
-    # ---- parts of them -----------------------------------------------------------------------------------------------------
+    # Parts of them
 
-    def settings(self, **changes: Any) -> DecodeConfig:
-        """The user's settings under rule match, for plain decoding unless `changes` says otherwise."""
-        common: dict[str, Any] = {
-            "shape": "none",
-            "rule": "match",
-            "batch_size": 1,
-            "max_new_tokens": self.config.max_new_tokens,
-        }
-        return replace(self.decode, **(common | changes))
+    def settings(self, changes: Changes) -> DecodeConfig:
+        """The user's settings for plain decoding under rule match, with `changes`."""
+        limit = self.config.max_new_tokens
+        plain = replace(self.decode, shape="none", rule="match", batch_size=1, max_new_tokens=limit)
+        return replace(plain, **changes)
 
-    def shaped(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
-        """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where it has
-        one.
+    def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
+        """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where
+        it has one.
         """
         choices = (own.choices or self.config.choices) if shape == "tree" else ()
-        most = 1 + own.width + (own.depth - 1) * own.width**2  # what a dynamic tree of that depth can hold
-        return replace(decode, shape=shape, depth=own.depth, choices=choices, nodes=min(own.nodes, most))
+        # what a dynamic tree of that depth can hold
+        most = 1 + own.width + (own.depth - 1) * own.width**2
+        return replace(
+            decode, shape=shape, depth=own.depth, choices=choices, nodes=min(own.nodes, most)
+        )
 
-    def arms(self, decode: DecodeConfig, plain: Answers) -> Iterator[tuple[str, str, Any, DecodeConfig]]:
+    def arms(
+        self, decode: DecodeConfig, plain: Answers
+    ) -> Iterator[tuple[str, str, Any, DecodeConfig]]:
         """(name, kind, drafter, settings) of every drafter in every shape that it can fill."""
         known = {
             request.tokens: [*request.tokens, *answer]
             for request, answer in zip(self.requests, plain, strict=True)
         }
         everyone = [(item.name, item.kind, drafter, item.decode) for item, drafter in self.real]
-        for name, drafter in scripted(known, self.target.info.vocab_size).items():
+        for name, drafter in scripted_drafters(known, self.target.info.vocab_size).items():
             everyone.append((name, drafter.kind, drafter, self.decode))
         for name, kind, drafter, own in everyone:
             for shape in self.config.shapes:
-                yield name, kind, drafter, self.shaped(decode, shape, own)
+                yield name, kind, drafter, self.with_shape(decode, shape, own)
 
     def answers(self, drafter: Any, decode: DecodeConfig) -> tuple[Answers, float]:
         """The tokens per request, in order, and the tokens committed per pass."""
         return decode_all(self.target, drafter, decode, self.requests)
 
-    def compare(self, case: _Case, drafter: Any, decode: DecodeConfig, plain: Answers, known: Known) -> None:
-        """Decode, compare with the plain answers, and note what came out."""
+    def compare(
+        self, case: _Case, drafter: Any, decode: DecodeConfig, plain: Answers, known: Known
+    ) -> None:
+        """Decode, compare with the plain answers, and add the result to the findings."""
         self.say(
-            f"{self.precision}: {case.check} {case.setting} temperature {decode.temperature:g}, {case.drafter}, "
-            f"{decode.shape}, {decode.batch_size} rows"
+            f"{self.precision}: {case.check} {case.setting} temperature {decode.temperature:g}, "
+            f"{case.drafter}, {decode.shape}, {decode.batch_size} rows"
         )
         try:
             answers, per_pass = self.answers(drafter, decode)
@@ -269,7 +308,9 @@ class _Precision:
                 tokens_per_pass=per_pass,
                 changed=case.changed,
                 passed=report.identical == report.sequences if strict else report.mismatches == 0,
-                divergences=sorted(report.divergences, key=lambda item: item.near_tie)[:MOST_DIVERGENCES],
+                divergences=sorted(report.divergences, key=lambda item: item.near_tie)[
+                    :MOST_DIVERGENCES
+                ],
             )
         )
 
@@ -283,10 +324,15 @@ class _Precision:
         requests: Sequence[Request],
         exact: dict[Text, float],
     ) -> None:
-        """Decode the requests by one rule and shape, and test the answers against the exact distribution."""
-        self.say(f"{self.precision}: distribution, rule {rule}, {name}, {shape}, {len(requests)} seeds")
+        """Decode the requests by one rule and shape, and test the answers against the exact
+        distribution."""
+        self.say(
+            f"{self.precision}: distribution, rule {rule}, {name}, {shape}, {len(requests)} seeds"
+        )
         try:
-            samples, per_pass = decode_all(self.target, drafter, replace(decode, rule=rule), requests)
+            samples, per_pass = decode_all(
+                self.target, drafter, replace(decode, rule=rule), requests
+            )
         except UserError as error:
             self.findings.skip(name, f"{shape}, rule {rule}", error)
             return
@@ -314,17 +360,19 @@ class _Precision:
 def choose_requests(
     config: AuditConfig, decode: DecodeConfig, target: TargetModel, prompts: Sequence[Prompt]
 ) -> list[Request]:
-    """Requests for the prompts of the audit, spread over the domains; raises `UserError` when none fits."""
+    """Requests for the prompts of the audit, spread over the domains; raises `UserError` when none
+    fits."""
     domains = len({prompt.domain for prompt in prompts})
     chosen = select_prompts(prompts, -(-config.prompts // domains), decode.seed)[: config.prompts]
     limit = target.info.max_position_embeddings
     longest = replace(decode, max_new_tokens=config.max_new_tokens)
     requests = to_requests(chosen, target.tokenizer, longest, capacity=limit, overlong="skip")
-    distinct = {request.tokens: request for request in requests}  # scripted drafters know a row by its prompt
+    # scripted drafters know a row by its prompt
+    distinct = {request.tokens: request for request in requests}
     if not distinct:
         raise UserError(
-            f"no prompt fits: with audit.max_new_tokens={config.max_new_tokens} all are longer than the target's "
-            f"{limit} positions. Shorten the prompts or the answers."
+            f"no prompt fits: with audit.max_new_tokens={config.max_new_tokens} all are longer "
+            f"than the target's {limit} positions. Shorten the prompts or the answers."
         )
     return list(distinct.values())
 
@@ -332,55 +380,72 @@ def choose_requests(
 def decode_all(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: Sequence[Request]
 ) -> tuple[Answers, float]:
-    """The answers in the order of the requests, and the tokens committed per verification (0 without one)."""
-    found: dict[int, Completion] = {c.request.index: c for c in Engine(target, drafter, decode).run(requests)}
+    """The answers in the order of the requests, and the tokens committed per verification (0
+    without one)."""
+    found: dict[int, Completion] = {
+        c.request.index: c for c in Engine(target, drafter, decode).run(requests)
+    }
     passes = [record for completion in found.values() for record in completion.passes]
     committed = sum(record.committed for record in passes)
-    return [found[request.index].tokens for request in requests], committed / len(passes) if passes else 0.0
+    return [found[request.index].tokens for request in requests], committed / len(
+        passes
+    ) if passes else 0.0
 
 
 def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]]:
-    """The likeliest text for every first token, by prompt and first token: what a scripted drafter can guess."""
+    """The likeliest text for every first token, by prompt and first token: what a scripted drafter
+    can guess."""
     found: dict[Text, list[int]] = {}
     for answer in sorted(exact, key=lambda answer: exact[answer]):
         found[(*prompt, answer[0])] = [*prompt, *answer]
     return found
 
 
-def processor_cases(unprocessed: Mapping[float, Answers], ends: Sequence[int]) -> dict[str, dict[str, Any]]:
+def processor_cases(
+    unprocessed: Mapping[float, Answers], ends: Sequence[int]
+) -> dict[str, Changes]:
     """Settings by name. Biases and bad words are taken from the answers that they shall change.
 
     unprocessed: answers at temperatures 0 and 1. ends: end-of-text tokens, which are left alone.
     """
     greedy, sampled = (_text_cases(unprocessed[temperature], ends) for temperature in (0.0, 1.0))
-    filters: dict[str, dict[str, Any]] = {
+    filters: dict[str, Changes] = {
         "temperature": {"temperature": 0.7},
         "top_k": {"top_k": 8},
         "top_p": {"top_p": 0.8},
         "min_p": {"min_p": 0.1},
     }
-    cases = {f"{name}, greedy": {"temperature": 0.0, **part} for name, part in greedy.items()}
-    cases["all, greedy"] = {"temperature": 0.0, **_merged(greedy)}
-    cases |= {name: {"temperature": 1.0, **part} for name, part in (sampled | filters).items()}
-    cases["all"] = _merged(sampled) | _merged(filters)
+    cases: dict[str, Changes] = {}
+    for name, part in greedy.items():
+        cases[f"{name}, greedy"] = {"temperature": 0.0, **part}
+    cases["all, greedy"] = {"temperature": 0.0, **_merge(greedy)}
+    for name, part in (sampled | filters).items():
+        cases[name] = {"temperature": 1.0, **part}
+    cases["all"] = {**_merge(sampled), **_merge(filters)}
     return cases
 
 
-def _text_cases(answers: Answers, ends: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The processors that look at tokens, aimed at the commonest tokens and pairs of the answers."""
+def _text_cases(answers: Answers, ends: Sequence[int]) -> dict[str, Changes]:
+    """The processors that look at tokens, aimed at the commonest tokens and pairs of the
+    answers."""
     tokens = Counter(token for answer in answers for token in answer if token not in ends)
     pairs = Counter(pair for answer in answers for pair in pairwise(answer) if pair[1] not in ends)
     common = [token for token, _ in tokens.most_common(3)] or [0]
     words = tuple(pair for pair, _ in pairs.most_common(2))
     return {
         "repetition_penalty": {"repetition_penalty": 1.3},
-        "logit_bias": {"logit_bias": ((common[0], -3.0), *(((common[-1], 1.5),) if len(common) > 1 else ()))},
+        "logit_bias": {
+            "logit_bias": ((common[0], -3.0), *(((common[-1], 1.5),) if len(common) > 1 else ()))
+        },
         "bad_words": {"bad_words": ((common[0],), *words)},
     }
 
 
-def _merged(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in cases.values() for key, value in part.items()}
+def _merge(cases: Mapping[str, Changes]) -> Changes:
+    merged: Changes = {}
+    for changes in cases.values():
+        merged |= changes
+    return merged
 
 
 def _seeds(count: int, base: int) -> list[int]:

@@ -1,9 +1,11 @@
-"""What one verification and one draft cost on this machine, as curves over nodes, rows and cached tokens.
+"""What one verification and one draft cost on this machine, as curves over nodes, rows and cached
+tokens.
 
-`measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`): warmed up,
-repeated, and interleaved in a shuffled order, so that a busy machine slows all points alike. `CostCurves`
-keeps the medians, interpolates between them, and is what choosing a draft's shape for a machine starts from.
-On CUDA the calls are captured as graphs, as the engine runs them, and timed with events.
+`measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`):
+warmed up, repeated, and interleaved in a shuffled order, so that a busy machine slows all points
+alike. `CostCurves` keeps the medians, interpolates between them, and is what choosing a draft's
+shape for a machine starts from. On CUDA the calls are captured as graphs, as the engine runs them,
+and timed with events.
 
 Legend: n nodes of a verification (the root included), b rows, L cached tokens per row.
 """
@@ -16,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -66,13 +68,26 @@ class CostPoint:
     high: float
 
 
+class CurvesContent(TypedDict):
+    """`CostCurves` as JSON holds it; points by the fields of `CostPoint`."""
+
+    target: str
+    device: str
+    dtype: str
+    launch: str
+    repeats: int
+    verify: list[dict[str, int | float]]
+    draft: dict[str, list[dict[str, int | float]]]
+    commit: dict[str, list[dict[str, int | float]]]
+
+
 @dataclass(frozen=True)
 class CostCurves:
     """Measured costs of one target and its drafters on one device.
 
-    verify_points: the target's pass over n nodes, LM head included. draft_points, commit_points: arm's name
-    -> points, where n counts the drafted chain's nodes (root included) or the committed tokens.
-    launch: "eager", or "graph" where each call was captured and replayed.
+    verify_points: the target's pass over n nodes, LM head included. draft_points, commit_points:
+    arm's name -> points, where n counts the drafted chain's nodes (root included) or the committed
+    tokens. launch: "eager", or "graph" where each call was captured and replayed.
     """
 
     target: str
@@ -87,14 +102,15 @@ class CostCurves:
     def verify(self, n: float, b: float, length: float) -> float:
         """Seconds of one verification of n nodes in b rows with L cached tokens each.
 
-        Linear between measured points, and continued with the outermost slope beyond them (never below 0).
+        Linear between measured points, and continued with the outermost slope beyond them (never
+        below 0).
         """
         return interpolate(self.verify_points, n, b, length)
 
     def draft(self, name: str, n: float, b: float, length: float = 0) -> float:
-        """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as nothing is
-        drafted. length: cached tokens; 0 takes the shortest that was measured. Raises `UserError` for an
-        unknown name.
+        """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as
+        nothing is drafted. length: cached tokens; 0 takes the shortest that was measured. Raises
+        `UserError` for an unknown name.
         """
         return 0.0 if n <= 1 else interpolate(self._of(self.draft_points, name), n, b, length)
 
@@ -108,42 +124,51 @@ class CostCurves:
             raise UserError(f"there is no cost curve of a drafter '{name}'. Measured: {known}.")
         return curves[name]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> CurvesContent:
         """As JSON holds it: the `costs` block of report.json."""
-        plain = asdict(self)
-        for short in ("verify", "draft", "commit"):
-            plain[short] = plain.pop(f"{short}_points")
-        plain["verify"] = list(plain["verify"])
-        for short in ("draft", "commit"):
-            plain[short] = {name: list(points) for name, points in plain[short].items()}
-        return plain
+
+        def plain(points: Sequence[CostPoint]) -> list[dict[str, int | float]]:
+            return [asdict(point) for point in points]
+
+        return {
+            "target": self.target,
+            "device": self.device,
+            "dtype": self.dtype,
+            "launch": self.launch,
+            "repeats": self.repeats,
+            "verify": plain(self.verify_points),
+            "draft": {name: plain(points) for name, points in self.draft_points.items()},
+            "commit": {name: plain(points) for name, points in self.commit_points.items()},
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
-        """Read back `to_dict`; raises `UserError` when it is something else."""
+        """Read back `to_dict`; raises `UserError` for anything else."""
 
         def points(items: Sequence[Mapping[str, Any]]) -> tuple[CostPoint, ...]:
             return tuple(CostPoint(**item) for item in items)
 
         try:
-            rest = {key: values[key] for key in ("target", "device", "dtype", "launch", "repeats")}
-            curves = [
-                {name: points(items) for name, items in values[key].items()} for key in ("draft", "commit")
-            ]
             return cls(
-                **rest,
+                target=values["target"],
+                device=values["device"],
+                dtype=values["dtype"],
+                launch=values["launch"],
+                repeats=values["repeats"],
                 verify_points=points(values["verify"]),
-                draft_points=curves[0],
-                commit_points=curves[1],
+                draft_points={name: points(items) for name, items in values["draft"].items()},
+                commit_points={name: points(items) for name, items in values["commit"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"these are no cost curves ({error!r}). Measure them: `headstart measure bench.costs.nodes=[1,2,4,8]`."
+                f"these are no cost curves ({error!r}). Measure them: `headstart measure "
+                "bench.costs.nodes=[1,2,4,8]`."
             ) from error
 
 
 def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
-    """Seconds at (n, b, L) from a full grid of points: linear in each, continued outside, never below 0.
+    """Seconds at (n, b, L) from a full grid of points: linear in each, continued outside, never
+    below 0.
 
     length 0 stands for the shortest measured one.
     """
@@ -169,11 +194,12 @@ def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> f
     return values[left] + share * (values[right] - values[left])
 
 
-# ---- measuring -----------------------------------------------------------------------------------------------
+# Measuring
 
 
 def stopwatch(device: torch.device) -> Callable[[Call], float]:
-    """A function that runs a call and returns its seconds: CUDA events on a GPU, the wall clock elsewhere."""
+    """A function that runs a call and returns its seconds: CUDA events on a GPU, the wall clock
+    elsewhere."""
     if device.type == "cuda":
 
         def events(call: Call) -> float:
@@ -194,10 +220,11 @@ def stopwatch(device: torch.device) -> Callable[[Call], float]:
     return wall
 
 
-def interleaved(
+def interleave(
     calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
 ) -> dict[Any, list[float]]:
-    """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a shuffled order."""
+    """Seconds of every call, `repeats` of them each, in rounds that run all calls once in a
+    shuffled order."""
     order, timer, rng = list(calls), stopwatch(device), random.Random(seed)
     for _ in range(warmup):
         for key in order:
@@ -210,7 +237,7 @@ def interleaved(
     return found
 
 
-def captured(call: Call) -> Call:
+def capture(call: Call) -> Call:
     """`call` as a CUDA graph: the same work without launching every operation from the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -229,17 +256,18 @@ def captured(call: Call) -> Call:
 def measure_costs(
     config: CostConfig, target: TargetModel, arms: Sequence[Arm], text: Sequence[int], seed: int = 0
 ) -> CostCurves:
-    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they are
-    repeated as needed).
+    """Measure all points of `config`. text: token ids of real prompts, which fill the caches (they
+    are repeated as needed).
 
-    Raises `UserError` when a length does not leave room for its nodes within the target's positions.
+    Raises `UserError` when a length does not leave room for its nodes within the target's
+    positions.
     """
     widest = max((*config.nodes, *(arm.decode.tree().max_depth + 1 for arm in arms)))
     most, limit = max(config.lengths) + widest + 1, target.info.max_position_embeddings
     if most > limit:
         raise UserError(
-            f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} positions, but target "
-            f"'{target.info.id}' has {limit}. Lower bench.costs.lengths."
+            f"bench.costs.lengths {list(config.lengths)} with up to {widest} nodes need {most} "
+            f"positions, but target '{target.info.id}' has {limit}. Lower bench.costs.lengths."
         )
     return measure_grid(
         target,
@@ -286,8 +314,8 @@ def measure_grid(
                     stack.enter_context(packed_linears(drafter))
                 calls |= steps(bench)
                 if launch == "graph":
-                    calls = {key: captured(call) for key, call in calls.items()}
-                timed = interleaved(calls, target.device, repeats, warmup, seed)
+                    calls = {key: capture(call) for key, call in calls.items()}
+                timed = interleave(calls, target.device, repeats, warmup, seed)
             for (name, what, count), seconds in timed.items():
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
                 point = CostPoint(count, rows, length, middle, low, high)
@@ -299,8 +327,12 @@ def measure_grid(
         launch=launch,
         repeats=repeats,
         verify_points=tuple(found["", "verify"]),
-        draft_points={name: tuple(points) for (name, what), points in found.items() if what == "draft"},
-        commit_points={name: tuple(points) for (name, what), points in found.items() if what == "commit"},
+        draft_points={
+            name: tuple(points) for (name, what), points in found.items() if what == "draft"
+        },
+        commit_points={
+            name: tuple(points) for (name, what), points in found.items() if what == "commit"
+        },
     )
 
 
@@ -316,18 +348,22 @@ class Bench:
     widest: most nodes of a verification. text: token ids, repeated as needed.
     """
 
-    def __init__(self, target: TargetModel, rows: int, length: int, widest: int, text: Sequence[int]) -> None:
+    def __init__(
+        self, target: TargetModel, rows: int, length: int, widest: int, text: Sequence[int]
+    ) -> None:
         self.target, self.rows, self.length, self.widest = target, rows, length, widest
         device = target.device
         self.text = _text(text, length + widest, device)
         self.cache = target.new_cache(rows, length + widest + 1)
         self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
-        # the host knows the length where calls run eagerly; a captured graph must find it on the device
+        # the host knows the length where calls run eagerly; a captured graph must find it on the
+        # device
         self.longest = None if device.type == "cuda" else length
         self._seen: dict[FeatureSpec, Seen] = {}
 
     def fill(self, needs: FeatureSpec) -> Seen:
-        """Read the text into every row, once for the same needs; returns the features [1, L, ...] of one row."""
+        """Read the text into every row, once for the same needs; returns the features [1, L, ...]
+        of one row."""
         if needs not in self._seen:
             prompt, one = self.text[None, : self.length], self.lengths[:1]
             rows = [torch.tensor([row], device=one.device) for row in range(self.rows)]
@@ -341,19 +377,24 @@ class Bench:
         tree = TokenTree.chain(nodes - 1, self.target.device)
         tokens = self.text[self.length : self.length + nodes].expand(self.rows, -1).contiguous()
         needs = FeatureSpec()
-        return lambda: self.target.verify(self.cache, tokens, tree, self.lengths, self.longest, needs)
+        return lambda: self.target.verify(
+            self.cache, tokens, tree, self.lengths, self.longest, needs
+        )
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
-        """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many tokens."""
+        """Drafts of chains of 2 nodes up to the arm's own depth, and the takeover of as many
+        tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)
-            calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(arm, shape)
+            calls[arm.name, "draft", nodes], calls[arm.name, "commit", nodes] = self.step(
+                arm, shape
+            )
         return calls
 
     def step(self, arm: Arm, shape: DraftShape) -> tuple[Call, Call]:
-        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep, bonus
-        included.
+        """The arm's draft of one shape, and its takeover of as many tokens as the shape is deep,
+        bonus included.
         """
         seen = self.fill(arm.drafter.needs)
         prompt = self._states(seen, 0, self.length)
@@ -361,11 +402,11 @@ class Bench:
         seeds, vocabulary = torch.zeros_like(self.lengths), self.target.info.vocab_size
         noise = SharedNoise(arm.decode.sampling(), seeds, vocabulary)
         run = self._states(seen, self.length, self.length + shape.max_depth + 1)
-        return _bound(arm.drafter.propose, state, noise), _bound(arm.drafter.commit, state, run)
+        return _bind(arm.drafter.propose, state, noise), _bind(arm.drafter.commit, state, run)
 
     def _states(self, seen: Seen, first: int, end: int) -> TargetStates:
-        """The text's tokens [first, end) as a committed run of every row; features of later tokens are
-        earlier ones'.
+        """The text's tokens [first, end) as a committed run of every row; features of later tokens
+        are earlier ones'.
         """
         rows, width = self.rows, end - first
         places = torch.arange(width, device=self.text.device)
@@ -390,6 +431,6 @@ def _rows(value: Tensor, rows: int) -> Tensor:
     return value.expand(rows, *value.shape[1:]).contiguous()
 
 
-def _bound(function: Callable[..., Any], *arguments: Any) -> Call:
+def _bind(function: Callable[..., Any], *arguments: Any) -> Call:
     """The call of a function with arguments that later iterations of a loop do not change."""
     return lambda: function(*arguments)

@@ -1,7 +1,8 @@
-"""`decode.yaml` in a checkpoint: how to draft with it, per batch size and temperature, as the tuner measured it.
+"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuning measured
+them.
 
-It belongs to the checkpoint's weights, to one revision of the target and to one device; `applies` says so when it is read. Who
-decodes and was told no draft takes the row nearest to what is decoded (`Tuned.row`).
+A file is valid for the checkpoint's weights, one revision of the target and one type of device
+(`Tuned.objection`). Decoding without a configured draft takes the nearest row (`Tuned.row`).
 """
 
 from __future__ import annotations
@@ -11,46 +12,85 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 import yaml
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.decoding.draft import NONE, Draft
+from inference.decoding.draft import NONE, Draft, DraftSettings
 from inference.manifest import checkpoint_hash, file_sha256, write_bytes
+from inference.target.hardware import Device
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 DECODE_FILE = "decode.yaml"
-NUMBERS = ("predicted_tokens_per_second", "tokens_per_second", "baseline_tokens_per_second", "speedup", "tau")
-"""What a row says in numbers, beside the interval of its speedup."""
+Number = Literal[
+    "predicted_tokens_per_second",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "tau",
+]
+NUMBERS: tuple[Number, ...] = (
+    "predicted_tokens_per_second",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "tau",
+)
+"""The numbers of a row, without the interval of its speedup."""
+
+
+class Tuning(TypedDict):
+    """What was tuned for one batch size and temperature, as `inference.tune.tuner` reports it."""
+
+    batch_size: int
+    temperature: float
+    draft: DraftSettings
+    predicted_tokens_per_second: float
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    """Of plain decoding."""
+    speedup: float
+    speedup_ci95: list[float]
+    tau: float
 
 
 @dataclass(frozen=True)
 class TunedRow:
-    """The draft for one batch size and temperature, and what was measured with it. numbers: by the names of `NUMBERS`."""
+    """The draft for one batch size and temperature, and what was measured with it."""
 
     batch_size: int
     temperature: float
     draft: Draft
     numbers: Mapping[str, float]
+    """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
+
+
+class TunedTarget(TypedDict):
+    """The target that a checkpoint was tuned for."""
+
+    id: str
+    revision: str
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A whole file. target: its id and revision; device: kind, name, threads; weights_sha256: of the checkpoint's weights."""
+    """The content of a decode.yaml."""
 
-    target: Mapping[str, str]
-    device: Mapping[str, Any]
+    target: TunedTarget
+    device: Device
     weights_sha256: str
+    """Of the checkpoint's weights file."""
     rows: tuple[TunedRow, ...]
 
     def row(self, batch: int, temperature: float) -> TunedRow | None:
-        """The row nearest in batch size (as a ratio), among those nearest in temperature; None where none is of its sort:
-        greedy decoding and sampling do not stand for each other.
+        """The row nearest in batch size (as a ratio), among those nearest in temperature.
+
+        A greedy row is never used for sampling, nor the reverse; None where no other is left.
         """
         fitting = [row for row in self.rows if (row.temperature == 0) == (temperature == 0)]
         if not fitting:
@@ -60,7 +100,8 @@ class Tuned:
         return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
 
     def objection(self, folder: Path, revision: str, device_kind: str) -> str:
-        """Why it must not be used for the checkpoint in `folder`, this target and device; empty when it may."""
+        """Why it must not be used for the checkpoint in `folder`, this target and device; empty
+        when it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
         if checkpoint_hash(folder) not in ("", self.weights_sha256):
@@ -74,22 +115,23 @@ HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
 
 
 def require_tuned(folder: Path) -> None:
-    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing would replace it."""
+    """Raise `UserError` where `folder`/decode.yaml is there but tuning did not write it; writing
+    would replace it."""
     path = folder / DECODE_FILE
     if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
-        raise UserError(f"'{path}' was not written by `headstart tune` and is not replaced. Move it away.")
+        raise UserError(
+            f"'{path}' was not written by `headstart tune` and is not replaced. Move it away."
+        )
 
 
 def write_tuned(
-    folder: Path,
-    target: Mapping[str, str],
-    device: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    command: str,
+    folder: Path, target: TunedTarget, device: Device, rows: Sequence[Tuning], command: str
 ) -> Path:
-    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its path.
+    """Write `folder`/decode.yaml atomically, in place of an earlier one of tuning's, and return its
+    path.
 
-    rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has that name.
+    rows: as `inference.tune.tuner.Tuner.tune` gives them. Raises `UserError` where another file has
+    that name.
     """
     require_tuned(folder)
     content = {
@@ -116,14 +158,17 @@ def write_tuned(
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """What `folder`/decode.yaml says, None where there is none; raises `UserError` for a file that is something else."""
+    """The content of `folder`/decode.yaml, None where there is none; raises `UserError` for a file
+    that is something else."""
     path = folder / DECODE_FILE
     if not path.is_file():
         return None
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise UserError(f"format {content['format']!r} is not known; this version reads format {FORMAT}")
+            raise UserError(
+                f"format {content['format']!r} is not known; this version reads format {FORMAT}"
+            )
         rows = tuple(
             TunedRow(
                 int(row["batch_size"]),
@@ -134,22 +179,37 @@ def read_tuned(folder: Path) -> Tuned | None:
             )
             for row in content["rows"]
         )
-        target = {name: str(content["target"][name]) for name in ("id", "revision")}
-        device = {name: content["device"][name] for name in ("kind", "name", "threads")}
+        of, on = content["target"], content["device"]
+        target: TunedTarget = {"id": str(of["id"]), "revision": str(of["revision"])}
+        device: Device = {"kind": on["kind"], "name": on["name"], "threads": on["threads"]}
         return Tuned(target, device, str(content["weights_sha256"]), rows)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, UserError) as error:
-        raise UserError(f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete it.") from error
+    except (
+        OSError,
+        UnicodeDecodeError,
+        yaml.YAMLError,
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        UserError,
+    ) as error:
+        raise UserError(
+            f"'{path}' is not readable ({error}). Write it again with `headstart tune`, or delete "
+            "it."
+        ) from error
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to decode with: the draft, None to leave things as they are; and a line that says so."""
+    """The draft to decode with (None: the configured one), and a line for the log."""
 
     draft: Draft | None
     line: str
 
 
-def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, temperature: float) -> Advice | None:
+def advice(
+    folder: Path, revision: str, device: Device, batch: int, temperature: float
+) -> Advice | None:
     """How to draft with the checkpoint in `folder`, by its decode.yaml; None where it has none.
 
     revision: of the target; device: as `inference.target.hardware.device_facts` gives it.
@@ -161,30 +221,44 @@ def advice(folder: Path, revision: str, device: Mapping[str, Any], batch: int, t
     row = None if why else tuned.row(batch, temperature)
     if row is None:
         sort = "greedy decoding" if temperature == 0 else "sampling"
-        why = why or f"it says nothing of {sort}"
+        why = why or f"it has no row for {sort}"
         return Advice(None, f"{DECODE_FILE} is not used: {why} (`headstart tune` writes it anew)")
     where = f"batch size {row.batch_size}, temperature {row.temperature:g}"
-    elsewhere = "" if tuned.device["name"] == device["name"] else f", tuned on {tuned.device['name']}"
+    elsewhere = (
+        "" if tuned.device["name"] == device["name"] else f", tuned on {tuned.device['name']}"
+    )
     if row.draft == NONE:
-        return Advice(NONE, f"{DECODE_FILE}: no speculation, which was fastest at {where}{elsewhere}")
+        return Advice(
+            NONE, f"{DECODE_FILE}: no speculation, which was fastest at {where}{elsewhere}"
+        )
     gain = f"speedup {row.numbers['speedup']:.2f}"
-    return Advice(row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}")
+    return Advice(
+        row.draft, f"{DECODE_FILE}: {row.draft.label}, chosen at {where} ({gain}){elsewhere}"
+    )
 
 
 def read_current(folder: Path) -> Tuned | None:
-    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves this machine must be true."""
+    """As `read_tuned`, but None, with a warning, where the weights have changed since: what leaves
+    this machine must be true."""
     tuned = read_tuned(folder)
     if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
         path = folder / DECODE_FILE
-        logger.warning("%s is left out: the weights have changed since it was tuned (`headstart tune` writes it anew)", path)
+        logger.warning(
+            "%s is left out: the weights have changed since it was tuned (`headstart tune` "
+            "writes it anew)",
+            path,
+        )
         return None
     return tuned
 
 
 def draft_length(folder: Path) -> int:
-    """Drafted tokens per step for an engine that asks for one number: the deepest level of the greedy row with the smallest
-    batch that speculates; 0 where decode.yaml says none, is of other weights, or is not there.
+    """Drafted tokens per step for an engine that asks for one number: the deepest level of the
+    greedy row with the smallest batch that speculates; 0 where decode.yaml says none, is of other
+    weights, or is not there.
     """
     tuned = read_current(folder)
-    rows = sorted(tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size))
+    rows = sorted(
+        tuned.rows if tuned else (), key=lambda row: (row.temperature > 0, row.batch_size)
+    )
     return next((row.draft.depth for row in rows if row.draft != NONE), 0)

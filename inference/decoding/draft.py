@@ -1,22 +1,37 @@
-"""One way to draft: a shape, its sizes and early stopping, as the tuner chooses it and decode.yaml keeps it."""
+"""One way to draft: a shape, its sizes and early stopping, as the tuner chooses it and decode.yaml
+keeps it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from heads.api.errors import UserError
 from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
 FAMILIES = ("none", "chain", "tree", "dynamic", "adaptive")
-"""Drafts whose steps have the same operations beside the model's: what the fixed time of a step is measured for."""
+"""Drafts whose steps have the same operations beside the model's: what the fixed time of a step is
+measured for."""
+
+
+class DraftSettings(TypedDict, total=False):
+    """The settings of a `Draft` that matter for its shape."""
+
+    shape: Required[str]
+    depth: int
+    choices: list[list[int]]
+    nodes: int
+    width: int
+    adaptive: str
+    adaptive_threshold: float
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One way to draft: the settings of `DecodeConfig` that say so, under their names; 0 and () where they do not matter."""
+    """One way to draft: the settings of `DecodeConfig` that say so, under their names; 0 and ()
+    where they do not matter."""
 
     shape: str = "none"
     depth: int = 0
@@ -33,7 +48,8 @@ class Draft:
 
     @property
     def unstopped(self) -> Draft:
-        """The same draft without early stopping: what is drafted, and what can be verified at most."""
+        """The same draft without early stopping: what is drafted, and what can be verified at
+        most."""
         return replace(self, adaptive="none", adaptive_threshold=-1.0)
 
     @property
@@ -42,46 +58,60 @@ class Draft:
         if self.shape == "none":
             return "none"
         if self.shape == "chain":
-            stopped = f", {self.adaptive} {self.adaptive_threshold:g}" if self.adaptive != "none" else ""
+            stopped = (
+                f", {self.adaptive} {self.adaptive_threshold:g}" if self.adaptive != "none" else ""
+            )
             return f"chain {self.depth}{stopped}"
         return f"{self.shape} {self.size}, depth {self.depth}"
 
     @property
     def size(self) -> int:
         """Nodes of a verification at most, the root included."""
-        return {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}.get(self.shape, self.nodes)
-
-    def settings(self) -> dict[str, Any]:
-        """What `DecodeConfig` is to be told: the settings that matter for this shape alone."""
-        if self.shape == "none":
-            return {"shape": "none"}
-        kept = {"chain": ("depth",), "tree": ("choices",), "dynamic": ("depth", "nodes", "width")}[self.shape]
-        if self.adaptive != "none":
-            kept = (*kept, "adaptive", "adaptive_threshold")
-        return {"shape": self.shape, **{name: getattr(self, name) for name in kept}}
+        return {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}.get(
+            self.shape, self.nodes
+        )
 
     def on(self, decode: DecodeConfig) -> DecodeConfig:
         """`decode` with this draft in place of its own."""
-        bare = replace(decode, shape="none", choices=(), adaptive="none", adaptive_lengths=(), adaptive_costs=())
-        return replace(bare, **self.settings())
+        bare = replace(
+            decode,
+            shape="none",
+            choices=(),
+            adaptive="none",
+            adaptive_lengths=(),
+            adaptive_costs=(),
+        )
+        return replace(bare, **{name: getattr(self, name) for name in self.plain()})
 
-    def plain(self) -> dict[str, Any]:
-        """As YAML and JSON hold it."""
-        found = self.settings()
-        if "choices" in found:
+    def plain(self) -> DraftSettings:
+        """As YAML and JSON hold it: the settings that matter for the shape."""
+        found: DraftSettings = {"shape": self.shape}
+        if self.shape in ("chain", "dynamic"):
+            found["depth"] = self.depth
+        if self.shape == "tree":
             found["choices"] = [list(path) for path in self.choices]
+        if self.shape == "dynamic":
+            found |= {"nodes": self.nodes, "width": self.width}
+        if self.adaptive != "none":
+            found |= {"adaptive": self.adaptive, "adaptive_threshold": self.adaptive_threshold}
         return found
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Draft:
-        """Read back `plain`; raises `UserError` for settings that are none of a draft's, or that `DecodeConfig` refuses."""
+        """Read back `plain`; raises `UserError` for settings that are none of a draft's, or that
+        `DecodeConfig` refuses."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown or "shape" not in values:
-            raise UserError(f"a draft has the settings {', '.join(known)}, shape among them; given: {dict(values)}.")
+            raise UserError(
+                f"a draft has the settings {', '.join(known)}, shape among them; given: "
+                f"{dict(values)}."
+            )
         given = dict(values)
         try:
-            given["choices"] = tuple(tuple(int(rank) for rank in path) for path in given.get("choices", ()))
+            given["choices"] = tuple(
+                tuple(int(rank) for rank in path) for path in given.get("choices", ())
+            )
             draft = cls(**given)
             checked = draft.on(DecodeConfig())
         except (TypeError, ValueError, KeyError) as error:

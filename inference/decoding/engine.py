@@ -43,7 +43,7 @@ from inference.target.model import TargetModel
 from inference.target.text_pieces import TextPieces
 
 logger = logging.getLogger(__name__)
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
 """Capacities are rounded up to this many slots, so that runs of similar length share their buffers."""

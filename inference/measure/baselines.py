@@ -1,9 +1,9 @@
 """What others reach on the same prompts: transformers' own decoding loops, beside ours.
 
-Each is an arm of the same measurement: prompt by prompt it takes its turn with our loop, with the same
-weights, dtype, threads and greedy decoding. Seconds are split where our own are split: up to the first
-committed token is prefill, the rest is decoding. Serving engines live in environments of their own and are
-measured by `inference.measure.vllm_process`, not interleaved.
+Each is an arm of the same measurement: prompt by prompt it takes its turn with our loop, with the
+same weights, dtype, threads and greedy decoding. Seconds are split where our own are split: up to
+the first committed token is prefill, the rest is decoding. Serving engines live in environments of
+their own and are measured by `inference.measure.vllm_process`, not interleaved.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class BaselinesConfig:
     threshold) and prompt_lookup.
     """
     assistant: str = ""
-    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own (kind
-    distilled).
+    """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own
+    (kind distilled).
     """
     lookup_tokens: PositiveInt = 10
     """Tokens that prompt lookup proposes."""
@@ -67,8 +67,8 @@ class BaselinesConfig:
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """One answer of another loop: its tokens, tokens committed by each step after the first, and seconds per
-    phase.
+    """One answer of another loop: its tokens, tokens committed by each step after the first, and
+    seconds per phase.
     """
 
     tokens: list[int]
@@ -77,7 +77,8 @@ class PeerAnswer:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of a `generate` call ended and how long the text was then; never stops it."""
+    """Notes when each step of a `generate` call ended and how long the text was then; never stops
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,28 +86,33 @@ class _Clock(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if not self.marks and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # prefill ends here; later steps need not be told apart
+            torch.cuda.synchronize(self.device)  # prefill ends here
         self.marks.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @dataclass
 class Peer:
-    """One way of calling `generate`: its name in the report and what is passed beside the prompt."""
+    """One way of calling `generate` of transformers.
+
+    options: arguments of `generate` beside the prompt. assistant_settings: of the assistant's
+    generation config.
+    """
 
     name: str
     model: Any
     end_ids: tuple[int, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    assistant_settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
+    assistant_settings: dict[str, object] = field(default_factory=dict)
 
     @torch.no_grad()
     def answer(self, request: Request) -> PeerAnswer:
         """Decode one request greedily."""
         device = self.model.device
         prompt = torch.tensor([request.tokens], device=device)
-        if "assistant_model" in self.options:
-            vars(self.options["assistant_model"].generation_config).update(self.assistant_settings)
+        assistant: Any = self.options.get("assistant_model")
+        if assistant is not None:
+            vars(assistant.generation_config).update(self.assistant_settings)
         clock, ends = _Clock(device), list(self.end_ids)
         begin = time.perf_counter()
         with _quiet():
@@ -139,18 +145,19 @@ def _quiet() -> Iterator[None]:
 
 
 def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` asks for, with a second copy of the target's weights in transformers' own
-    attention.
+    """The peers that `config` asks for, with a second copy of the target's weights in transformers'
+    own attention.
 
-    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when no drafter
-    can assist.
+    Raises `UserError` above temperature 0, when the target cannot be loaded a second time, or when
+    no drafter can assist.
     """
     if not config.transformers:
         return []
     if arms[0].decode.temperature > 0:
         raise UserError(
-            "bench.baselines.transformers are compared token by token and need decode.temperature=0; given: "
-            f"{arms[0].decode.temperature}. Leave them out of sampled measurements."
+            "bench.baselines.transformers are compared token by token and need "
+            f"decode.temperature=0; given: {arms[0].decode.temperature}. Leave them out of "
+            "sampled measurements."
         )
     model, assistant = _load_again(target), None
     found = []
@@ -170,14 +177,15 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
     return found
 
 
-ASSISTED: dict[str, Any] = {
+ASSISTED: dict[str, object] = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""The defaults of transformers 5, written out because calls leave their traces in the assistant's settings.
+"""The defaults of transformers 5, set before every call because calls change the assistant's
+generation config.
 """
-CONSTANT: dict[str, Any] = {
+CONSTANT: dict[str, object] = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
@@ -191,24 +199,27 @@ def _load_again(target: TargetModel) -> Any:
         model = AutoModelForCausalLM.from_pretrained(info.id, revision=revision, dtype=target.dtype)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"bench.baselines.transformers: target '{info.id}' cannot be loaded a second time ({error}). Measure without them."
+            f"bench.baselines.transformers: target '{info.id}' cannot be loaded a second time "
+            f"({error}). Measure without them."
         ) from error
     return model.requires_grad_(False).eval().to(target.device)
 
 
-# ---- a drafter as a model of its own ------------------------------------------------------------------------------
+# A drafter as a model of its own
 
 
 def assistant_arm(config: BaselinesConfig, arms: Sequence[Arm]) -> Arm:
-    """The arm whose drafter assists; raises `UserError` when there is none that is a Llama of its own."""
+    """The arm whose drafter assists; raises `UserError` when there is none that is a Llama of its
+    own."""
     able = [arm for arm in arms if is_llama(arm.drafter)]
     names = ", ".join(arm.name for arm in able) or "none"
     for arm in able:
         if config.assistant in ("", arm.name):
             return arm
     raise UserError(
-        f"bench.baselines needs an assistant that transformers can load, a drafter of kind distilled; asked for: "
-        f"'{config.assistant or 'any'}', measured and able: {names}. Measure one, or leave assisted modes out."
+        "bench.baselines needs an assistant that transformers can load, a drafter of kind "
+        f"distilled; asked for: '{config.assistant or 'any'}', measured and able: {names}. "
+        "Measure one, or leave assisted modes out."
     )
 
 
@@ -221,14 +232,17 @@ def is_llama(drafter: Any) -> bool:
 
 
 def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
-    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the target is written out.
-    Returns `folder`.
+    """Write a drafter as a Hugging Face folder of a Llama, Qwen2 or Qwen3; what it shares with the
+    target is written out. Returns `folder`.
     """
     assert is_llama(drafter)
     shape, info, weights = drafter.shape, target.info, target.weights
     state = dict(drafter.state_dict())
     if "model.embed_tokens.weight" not in state:
-        state["model.embed_tokens.weight"], state["lm_head.weight"] = weights.embedding, weights.lm_head
+        state["model.embed_tokens.weight"], state["lm_head.weight"] = (
+            weights.embedding,
+            weights.lm_head,
+        )
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     family = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
     config = family(
@@ -248,13 +262,16 @@ def write_llama(drafter: Any, target: TargetModel, folder: Path) -> Path:
     )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict({name: value.detach().cpu().clone() for name, value in state.items()}, assign=True)
+    model.load_state_dict(
+        {name: value.detach().cpu().clone() for name, value in state.items()}, assign=True
+    )
     model.save_pretrained(folder)
     return folder
 
 
-def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, Any]:
-    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the target's do."""
+def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, object]:
+    """A drafter's rotary positions as Hugging Face writes them: copied layers rotate as the
+    target's do."""
     config, names = (
         drafter.config,
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -264,7 +281,11 @@ def _rope_parameters(drafter: Any, target: TargetModel) -> dict[str, Any]:
         return dict(theirs)
     theta = {"rope_theta": config.rope_theta or target.info.rope_theta}
     if config.rope_scaling:
-        return {"rope_type": "llama3", **theta, **dict(zip(names, config.rope_scaling, strict=True))}
+        return {
+            "rope_type": "llama3",
+            **theta,
+            **dict(zip(names, config.rope_scaling, strict=True)),
+        }
     return {"rope_type": "default", **theta}
 
 

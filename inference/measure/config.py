@@ -1,4 +1,5 @@
-"""What a measurement consists of: the prompts, the arms that are compared, the machine it runs on."""
+"""What a measurement consists of: the prompts, the arms that are compared, the machine it runs
+on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from heads.api.config import PositiveInt, config
 from heads.api.drafter import TrainableDrafter
@@ -29,8 +30,13 @@ from inference.report.model import ReportSettings
 BASELINE = "baseline"
 OWN_NOISE = " (own noise)"
 SHARED_SETTINGS = (
-    *(item.name for item in fields(SamplingSettings)), "max_new_tokens", "seed", "rule", "typical_epsilon", "typical_delta",
-)  # fmt: skip
+    *(item.name for item in fields(SamplingSettings)),
+    "max_new_tokens",
+    "seed",
+    "rule",
+    "typical_epsilon",
+    "typical_delta",
+)
 """What all arms of one report must agree on: neither drafter nor rule may change the task."""
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
 
@@ -41,8 +47,8 @@ class BenchConfig:
     """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
 
     prompts: str = "assets/prompts"
-    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template also a Hub
-    dataset or any .parquet, .csv, .json or .jsonl file.
+    """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template
+    also a Hub dataset or any .parquet, .csv, .json or .jsonl file.
     """
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all."""
@@ -53,7 +59,8 @@ class BenchConfig:
     repeats: PositiveInt = 1
     """How often every prompt is measured. More repeats steady the clock; answers do not change."""
     compare_noise: bool = True
-    """Above temperature 0, rule match: measure every trained drafter also with its own noise instead of the target's."""
+    """Above temperature 0, rule match: measure every trained drafter also with its own noise
+    instead of the target's."""
     seed: int = 0
     """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -70,10 +77,9 @@ class BenchConfig:
     """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
 
 
-
-
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:
-    """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by name.
+    """The settings that all arms have decoded `prompts` prompts with. decodes: of every arm, by
+    name.
 
     Raises `UserError` where two arms differ in what one report must have in common.
     """
@@ -85,20 +91,22 @@ def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> Report
 
 
 def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
-    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by name."""
+    """Raise `UserError` unless all arms agree on `SHARED_SETTINGS`. decodes: their settings by
+    name."""
     (first, expected), *others = decodes.items()
     for name, decode in others:
         for key in SHARED_SETTINGS:
             if getattr(decode, key) != getattr(expected, key):
                 raise UserError(
-                    f"'{first}' decodes with {key}={getattr(expected, key)}, '{name}' with {key}={getattr(decode, key)}. One "
-                    "report compares drafters on the same task: give all the same."
+                    f"'{first}' decodes with {key}={getattr(expected, key)}, '{name}' with "
+                    f"{key}={getattr(decode, key)}. One report compares drafters on the same "
+                    "task: give all the same."
                 )
 
 
 def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms as they are measured: batch size 1, and each trained drafter also with its own noise if asked
-    for.
+    """The arms as they are measured: batch size 1, and each trained drafter also with its own noise
+    if asked for.
     """
     if not arms:
         raise UserError("there is no drafter to measure. Name at least one.")
@@ -107,17 +115,19 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     decode = arms[0].decode
     if config.lost.enabled and promise(decode.rule, decode.temperature) != TEXT:
         raise UserError(
-            f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at temperature "
-            f"{decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
+            f"bench.lost splits what rule match reaches, but decode.rule is '{decode.rule}' at "
+            f"temperature {decode.temperature:g}. Set decode.rule=match, or leave bench.lost out."
         )
     result = []
     for arm in arms:
         if arm.decode.shape == "none":
             raise UserError(
-                f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or a tree."
+                f"'{arm.name}' has decode.shape 'none', which drafts nothing. Give it a chain or "
+                "a tree."
             )
         result.append(replace(arm, decode=replace(arm.decode, batch_size=1)))
-        sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"  # other rules share no noise
+        # other rules share no noise
+        sampled = arm.decode.temperature > 0 and arm.decode.rule == "match"
         both = config.compare_noise and sampled and arm.decode.share_noise
         if both and isinstance(arm.drafter, TrainableDrafter):
             own = replace(arm.decode, batch_size=1, share_noise=False)
@@ -126,22 +136,29 @@ def check_arms(config: BenchConfig, arms: Sequence[Arm]) -> list[Arm]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(
-            f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is taken)."
+            f"two arms are called {twice}. Every arm needs a name of its own ('{BASELINE}' is "
+            "taken)."
         )
     return result
 
 
-def split_prompts(config: BenchConfig, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """(measured, warm-up) prompts, disjoint. Raises `UserError` for an unknown domain or fewer than two
-    prompts.
+def split_prompts(
+    config: BenchConfig, prompts: Sequence[Prompt]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(measured, warm-up) prompts, disjoint. Raises `UserError` for an unknown domain or fewer than
+    two prompts.
     """
     known = sorted({prompt.domain for prompt in prompts})
     unknown = [name for name in config.domains if name not in known]
     if unknown:
-        raise UserError(f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}.")
+        raise UserError(
+            f"bench.domains names {unknown}, but the prompts are of: {', '.join(known)}."
+        )
     pool = [prompt for prompt in prompts if not config.domains or prompt.domain in config.domains]
     if len(pool) < 2:
-        raise UserError(f"measuring needs at least two prompts, one of them to warm up; given: {len(pool)}.")
+        raise UserError(
+            f"measuring needs at least two prompts, one of them to warm up; given: {len(pool)}."
+        )
     chosen = {prompt.id for prompt in select_prompts(pool, config.prompts_per_domain, config.seed)}
     spare = [prompt for prompt in pool if prompt.id not in chosen][: config.warmup_prompts]
     if not spare:  # all are wanted for measuring: the last one gives way
@@ -150,19 +167,23 @@ def split_prompts(config: BenchConfig, prompts: Sequence[Prompt]) -> tuple[list[
     return [prompt for prompt in pool if prompt.id in chosen], spare
 
 
+class Provenance(TypedDict, total=False):
+    """Which process wrote a file."""
+
+    command: str
+    versions: dict[str, str]
+    git: object
+    """Commit of the working tree and whether it had changes."""
 
 
-
-
-def process_facts() -> dict[str, Any]:
-    """Command and versions of this process, for callers that do not keep their own."""
+def process_facts() -> Provenance:
+    """Command and versions of this process."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    program = Path(sys.argv[0]).name.replace(
-        "cli.py", "headstart"
-    )  # `python -m scripts.cli` is the same command
+    # `python -m scripts.cli` is the same command.
+    program = Path(sys.argv[0]).name.replace("cli.py", "headstart")
     return {"command": shlex.join([program, *sys.argv[1:]]), "versions": versions}

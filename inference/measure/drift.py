@@ -1,9 +1,10 @@
-"""How far a changed target has moved from its original: what a user of the new one must be told.
+"""The change of a target's behaviour by training it, on greedy answers to held-out prompts.
 
-Speculative decoding never changes a target's text; training the target does (Medusa-2, LayerSkip). Three figures, all on greedy
-answers of the original to held-out prompts: the mean of KL(p_original || p_new) per answer token and the share of answer tokens
-at which both would pick the same next one, both with the original's answer before them; and the share of prompts that both
-answer alike from beginning to end. Intervals are over prompts, as everywhere (`inference.measure.metrics`).
+Speculative decoding never changes a target's text; training the target does (Medusa-2, LayerSkip).
+Three figures: the mean of KL(p_original || p_new) per answer token, the share of answer tokens at
+which both targets pick the same next token, and the share of prompts whose greedy answers are
+identical. The first two are computed along the original's answers. Intervals are over prompts
+(`inference.measure.metrics`).
 
     drift = measure_drift(original, changed, requests)
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from inference.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Drift:
-    """A new target against its original. tokens: answer tokens compared; prompts: greedy answers compared."""
+    """A new target against its original. tokens: answer tokens compared; prompts: greedy answers
+    compared."""
 
     kl: float
     kl_ci95: tuple[float, float]
@@ -43,26 +44,32 @@ class Drift:
     tokens: int
     prompts: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | list[float]]:
         """Plain JSON values."""
         return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
         }
 
 
 def measure_drift(
     original: TargetModel, changed: TargetModel, requests: Sequence[Request], batch_size: int = 8
 ) -> Drift:
-    """Compare two targets of one vocabulary on the greedy answers to `requests`; raises `UserError` without any, or when the
-    vocabularies differ.
+    """Compare two targets of one vocabulary on the greedy answers to `requests`; raises `UserError`
+    without any, or when the vocabularies differ.
     """
     if original.info.tokenizer_hash != changed.info.tokenizer_hash:
         raise UserError(
-            f"'{changed.info.id}' has another tokenizer than '{original.info.id}', so their answers cannot be compared."
+            f"'{changed.info.id}' has another tokenizer than '{original.info.id}', so their "
+            "answers cannot be compared."
         )
     if not requests:
-        raise UserError("there are no prompts to measure the drift on. Give some with train.prompts.")
-    answers, others = (greedy_answers(target, requests, batch_size) for target in (original, changed))
+        raise UserError(
+            "there are no prompts to measure the drift on. Give some with train.prompts."
+        )
+    answers, others = (
+        greedy_answers(target, requests, batch_size) for target in (original, changed)
+    )
     sums = np.array(
         [
             [*_compare(original, changed, request.tokens, answers[request.index]), len(answers[request.index]),
@@ -85,7 +92,9 @@ def measure_drift(
     )
 
 
-def greedy_answers(target: TargetModel, requests: Sequence[Request], batch_size: int) -> dict[int, list[int]]:
+def greedy_answers(
+    target: TargetModel, requests: Sequence[Request], batch_size: int
+) -> dict[int, list[int]]:
     """Each request's greedy answer by the request's index."""
     decode = DecodeConfig(
         shape="none",

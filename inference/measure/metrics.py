@@ -347,21 +347,10 @@ def _domain(arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
     return {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar, "speedup": ratio}
 
 
-def domain_speedup_ci95(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, list[float]]:
+def domain_speedup_ci95(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, tuple[float, float]]:
     """Domain -> 95% interval of its speedup, for the plot (report.json's `domains` has no place for it)."""
     arm = arm.like(baseline)
     return {
-        name: list(speedup(arm.take(rows), baseline.take(rows), seed)[1])
+        name: speedup(arm.take(rows), baseline.take(rows), seed)[1]
         for name, rows in arm.domain_rows().items()
-    }
-
-
-def baseline_numbers(baseline: Totals) -> dict[str, Any]:
-    """The `baseline` block of report.json. Tokens and seconds cover all repeats; prefill and its token are
-    not in them.
-    """
-    return {
-        "tokens": int(baseline.committed.sum()),
-        "seconds": float(baseline.decode_seconds.sum()),
-        "tokens_per_second": tokens_per_second(baseline),
     }

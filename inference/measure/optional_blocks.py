@@ -1,14 +1,15 @@
-"""The optional blocks of report.json: others' loops beside ours (`baselines`), `profile`, `costs` and
-`roofline`.
+"""The optional blocks of report.json: others' loops beside ours (`baselines`), `profile`, `costs`
+and `roofline`.
 
-Each is measured when `bench` asks for it, after the arms, on the same prompts and with the same weights.
+Each is measured when `bench` asks for it, after the arms, on the same prompts and with the same
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TypedDict
 
 from inference.decoding.arm import Arm
 from inference.decoding.costs import measure_costs
@@ -20,7 +21,15 @@ from inference.measure.metrics import Outcome, Totals, divide
 from inference.measure.profile import profile
 from inference.measure.roofline import roofline
 from inference.measure.vllm_process import ServedMode, measure_vllm
-from inference.report.model import Baseline, DrafterResult
+from inference.report.model import (
+    Baseline,
+    Costs,
+    DrafterResult,
+    LoopResult,
+    Losses,
+    Profile,
+    Roofline,
+)
 from inference.target.model import TargetModel
 
 TEXT_TOKENS = 1 << 16
@@ -29,12 +38,26 @@ TEXT_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Loop:
-    """What one loop answered: its sums, its records, and how it was measured."""
+    """One decoding loop: the sums over its answers, and the answers themselves."""
 
     totals: Totals
     records: Sequence[Record]
     interleaved: bool = True
-    details: Mapping[str, Any] = field(default_factory=dict)
+    """False for an engine that ran in a process of its own."""
+    version: str | None = None
+    """Version of a foreign engine."""
+    tau: float | None = None
+    """Tokens per pass where the engine counts them itself; None: by the records."""
+
+
+class OptionalBlocks(TypedDict, total=False):
+    """The blocks of `Report` that `bench` asks for."""
+
+    profile: Profile
+    costs: Costs
+    roofline: Roofline
+    baselines: dict[str, LoopResult]
+    lost: Losses
 
 
 def device_blocks(
@@ -45,20 +68,21 @@ def device_blocks(
     lengths: Mapping[str, float],
     baseline: Baseline,
     drafters: Sequence[DrafterResult],
-) -> dict[str, Any]:
+) -> OptionalBlocks:
     """The blocks `profile`, `costs` and `roofline`, as far as they are asked for.
 
-    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm. baseline,
-    drafters: the report's blocks of these names.
+    requests: prompt id -> request. lengths: see `mean_length`, for the baseline and every arm.
+    baseline, drafters: the report's blocks of these names.
     """
-    blocks: dict[str, Any] = {}
+    blocks: OptionalBlocks = {}
     text = [token for request in requests.values() for token in request.tokens][:TEXT_TOKENS]
     if config.profile.wanted:
         blocks["profile"] = profile(
             config.profile, target, arms, list(requests.values()), list(requests), config.seed
         )
     if config.costs.nodes:
-        blocks["costs"] = measure_costs(config.costs, target, arms, text, config.seed).to_dict()
+        curves = measure_costs(config.costs, target, arms, text, config.seed)
+        blocks["costs"] = Costs.model_validate(curves.to_dict())
     if config.roofline:
         blocks["roofline"] = roofline(target, arms, baseline, drafters, text, lengths)
     return blocks
@@ -74,7 +98,7 @@ def mean_length(requests: Mapping[str, Request], records: Sequence[Record]) -> f
     return divide(cached, steps)
 
 
-# ---- other people's loops --------------------------------------------------------------------------------------
+# Other people's loops
 
 
 def served_loops(
@@ -86,51 +110,52 @@ def served_loops(
 ) -> dict[str, Loop]:
     """The modes of vLLM that are asked for, each measured in a process of its own."""
     modes = measure_vllm(config.baselines, target, arms, requests, warmup, config.repeats)
-    return {mode.name: _served(mode) for mode in modes}
+    return {mode.name: _served_loop(mode) for mode in modes}
 
 
-def _served(mode: ServedMode) -> Loop:
+def _served_loop(mode: ServedMode) -> Loop:
     records = []
     for (prompt, repeat), tokens in mode.tokens.items():
-        steps = (
-            [(0, len(tokens) - 1, False)] if len(tokens) > 1 else []
-        )  # as one: tau comes from the engine's own counters
-        records.append(Record(mode.name, prompt, repeat, tokens, steps, mode.seconds[prompt, repeat]))
+        # Recorded as one step: tau comes from the engine's own counters.
+        steps = [(0, len(tokens) - 1, False)] if len(tokens) > 1 else []
+        seconds = mode.seconds[prompt, repeat]
+        records.append(Record(mode.name, prompt, repeat, tokens, steps, seconds))
     outcomes = [
         Outcome(record.prompt, "", [PassRecord(*step) for step in record.passes], record.seconds)
         for record in records
     ]
     drafts = mode.acceptance.get("drafts", 0)
     tau = 1.0 + divide(mode.acceptance.get("accepted_tokens", 0), drafts)
-    details = {"version": mode.version, "tau": tau}
-    return Loop(Totals.collect(outcomes, 0), records, interleaved=False, details=details)
+    return Loop(Totals.collect(outcomes, 0), records, False, mode.version, tau)
 
 
-def baseline_block(plain: Loop, loops: Mapping[str, Loop], seed: int) -> dict[str, Any]:
-    """The `baselines` block: every loop beside our own without a drafter (`plain`); names -> numbers."""
+def baseline_block(plain: Loop, loops: Mapping[str, Loop], seed: int) -> dict[str, LoopResult]:
+    """The `baselines` block: every loop beside our own without a drafter (`plain`), by name."""
     known = {(record.prompt, record.repeat): record.tokens for record in plain.records}
-    return {name: _numbers(loop, plain, known, seed) for name, loop in loops.items()}
+    return {name: _loop_result(loop, plain, known, seed) for name, loop in loops.items()}
 
 
-def _numbers(
+def _loop_result(
     loop: Loop, plain: Loop, known: Mapping[tuple[str, int], list[int]], seed: int
-) -> dict[str, Any]:
+) -> LoopResult:
     totals = loop.totals
     ratio, interval = metrics.speedup(totals, plain.totals, seed)
     whole, ours = end_to_end(loop.records), end_to_end(plain.records)
-    return {
-        "tokens_per_second": metrics.tokens_per_second(totals),
-        "tokens_per_second_ci95": list(metrics.tokens_per_second_ci95(totals, seed)),
-        "ratio": ratio,
-        "ratio_ci95": list(interval),
-        "end_to_end_tokens_per_second": whole,
-        "end_to_end_ratio": divide(whole, ours),
-        "tau": divide(totals.committed.sum(), totals.passes.sum()),
-        "sequences": len(loop.records),
-        "identical": sum(record.tokens == known[record.prompt, record.repeat] for record in loop.records),
-        "interleaved": loop.interleaved,
-        **loop.details,
-    }
+    own_tau = divide(totals.committed.sum(), totals.passes.sum())
+    same = (record.tokens == known[record.prompt, record.repeat] for record in loop.records)
+    return LoopResult(
+        tokens_per_second=metrics.tokens_per_second(totals),
+        tokens_per_second_ci95=metrics.tokens_per_second_ci95(totals, seed),
+        ratio=ratio,
+        ratio_ci95=interval,
+        end_to_end_tokens_per_second=whole,
+        end_to_end_ratio=divide(whole, ours),
+        tau=own_tau if loop.tau is None else loop.tau,
+        sequences=len(loop.records),
+        identical=sum(same),
+        interleaved=loop.interleaved,
+        **({} if loop.version is None else {"version": loop.version}),
+    )
 
 
 def end_to_end(records: Sequence[Record]) -> float:

@@ -1,9 +1,11 @@
-"""Speed by batch size, draft length, context length and temperature: where a drafter pays and where it stops.
+"""Speed by batch size, draft length, context length and temperature: where a drafter pays and where
+it stops.
 
-Every point compares the same requests with and without drafter, in the same engine with continuous refill:
-each block of requests is decoded by plain decoding and by every draft length in turn, each time another one
-first. Intervals resample blocks. A block holds `refills` prompts per row; blocks take different prompts as
-long as there are enough, so a batch of 32 sees what a batch of 1 sees. Seconds exclude prefill, in both arms.
+Every point compares the same requests with and without drafter, in the same engine with continuous
+refill: each block of requests is decoded by plain decoding and by every draft length in turn, each
+time another one first. Intervals resample blocks. A block holds `refills` prompts per row; blocks
+take different prompts as long as there are enough, so a batch of 32 sees what a batch of 1 sees.
+Seconds exclude prefill, in both arms.
 
 Legend: B rows decoded together, L tokens of a prompt.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from heads.api.config import NonNegativeFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -23,6 +25,7 @@ from inference.decoding.requests import Completion, Request
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import prompt_seed
+from inference.report.model import BestDraft, Profile, ProfilePoint
 from inference.target.model import TargetModel
 
 Key = TypeVar("Key")
@@ -70,7 +73,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Turn:
-    """One block decoded by one engine: completions in the order of the requests, seconds per phase, steps of the batch."""
+    """One block decoded by one engine: completions in the order of the requests, seconds per phase,
+    steps of the batch."""
 
     completions: list[Completion]
     seconds: dict[str, float]
@@ -85,7 +89,8 @@ class Turn:
 def take_turns(
     engines: Mapping[Key, Engine], blocks: Sequence[Sequence[Request]], batch: int
 ) -> dict[Key, list[Turn]]:
-    """Every block decoded by every engine, one after another, each time another one first; after a warm-up that does not count."""
+    """Every block decoded by every engine, one after another, each time another one first; after a
+    warm-up that does not count."""
     names = list(engines)
     for name in names:  # buffers, thread pools and graphs settle; not counted
         list(engines[name].run(blocks[0][:batch]))
@@ -107,33 +112,35 @@ def profile(
     requests: Sequence[Request],
     ids: Sequence[str],
     seed: int,
-) -> dict[str, Any]:
-    """The `profile` block of report.json: `points` (every setting and draft length) and `best` (the best
-    draft length of each).
+) -> Profile:
+    """The `profile` block of report.json.
 
-    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that is not
-    measured or a context that the target cannot hold.
+    requests, ids: the measured prompts, rendered, and their ids. Raises `UserError` for an arm that
+    is not measured or a context that the target cannot hold.
     """
-    chosen = _chosen(config, arms)
-    points: list[dict[str, Any]] = []
-    for setting in _settings(config, chosen[0].decode, requests):
-        for arm in chosen:
+    profiled = _profiled_arms(config, arms)
+    points: list[ProfilePoint] = []
+    for setting in _settings(config, profiled[0].decode, requests):
+        for arm in profiled:
             blocks = make_blocks(config, target, setting, arm.decode, requests, ids)
             points += _measure(config, target, arm, setting, blocks, seed)
-    return {"blocks": config.blocks, "refills": config.refills, "points": points, "best": best(points)}
+    return Profile(blocks=config.blocks, refills=config.refills, points=points, best=best(points))
 
 
-def _chosen(config: ProfileConfig, arms: Sequence[Arm]) -> list[Arm]:
+def _profiled_arms(config: ProfileConfig, arms: Sequence[Arm]) -> list[Arm]:
     names = [arm.name for arm in arms]
     for name in config.arms:
         if name not in names:
             raise UserError(
-                f"bench.profile.arms names '{name}', which is not measured. Measured: {', '.join(names)}."
+                f"bench.profile.arms names '{name}', which is not measured. Measured: "
+                f"{', '.join(names)}."
             )
     return [arm for arm in arms if not config.arms or arm.name in config.arms]
 
 
-def _settings(config: ProfileConfig, decode: DecodeConfig, requests: Sequence[Request]) -> Iterator[Setting]:
+def _settings(
+    config: ProfileConfig, decode: DecodeConfig, requests: Sequence[Request]
+) -> Iterator[Setting]:
     """All conditions; a prompt's own length is given as the mean over the prompts."""
     own = round(sum(len(request.tokens) for request in requests) / len(requests))
     for batch in config.batches:
@@ -152,8 +159,8 @@ def make_blocks(
     requests: Sequence[Request],
     ids: Sequence[str],
 ) -> list[list[Request]]:
-    """The requests of each block: prompts go round in their order, each visit of a prompt with a seed of its
-    own.
+    """The requests of each block: prompts go round in their order, each visit of a prompt with a
+    seed of its own.
     """
     size, blocks = setting.batch * config.refills, []
     for block in range(config.blocks):
@@ -167,7 +174,10 @@ def make_blocks(
                 _require_room(target, setting.context, decode.max_new_tokens)
             rows.append(
                 Request(
-                    place, tokens, prompt_seed(decode.seed, f"{ids[number]}/{visit}"), request.max_new_tokens
+                    place,
+                    tokens,
+                    prompt_seed(decode.seed, f"{ids[number]}/{visit}"),
+                    request.max_new_tokens,
                 )
             )
         blocks.append(rows)
@@ -175,8 +185,8 @@ def make_blocks(
 
 
 def context_of(requests: Sequence[Request], number: int, length: int) -> tuple[int, ...]:
-    """A prompt of exactly `length` tokens that ends with prompt `number`: others are put in front, and the
-    surplus is cut there."""
+    """A prompt of exactly `length` tokens that ends with prompt `number`: others are put in front,
+    and the surplus is cut there."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < length:
         tokens = (*requests[number].tokens, *tokens)
@@ -188,8 +198,9 @@ def _require_room(target: TargetModel, context: int, answer: int) -> None:
     limit = target.info.max_position_embeddings
     if context + answer > limit:
         raise UserError(
-            f"bench.profile.contexts holds {context}; with decode.max_new_tokens={answer} that exceeds the {limit} positions of "
-            f"target '{target.info.id}'. Give at most {max(limit - answer, 0)}."
+            f"bench.profile.contexts holds {context}; with decode.max_new_tokens={answer} that "
+            f"exceeds the {limit} positions of target '{target.info.id}'. Give at most "
+            f"{max(limit - answer, 0)}."
         )
 
 
@@ -200,12 +211,15 @@ def _measure(
     setting: Setting,
     blocks: Sequence[Sequence[Request]],
     seed: int,
-) -> list[dict[str, Any]]:
+) -> list[ProfilePoint]:
     """One setting: plain decoding and every draft length over the same blocks, taking turns."""
     engines = _engines(config, target, arm, setting, blocks)
     turns = take_turns(engines, blocks, setting.batch)
     answers = sum(len(block) for block in blocks)
-    found = {name: [turn.outcome(number) for number, turn in enumerate(taken)] for name, taken in turns.items()}
+    found = {
+        name: [turn.outcome(number) for number, turn in enumerate(taken)]
+        for name, taken in turns.items()
+    }
     plain = Totals.collect(found.pop(PLAIN), 0)
     points = []
     for name, outcomes in found.items():
@@ -213,22 +227,22 @@ def _measure(
         totals = Totals.collect(outcomes, tree.max_depth)
         speedup, interval = metrics.speedup(totals, plain, seed)
         points.append(
-            {
-                "arm": arm.name,
-                "sweep": setting.sweep,
-                "batch": setting.batch,
-                "context": setting.context,
-                "temperature": setting.temperature,
-                "shape": engines[name].decode.shape,
-                "depth": tree.max_depth,
-                "nodes": tree.num_nodes,
-                "answers": answers,
-                "tau": metrics.tau_estimate(totals, seed).tau,
-                "tokens_per_second": metrics.tokens_per_second(totals),
-                "baseline_tokens_per_second": metrics.tokens_per_second(plain),
-                "speedup": speedup,
-                "speedup_ci95": list(interval),
-            }
+            ProfilePoint(
+                arm=arm.name,
+                sweep=setting.sweep,
+                batch=setting.batch,
+                context=setting.context,
+                temperature=setting.temperature,
+                shape=engines[name].decode.shape,
+                depth=tree.max_depth,
+                nodes=tree.num_nodes,
+                answers=answers,
+                tau=metrics.tau_estimate(totals, seed).tau,
+                tokens_per_second=metrics.tokens_per_second(totals),
+                baseline_tokens_per_second=metrics.tokens_per_second(plain),
+                speedup=speedup,
+                speedup_ci95=interval,
+            )
         )
     return points
 
@@ -255,36 +269,47 @@ def _engines(
         drafts[OWN] = decode
     if not drafts:
         raise UserError(
-            f"bench.profile.depths {list(config.depths)} holds none that '{arm.name}' can draft; its deepest draft has "
-            f"{shape.max_depth} tokens."
+            f"bench.profile.depths {list(config.depths)} holds none that '{arm.name}' can draft; "
+            f"its deepest draft has {shape.max_depth} tokens."
         )
-    room = max(len(request.tokens) + request.max_new_tokens for block in blocks for request in block)
+    room = max(
+        len(request.tokens) + request.max_new_tokens for block in blocks for request in block
+    )
     nodes = max(draft.tree().num_nodes for draft in drafts.values())
-    engines = {PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=room + nodes + 1)}
+    engines = {
+        PLAIN: Engine(target, None, replace(decode, shape="none"), capacity=room + nodes + 1)
+    }
     for name, draft in drafts.items():
         engines[name] = Engine(target, arm.drafter, draft, capacity=room + nodes + 1)
     return engines
 
 
-def best(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per arm and setting the draft with the most tokens per second; depth 0 where plain decoding is faster
-    than all of them.
+def best(points: Sequence[ProfilePoint]) -> list[BestDraft]:
+    """Per arm and setting the draft with the largest speedup.
+
+    Depth 0 where plain decoding is faster than all drafts.
     """
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    keys = ("arm", "sweep", "batch", "context", "temperature")
+    groups: dict[tuple[str, str, int, int, float], list[ProfilePoint]] = {}
     for point in points:
-        groups.setdefault(tuple(point[key] for key in keys), []).append(point)
+        key = (point.arm, point.sweep, point.batch, point.context, point.temperature)
+        groups.setdefault(key, []).append(point)
     found = []
-    for values, group in groups.items():
-        top = max(group, key=lambda point: float(point["speedup"]))
-        pays = top["speedup"] > 1.0
+    for (arm, sweep, batch, context, temperature), group in groups.items():
+        top = max(group, key=lambda point: point.speedup)
+        pays = top.speedup > 1.0
         found.append(
-            {
-                **dict(zip(keys, values, strict=True)),
-                "shape": top["shape"] if pays else "none",
-                "depth": top["depth"] if pays else 0,
-                "tokens_per_second": top["tokens_per_second" if pays else "baseline_tokens_per_second"],
-                "speedup": top["speedup"] if pays else 1.0,
-            }
+            BestDraft(
+                arm=arm,
+                sweep=sweep,
+                batch=batch,
+                context=context,
+                temperature=temperature,
+                shape=top.shape if pays else "none",
+                depth=top.depth if pays else 0,
+                tokens_per_second=(
+                    top.tokens_per_second if pays else top.baseline_tokens_per_second
+                ),
+                speedup=top.speedup if pays else 1.0,
+            )
         )
     return found

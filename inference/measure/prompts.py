@@ -1,8 +1,10 @@
-"""Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and what to answer.
+"""Prompts for measuring, chatting and evaluating: JSON lines with an id, a domain and what to
+answer.
 
-One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user message),
-"tokens" (ids)}. A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each prompt's sampling
-seed comes from its id, so a prompt gets the same answer in any order, batch or process.
+One line is {"id": ..., "domain": ..., and one of "messages" (OpenAI style), "prompt" (one user
+message), "tokens" (ids)}. A folder holds one `<domain>.jsonl` per domain. Ids are unique, and each
+prompt's sampling seed comes from its id, so a prompt gets the same answer in any order, batch or
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
-from inference.target.chat import check_messages, render_prompt
+from inference.target.chat import Message, check_messages, render_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class Prompt:
 
     id: str
     domain: str
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
     def render(self, tokenizer: Any) -> list[int]:
@@ -43,22 +45,24 @@ class Prompt:
 
 
 def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
-    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the order of
-    the files' names.
+    """Read prompts from a .jsonl file, a folder of <domain>.jsonl files, or a list of these, in the
+    order of the files' names.
 
-    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id that occurs
-    twice.
+    Raises `UserError` naming file and line for a missing or empty source, a broken line or an id
+    that occurs twice.
     """
     prompts: list[Prompt] = []
     for file in _files(path):
         with file.open(encoding="utf-8") as lines:
-            prompts.extend(_parse(line, file, number) for number, line in enumerate(lines, 1) if line.strip())
+            prompts.extend(
+                _parse(line, file, number) for number, line in enumerate(lines, 1) if line.strip()
+            )
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
             raise UserError(
-                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's seed comes "
-                "from its id."
+                f"prompt id '{prompt.id}' occurs twice in {path}. Ids must be unique: an answer's "
+                "seed comes from its id."
             )
         seen.add(prompt.id)
     if not prompts:
@@ -69,27 +73,36 @@ def load_prompts(path: str | Path | Sequence[str | Path]) -> list[Prompt]:
     return prompts
 
 
-def select_prompts(prompts: Sequence[Prompt], per_domain: int, seed: int | None = None) -> list[Prompt]:
+def select_prompts(
+    prompts: Sequence[Prompt], per_domain: int, seed: int | None = None
+) -> list[Prompt]:
     """At most `per_domain` prompts of every domain, in the given order.
 
-    seed None takes the first ones; otherwise the choice is random but the same for the same seed, and adding
-    prompts to a domain changes it only by the ones that enter. Raises `UserError` unless per_domain is
-    positive.
+    seed None takes the first ones; otherwise the choice is random but the same for the same seed,
+    and adding prompts to a domain changes it only by the ones that enter. Raises `UserError` unless
+    per_domain is positive.
     """
     if per_domain < 1:
-        raise UserError(f"the number of prompts per domain must be at least 1; given: {per_domain}.")
+        raise UserError(
+            f"the number of prompts per domain must be at least 1; given: {per_domain}."
+        )
     by_domain: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     chosen: set[str] = set()
     for group in by_domain.values():
-        ranked = group if seed is None else sorted(group, key=lambda prompt: prompt_seed(seed, prompt.id))
+        ranked = (
+            group
+            if seed is None
+            else sorted(group, key=lambda prompt: prompt_seed(seed, prompt.id))
+        )
         chosen.update(prompt.id for prompt in ranked[:per_domain])
     return [prompt for prompt in prompts if prompt.id in chosen]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
-    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id), the same on every machine."""
+    """The sampling seed of one prompt: 63 bits of a stable hash of (seed, id), the same on every
+    machine."""
     digest = hashlib.blake2b(f"{seed}:{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -104,9 +117,9 @@ def to_requests(
 ) -> list[Request]:
     """Render prompts into requests; `Request.index` is the place in `prompts`.
 
-    capacity: most positions that prompt and answer may take together; None does not check. overlong: "refuse"
-    raises `UserError` for the first prompt that does not fit, "skip" leaves those out and logs how many
-    (their indices are absent from the result).
+    capacity: most positions that prompt and answer may take together; None does not check.
+    overlong: "refuse" raises `UserError` for the first prompt that does not fit, "skip" leaves
+    those out and logs how many (their indices are absent from the result).
     """
     assert overlong in ("refuse", "skip"), overlong
     requests, skipped = [], []
@@ -121,7 +134,9 @@ def to_requests(
                 )
             skipped.append(prompt.id)
             continue
-        requests.append(Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens))
+        requests.append(
+            Request(index, tokens, prompt_seed(decode.seed, prompt.id), decode.max_new_tokens)
+        )
     if skipped:
         logger.warning(
             "%d of %d prompts skipped: longer than %s positions with their answers",
@@ -140,13 +155,14 @@ def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
         files = sorted(found.glob("*.jsonl"))
         if not files:
             raise UserError(
-                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per domain."
+                f"the folder '{found}' has no .jsonl files. It should hold one <domain>.jsonl per "
+                "domain."
             )
         return files
     if not found.is_file():
         raise UserError(
-            f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of <domain>.jsonl "
-            "files."
+            f"there is no prompt file or folder '{found}'. Give a .jsonl file or a folder of "
+            "<domain>.jsonl files."
         )
     return [found]
 
@@ -162,12 +178,15 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
     given = [key for key in CONTENT_KEYS if row.get(key) is not None]
     if len(given) != 1:
         raise UserError(
-            f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: {', '.join(given) or 'none'}."
+            f"{where}: needs exactly one of {', '.join(CONTENT_KEYS)}; found: "
+            f"{', '.join(given) or 'none'}."
         )
     name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
     if given == ["tokens"]:
         return Prompt(name, domain, tokens=_token_ids(row["tokens"], where))
-    messages = row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
+    messages = (
+        row["messages"] if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
+    )
     try:
         checked = check_messages(messages)
     except UserError as error:

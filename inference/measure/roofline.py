@@ -1,12 +1,13 @@
-"""How close a step comes to the memory's speed: bytes that a step must move, over what this device was seen
-to move.
+"""How close a step comes to the memory's speed: bytes that a step must move, over what this device
+was seen to move.
 
-Decoding few tokens reads every weight once per step and computes little, so a step cannot be shorter than its
-bytes over the bandwidth. Bytes: the target's weights without the embedding table (a lookup) but with the LM
-head, the cached keys and values that attention reads, and the weights that the drafter reads in all its
-passes, which are counted while it drafts. Bandwidth is probed on the same device by a large copy and a large
-matrix-vector product; the faster one counts. A target with experts is counted with those that n tokens can
-reach at most, so its share is an upper bound. Drafters' caches are left out: they are small.
+Decoding few tokens reads every weight once per step and computes little, so a step cannot be
+shorter than its bytes over the bandwidth. Bytes: the target's weights without the embedding table
+(a lookup) but with the LM head, the cached keys and values that attention reads, and the weights
+that the drafter reads in all its passes, which are counted while it drafts. Bandwidth is probed on
+the same device by a large copy and a large matrix-vector product; the faster one counts. A target
+with experts is counted with those that n tokens can reach at most, so its share is an upper bound.
+Drafters' caches are left out: they are small.
 
 Legend: n nodes of a verification, L cached tokens, T_step seconds of a step.
 """
@@ -14,7 +15,7 @@ Legend: n nodes of a verification, L cached tokens, T_step seconds of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference.decoding.arm import Arm
-from inference.decoding.costs import Bench, interleaved
+from inference.decoding.costs import Bench, interleave
 from inference.measure.metrics import divide
-from inference.report.model import Baseline, DrafterResult
+from inference.report.model import (
+    BandwidthFacts,
+    Baseline,
+    DrafterResult,
+    PhaseValues,
+    Roofline,
+    RooflineDraft,
+    RooflineStep,
+)
 from inference.target.model import TargetModel
 
 PROBE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -38,25 +47,10 @@ LOOKUPS = ("embedding", "index_select", "gather", "index")
 """Operations that read only the rows asked for."""
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second that probes on one device moved: a copy (read and written bytes), and a matrix-vector
-    product.
-    """
-
-    device: str
-    copy_bytes_per_second: float
-    gemv_bytes_per_second: float
-
-    @property
-    def used(self) -> float:
-        """What shares are taken of."""
-        return max(self.copy_bytes_per_second, self.gemv_bytes_per_second)
-
-
 @torch.no_grad()
-def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> Bandwidth:
-    """Measure a device's bandwidth. size: bytes of each operand; 0 takes one that no cache holds."""
+def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> BandwidthFacts:
+    """Measure a device's bandwidth. size: bytes of each operand; 0 takes one that no cache
+    holds."""
     size = size or PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(source)
@@ -67,21 +61,26 @@ def probe_bandwidth(device: torch.device, dtype: torch.dtype, size: int = 0) -> 
         "copy": lambda: copy.copy_(source),
         "gemv": lambda: F.linear(vector, matrix),
     }
-    seconds = {name: min(times) for name, times in interleaved(calls, device, PROBE_REPEATS, 2).items()}
-    return Bandwidth(
-        device.type,
-        divide(2.0 * source.nbytes, seconds["copy"]),
-        divide(float(matrix.nbytes), seconds["gemv"]),
+    seconds = {
+        name: min(times) for name, times in interleave(calls, device, PROBE_REPEATS, 2).items()
+    }
+    copied = divide(2.0 * source.nbytes, seconds["copy"])
+    multiplied = divide(float(matrix.nbytes), seconds["gemv"])
+    return BandwidthFacts(
+        device=device.type,
+        copy_bytes_per_second=copied,
+        gemv_bytes_per_second=multiplied,
+        used_bytes_per_second=max(copied, multiplied),
     )
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------------
+# Bytes
 
 
 @dataclass(frozen=True)
 class TargetBytes:
-    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part, `kv_per_token` of
-    cached text.
+    """Bytes of a target: `weights` that every step reads, `experts` that it reads in part,
+    `kv_per_token` of cached text.
     """
 
     weights: int
@@ -99,7 +98,9 @@ class TargetBytes:
         lookup = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes
         config = target.model.config.get_text_config()
         active = getattr(config, "num_experts_per_tok", None) or 0
-        total = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+        total = (
+            getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+        )
         return cls(
             weights=sum(value.nbytes for value in named.values()) - lookup - experts,
             experts=experts,
@@ -112,17 +113,19 @@ class TargetBytes:
         )
 
     def step(self, nodes: int, length: float) -> int:
-        """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least (experts: at
-        most).
+        """Bytes that verifying `nodes` nodes behind `length` cached tokens must read at least
+        (experts: at most).
         """
         return round(
-            self.weights + self.experts * min(1.0, nodes * self.reached) + self.kv_per_token * length
+            self.weights
+            + self.experts * min(1.0, nodes * self.reached)
+            + self.kv_per_token * length
         )
 
 
 def drafter_bytes(target: TargetModel, arm: Arm, text: Sequence[int]) -> int:
-    """Bytes of weights that one draft and one takeover of an arm read, all its passes together; counted, not
-    estimated.
+    """Bytes of weights that one draft and one takeover of an arm read, all its passes together;
+    counted, not estimated.
     """
     shape = arm.decode.tree(target.device)
     bench = Bench(target, 1, min(len(text), 16), shape.max_depth + shape.num_nodes + 1, text)
@@ -148,7 +151,11 @@ class WeightReads(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         returns = func._schema.returns
@@ -166,7 +173,7 @@ class WeightReads(TorchDispatchMode):
         return out
 
 
-# ---- the block ---------------------------------------------------------------------------------------------------
+# The block
 
 
 def roofline(
@@ -176,16 +183,17 @@ def roofline(
     drafters: Sequence[DrafterResult],
     text: Sequence[int],
     lengths: Mapping[str, float],
-    bandwidth: Bandwidth | None = None,
-) -> dict[str, Any]:
+    bandwidth: BandwidthFacts | None = None,
+) -> Roofline:
     """The `roofline` block of report.json.
 
-    baseline, drafters: the report's blocks of these names. text: token ids of real text. lengths: "baseline" and every arm ->
-    mean cached tokens of its steps. bandwidth: probed before; None probes now.
+    baseline, drafters: the report's blocks of these names. text: token ids of real text. lengths:
+    "baseline" and every arm -> mean cached tokens of its steps. bandwidth: of an earlier probe;
+    None probes now.
     """
     bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)
-    plain_ms, plain_bytes = baseline.step_ms, size.step(1, lengths["baseline"])
+    plain_bytes = size.step(1, lengths["baseline"])
     by_name = {arm.name: arm for arm in arms}
     entries = {}
     for drafter in drafters:
@@ -193,28 +201,28 @@ def roofline(
         own = drafter_bytes(target, by_name[name], text)
         moved = size.step(drafter.draft.nodes, lengths[name]) + own
         step_ms = sum(times.values())
-        entries[name] = {
-            "bytes_per_step": moved,
-            "drafter_bytes": own,
-            "step_ms": step_ms,
-            "share": share_of(moved, step_ms, bandwidth),
-            "efficiency": drafter.efficiency,
-            "split": {phase: divide(ms, step_ms) for phase, ms in times.items()},
-        }
-    return {
-        "bandwidth": {**asdict(bandwidth), "used_bytes_per_second": bandwidth.used},
-        "target_bytes": size.weights,
-        "expert_bytes": size.experts,
-        "kv_bytes_per_token": size.kv_per_token,
-        "baseline": {
-            "bytes_per_step": plain_bytes,
-            "step_ms": plain_ms,
-            "share": share_of(plain_bytes, plain_ms, bandwidth),
-        },
-        "arms": entries,
-    }
+        entries[name] = RooflineDraft(
+            bytes_per_step=moved,
+            drafter_bytes=own,
+            step_ms=step_ms,
+            share=share_of(moved, step_ms, bandwidth),
+            efficiency=drafter.efficiency,
+            split=PhaseValues(**{phase: divide(ms, step_ms) for phase, ms in times.items()}),
+        )
+    return Roofline(
+        bandwidth=bandwidth,
+        target_bytes=size.weights,
+        expert_bytes=size.experts,
+        kv_bytes_per_token=size.kv_per_token,
+        baseline=RooflineStep(
+            bytes_per_step=plain_bytes,
+            step_ms=baseline.step_ms,
+            share=share_of(plain_bytes, baseline.step_ms, bandwidth),
+        ),
+        arms=entries,
+    )
 
 
-def share_of(moved: int, step_ms: float, bandwidth: Bandwidth) -> float:
-    """Share of the bandwidth that a step reached: bytes / (bandwidth x T_step)."""
-    return divide(moved, bandwidth.used * step_ms / 1000.0)
+def share_of(moved: int, step_ms: float, bandwidth: BandwidthFacts) -> float:
+    """Share of the bandwidth that a step reaches: bytes / (bandwidth * T_step)."""
+    return divide(moved, bandwidth.used_bytes_per_second * step_ms / 1000.0)

@@ -1,7 +1,8 @@
-"""Records of a measurement's verifications, one folder per arm: <out>/records/<arm>/ (docs/formats.md, Records).
+"""Records of a measurement's verifications: <out>/records/<arm>/ (docs/formats.md, Records).
 
-What is drafted and how likely it was takes time to compute, and a measurement's clock must not see it. So the prompts are decoded
-once more, in the same order and without a clock; the same text comes out, pass by pass, which is checked.
+Computing the probabilities of drafts takes time that a measurement must not include. So the prompts
+are decoded once more without a clock, in the same order, and the steps are compared with the timed
+ones.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def write_records(
     measured: Mapping[str, Iterable[Record]],
     out: Path,
 ) -> None:
-    """Record what every arm drafts for `requests` (one per prompt). A sequence's name is its prompt's id.
+    """Record what every arm drafts for `requests` (one per prompt). A sequence's name is its
+    prompt's id.
 
-    measured: what each arm did while the clock ran. Records of an earlier measurement in `out` are replaced.
+    measured: what each arm did while the clock ran. Records of an earlier measurement in `out` are
+    replaced.
     """
     shutil.rmtree(out / RECORDS, ignore_errors=True)
     for arm in arms:
@@ -53,19 +56,33 @@ def write_records(
         for request, prompt in zip(requests, prompts, strict=True):
             (found,) = engine.run([request])
             passes = [(item.accepted, item.committed, item.rejected) for item in found.passes]
-            others += passes != [tuple(item) for item in timed[prompt.id].passes] or found.tokens != timed[prompt.id].tokens
+            others += (
+                passes != [tuple(item) for item in timed[prompt.id].passes]
+                or found.tokens != timed[prompt.id].tokens
+            )
             temperature = arm.decode.temperature
             log.completion(prompt.id, prompt.domain, found, temperature)
             log.sequence(
-                prompt.id, prompt.domain, request.tokens, found.tokens, request.seed, temperature, found.finish
+                prompt.id,
+                prompt.domain,
+                request.tokens,
+                found.tokens,
+                request.seed,
+                temperature,
+                found.finish,
             )
             if log.due:
                 log.flush()
         log.flush()
         if others:
             logger.warning(
-                "records of '%s': %d of %d prompts were decoded in other steps than while they were timed",
-                arm.name, others, len(requests),
-            )  # fmt: skip
+                "records of '%s': %d of %d prompts were decoded in other steps than while they "
+                "were timed",
+                arm.name,
+                others,
+                len(requests),
+            )
         if log.full:
-            logger.warning("recording '%s' has ended: measure.records.max_megabytes is reached", arm.name)
+            logger.warning(
+                "recording '%s' has ended: measure.records.max_megabytes is reached", arm.name
+            )

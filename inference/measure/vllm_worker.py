@@ -1,17 +1,13 @@
 """Decode prompts with vLLM, greedily: `python vllm_worker.py request.json answers.json`.
 
-It runs inside an environment of vLLM's own, so it imports nothing of Headstart;
-`inference.measure.vllm_process` starts it. The request holds `model`, `dtype`, `max_model_len`, `warmup`
-[[ids]], `prompts` [{id, repeat, tokens, max_new_tokens}], `batches` (how many requests run at once, one
-number per pass over the prompts) and `modes` [{name, speculative}], `speculative` being vLLM's
-`speculative_config` or null (and `additional` its `additional_config`, `overrides` its `hf_overrides`,
-where there are any). A mode is an engine; they follow one another in this process. The answers hold
-`version` and per mode its `error` or its `batches`: tokens, tokens per step and seconds (prefill and
-decode apart) of every prompt, the seconds of the whole pass, and vLLM's own counters over it. The file
-is written after every mode, so that an engine that takes the process down costs only the modes after it.
+It runs in an environment of vLLM's own, so it imports nothing of Headstart;
+`inference.measure.vllm_process` starts it. The request is a `ServingRequest` and the answers are
+`ServingAnswers`, as JSON. A mode is an engine; the modes follow one another in this process. The
+answers are written after every mode, so that an engine that ends the process costs only the modes
+after it.
 
-A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers names
-those that were needed and made, in this process only. With TRITON_INTERPRET=1 and
+A mode may name `corrections` of faults of vLLM's own (`CORRECTIONS`); `corrected` in its answers
+names those that were needed and made, in this process only. With TRITON_INTERPRET=1 and
 VLLM_USE_V2_MODEL_RUNNER=1 vLLM's second runner works here, for methods that the first does not have
 (dspark): Triton's kernels are interpreted, a second or so for every step.
 """
@@ -27,25 +23,109 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no messages between processes
-    "NUMBA_NUM_THREADS": "1",  # n-gram lookup uses one; a pool of more made it seven times slower on a busy machine
+    # the engine in this process: no messages between processes
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # n-gram lookup uses one; a pool of more made it seven times slower on a busy machine
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
-COUNTERS = {
+Counter = Literal["drafts", "draft_tokens", "accepted_tokens"]
+COUNTERS: dict[str, Counter] = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
 }
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 WARMUP_TOKENS = 32
+
+
+class PromptRequest(TypedDict):
+    """One prompt as token ids."""
+
+    id: str
+    repeat: int
+    tokens: list[int]
+    max_new_tokens: int
+
+
+class ModeRequest(TypedDict):
+    """One engine; see `inference.measure.vllm_process.ServingMode`."""
+
+    name: str
+    speculative: dict[str, object] | None
+    additional: dict[str, object]
+    corrections: list[str]
+    overrides: dict[str, object]
+
+
+class ServingRequest(TypedDict):
+    """Every mode answers every prompt, once per batch size."""
+
+    modes: list[ModeRequest]
+    batches: list[int]
+    """Requests that run at once, one number per pass over the prompts."""
+    model: str
+    dtype: str
+    max_model_len: int
+    warmup: list[list[int]]
+    prompts: list[PromptRequest]
+
+
+class AcceptanceCounts(TypedDict, total=False):
+    """vLLM's own counters; empty without speculation."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_by_position: list[int]
+
+
+class PromptAnswer(TypedDict):
+    """The answer to one prompt."""
+
+    id: str
+    repeat: int
+    tokens: list[int]
+    steps: list[int]
+    """Tokens of every step after the first token, which ends prefill."""
+    seconds: dict[str, float]
+    """"prefill", and "other" for decoding."""
+
+
+class BatchAnswers(TypedDict):
+    """One pass over the prompts."""
+
+    batch: int
+    answers: list[PromptAnswer]
+    acceptance: AcceptanceCounts
+    wall: float
+    """Seconds of the whole pass."""
+
+
+class ModeAnswers(TypedDict, total=False):
+    """The answers of one engine, or its error."""
+
+    name: str
+    error: str
+    batches: list[BatchAnswers]
+    corrected: list[str]
+    """The corrections that were needed and made."""
+
+
+class ServingAnswers(TypedDict):
+    """Everything that this process writes."""
+
+    version: str
+    modes: list[ModeAnswers]
 
 
 def main(arguments: list[str]) -> int:
@@ -57,16 +137,17 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault(name, value)
     if os.environ.get("TRITON_INTERPRET") == "1":
         stand_in_driver()
-    request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    answers: dict[str, Any] = {"version": "", "modes": []}
+    request: ServingRequest = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    answers: ServingAnswers = {"version": "", "modes": []}
     for mode in request["modes"]:
+        found: ModeAnswers = {"name": mode["name"]}
         try:
-            found = decode(request, mode)
+            found.update(decode(request, mode))
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this mode's answer
             traceback.print_exc()
-            found = {"error": in_short(error)}
+            found["error"] = shorten(error)
         answers["version"] = version()
-        answers["modes"].append({"name": mode["name"], **found})
+        answers["modes"].append(found)
         Path(arguments[1]).write_text(json.dumps(answers), encoding="utf-8")
         gc.collect()
     return 0
@@ -82,15 +163,15 @@ def version() -> str:
     return ""
 
 
-def in_short(error: Exception, longest: int = 400) -> str:
-    """An engine's error in one line; its lists of all architectures are cut."""
-    said = " / ".join(line.strip() for line in str(error).strip().splitlines()[:3])
-    return f"{type(error).__name__}: {said}"[:longest]
+def shorten(error: Exception, longest: int = 400) -> str:
+    """The first lines of an engine's error as one line of at most `longest` characters."""
+    text = " / ".join(line.strip() for line in str(error).strip().splitlines()[:3])
+    return f"{type(error).__name__}: {text}"[:longest]
 
 
-def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
+def decode(request: ServingRequest, mode: ModeRequest) -> ModeAnswers:
     """Answer every prompt with one engine, once per batch size."""
-    corrected = [name for name in mode.get("corrections", []) if CORRECTIONS[name]()]
+    corrected = [name for name in mode["corrections"] if CORRECTIONS[name]()]
     engine = importlib.import_module("vllm").LLM(
         model=request["model"],
         dtype=request["dtype"],
@@ -101,77 +182,99 @@ def decode(request: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         seed=0,
         speculative_config=mode["speculative"],
-        **({"additional_config": mode["additional"]} if mode.get("additional") else {}),
-        **({"hf_overrides": mode["overrides"]} if mode.get("overrides") else {}),
+        **({"additional_config": mode["additional"]} if mode["additional"] else {}),
+        **({"hf_overrides": mode["overrides"]} if mode["overrides"] else {}),
     )
-    list(answer(engine, [{"tokens": tokens, "max_new_tokens": WARMUP_TOKENS} for tokens in request["warmup"]], 1))
+    warmup: list[PromptRequest] = [
+        {"id": "", "repeat": 0, "tokens": tokens, "max_new_tokens": WARMUP_TOKENS}
+        for tokens in request["warmup"]
+    ]
+    list(answer(engine, warmup, 1))
     passes = [one_pass(engine, request["prompts"], batch) for batch in request["batches"]]
     return {"batches": passes, "corrected": corrected}
 
 
-def one_pass(engine: Any, prompts: list[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """All prompts with `batch` of them under way at once, and what vLLM counted meanwhile."""
+def one_pass(engine: Any, prompts: list[PromptRequest], batch: int) -> BatchAnswers:
+    """Answer all prompts, `batch` of them at once; the counters are those of this pass."""
     before, begin = counters(engine), time.perf_counter()
-    found = [
-        {"id": prompts[place]["id"], "repeat": prompts[place]["repeat"], **given}
-        for place, given in answer(engine, prompts, batch)
-    ]
+    answers = list(answer(engine, prompts, batch))
     wall, after = time.perf_counter() - begin, counters(engine)
-    acceptance: dict[str, Any] = {
-        name: [now - then for now, then in zip(after[name], before[name], strict=True)]
-        if isinstance(after[name], list)
-        else after[name] - before[name]
-        for name in after
-    }
-    return {"batch": batch, "answers": found, "acceptance": acceptance, "wall": wall}
+    acceptance: AcceptanceCounts = {}
+    for name in COUNTERS.values():
+        if name in after:
+            acceptance[name] = after[name] - before[name]
+    if "accepted_by_position" in after:
+        pairs = zip(after["accepted_by_position"], before["accepted_by_position"], strict=True)
+        acceptance["accepted_by_position"] = [now - then for now, then in pairs]
+    return {"batch": batch, "answers": answers, "acceptance": acceptance, "wall": wall}
 
 
-def answer(engine: Any, prompts: list[dict[str, Any]], batch: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(place of the prompt, its tokens, the tokens of each step, seconds), as they end. The first token ends prefill; every
-    step after it is one verification (or one plain token), cut where the answer ends.
+@dataclass
+class Running:
+    """A request that the engine is answering."""
+
+    begin: float
+    steps: list[list[int]] = field(default_factory=list)
+
+
+def answer(engine: Any, prompts: list[PromptRequest], batch: int) -> Iterator[PromptAnswer]:
+    """The answers in the order in which they end.
+
+    The first token ends prefill; every step after it is one verification (or one plain token), cut
+    where the answer ends. Decoding lasts from the first token to the last on vLLM's own clock.
     """
     vllm = importlib.import_module("vllm")
     delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
     inner, waiting = engine.llm_engine, list(range(len(prompts)))
-    running: dict[str, dict[str, Any]] = {}
+    running: dict[str, Running] = {}
     while waiting or running:
         while waiting and len(running) < batch:
             place = waiting.pop(0)
             sampling = vllm.SamplingParams(
-                temperature=0.0, max_tokens=prompts[place]["max_new_tokens"], detokenize=False, output_kind=delta
+                temperature=0.0,
+                max_tokens=prompts[place]["max_new_tokens"],
+                detokenize=False,
+                output_kind=delta,
             )
-            running[str(place)] = {"begin": time.perf_counter(), "steps": []}
-            inner.add_request(str(place), {"prompt_token_ids": prompts[place]["tokens"]}, sampling)
+            running[str(place)] = Running(time.perf_counter())
+            tokens = {"prompt_token_ids": prompts[place]["tokens"]}
+            inner.add_request(str(place), tokens, sampling)
         for output in inner.step():
-            state = running[output.request_id]
+            request = running[output.request_id]
             new = list(output.outputs[0].token_ids)
             if new:
-                state["steps"].append(new)
-            if output.finished:
-                del running[output.request_id]
-                yield int(output.request_id), finished(state, output.metrics)
+                request.steps.append(new)
+            if not output.finished:
+                continue
+            del running[output.request_id]
+            prompt, stats = prompts[int(output.request_id)], output.metrics
+            decoding = stats.last_token_ts - stats.first_token_ts
+            prefill = time.perf_counter() - request.begin - decoding
+            yield {
+                "id": prompt["id"],
+                "repeat": prompt["repeat"],
+                "tokens": [token for step in request.steps for token in step],
+                "steps": [len(step) for step in request.steps][1:],
+                "seconds": {"prefill": prefill, "other": decoding},
+            }
 
 
-def finished(state: dict[str, Any], stats: Any) -> dict[str, Any]:
-    """One answer. Decoding lasts from the first token to the last on vLLM's own clock."""
-    decoding = stats.last_token_ts - stats.first_token_ts
-    seconds = {"prefill": time.perf_counter() - state["begin"] - decoding, "other": decoding}
-    tokens = [token for step in state["steps"] for token in step]
-    return {"tokens": tokens, "steps": [len(step) for step in state["steps"]][1:], "seconds": seconds}
-
-
-def counters(engine: Any) -> dict[str, Any]:
-    """vLLM's counters of drafts and acceptance so far; empty without speculation."""
+def counters(engine: Any) -> AcceptanceCounts:
+    """vLLM's counters of drafts and acceptance so far."""
     found = {metric.name: metric for metric in engine.get_metrics()}
-    counts: dict[str, Any] = {short: int(found[name].value) for name, short in COUNTERS.items() if name in found}
+    counts: AcceptanceCounts = {}
+    for name, short in COUNTERS.items():
+        if name in found:
+            counts[short] = int(found[name].value)
     if BY_POSITION in found:
         counts["accepted_by_position"] = [int(value) for value in found[BY_POSITION].values]
     return counts
 
 
 def grouped_rms_norm() -> bool:
-    """vLLM 0.32's CPU kernel of `rms_norm` reads only the first row of a weight [layers, size], so that DFlash's context keys get
-    layer 0's k_norm in every layer. Gives every layer its own; returns whether that was needed.
+    """vLLM 0.32's CPU kernel of `rms_norm` reads only the first row of a weight [layers, size], so
+    that DFlash's context keys get layer 0's k_norm in every layer. Gives every layer its own;
+    returns whether that was needed.
     """
     torch: Any = importlib.import_module("torch")
     ops: Any = importlib.import_module("vllm._custom_ops")
@@ -198,7 +301,8 @@ def grouped_rms_norm() -> bool:
 
 
 class HostDriver:
-    """What Triton asks a device's driver, answered for the host: its interpreter needs no device, vLLM wants an active driver."""
+    """What Triton asks a device's driver, answered for the host: its interpreter needs no device,
+    vLLM wants an active driver."""
 
     @staticmethod
     def is_active() -> bool:
@@ -225,21 +329,28 @@ class HostDriver:
 
 def stand_in_driver() -> None:
     """Let Triton, and vLLM's check for it, see a driver; before vLLM is imported."""
-    importlib.import_module("triton.backends").backends["cpu"] = SimpleNamespace(driver=HostDriver, compiler=None)
+    importlib.import_module("triton.backends").backends["cpu"] = SimpleNamespace(
+        driver=HostDriver, compiler=None
+    )
     importlib.import_module("triton.runtime.driver").driver.set_active(HostDriver())
     masks_of_numbers()
 
 
 def masks_of_numbers() -> None:
-    """Let Triton's interpreter load and store by masks that its own operators have made whole numbers of, which it refuses."""
+    """Let Triton's interpreter load and store by masks that its own operators have made whole
+    numbers of, which it refuses."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def as_truth(mask: Any) -> Any:
         return mask if mask.data.dtype == bool else type(mask)(mask.data.astype(bool), mask.dtype)
 
-    builder.create_masked_load = lambda self, place, mask, *rest: load(self, place, as_truth(mask), *rest)
-    builder.create_masked_store = lambda self, place, value, mask, *rest: store(self, place, value, as_truth(mask), *rest)
+    builder.create_masked_load = lambda self, place, mask, *rest: load(
+        self, place, as_truth(mask), *rest
+    )
+    builder.create_masked_store = lambda self, place, value, mask, *rest: store(
+        self, place, value, as_truth(mask), *rest
+    )
 
 
 CORRECTIONS: dict[str, Callable[[], bool]] = {"grouped_rms_norm": grouped_rms_norm}

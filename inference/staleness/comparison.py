@@ -6,18 +6,18 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import DraftSettings
 from inference.decoding.engine import Engine
 from inference.measure.prompts import Prompt, to_requests
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
-from inference.staleness.reference import DRAFT_KEYS, DomainAnswers, Reference, passes_within
+from inference.staleness.reference import DomainAnswers, Reference, passes_within
 from inference.staleness.sequential_test import DriftTest
-from inference.staleness.sources import Fresh, decoded, recorded, scraped, with_system
+from inference.staleness.sources import Fresh, decode_fresh, read_recorded, read_scrapes, with_system
 from inference.target.model import TargetModel
 
 
@@ -49,12 +49,12 @@ class Comparison:
 
     def add_records(self, folder: Path) -> None:
         """Give the test the answers that a server, a measurement or a generation recorded."""
-        self.add(recorded(folder, self.reference))
+        self.add(read_recorded(folder, self.reference))
 
     def add_metrics(self, paths: Sequence[str]) -> None:
         """Give the test one look per scrape of a server's metrics."""
         test, reference = self.test, self.reference
-        for totals in scraped([Path(path) for path in paths]):
+        for totals in read_scrapes([Path(path) for path in paths]):
             for domain, (accepted, passes) in totals.items():
                 widest = max(reference.domains, key=reference.spread)
                 known = domain if domain in test.reference else widest
@@ -69,11 +69,10 @@ class Comparison:
         raise UserError(
             "no fresh answer is of a domain that the reference knows "
             f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, "
-            "or make "
-            "a reference with these by watch.learn=true."
+            "or make a reference with these by watch.learn=true."
         )
 
-    def as_reference(self, target: dict[str, Any], source: str) -> Reference:
+    def as_reference(self, target: dict[str, str], source: str) -> Reference:
         """The fresh answers as a reference: to be the next one, or to be looked at one by one."""
         return replace(
             self.reference,
@@ -114,12 +113,13 @@ def decode_prompts(
             f"{decode.max_new_tokens} tokens. Give shorter prompts."
         )
     most = passes_within(decode.max_new_tokens, decode.tree().max_depth)
-    return decoded(Engine(target, drafter, decode), requests, chosen, most)
+    return decode_fresh(Engine(target, drafter, decode), requests, chosen, most)
 
 
-def draft_of(decode: DecodeConfig) -> dict[str, Any]:
+def draft_of(decode: DecodeConfig) -> DraftSettings:
     """The draft of a reference, as watch.json holds it."""
-    every = decode.shape in ("tree", "dynamic")
-    draft = {key: getattr(decode, key) for key in DRAFT_KEYS if every or key in ("shape", "depth")}
-    draft["choices"] = [list(choice) for choice in draft.get("choices", ())]
+    draft: DraftSettings = {"shape": decode.shape, "depth": decode.depth, "choices": []}
+    if decode.shape in ("tree", "dynamic"):
+        draft["choices"] = [list(choice) for choice in decode.choices]
+        draft |= {"nodes": decode.nodes, "width": decode.width}
     return draft

@@ -1,6 +1,8 @@
-"""Fresh traffic to watch: answers decoded now, the records that a server wrote, or the counters that it shows Prometheus.
+"""Fresh traffic to watch: answers decoded now, the records that a server wrote, or the counters
+that it shows Prometheus.
 
-All give one thing per answer: its domain and the drafted tokens that each of its passes accepted. Counters give totals only.
+All give one thing per answer: its domain and the drafted tokens that each of its passes accepted.
+Counters give totals only.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 
@@ -18,9 +19,19 @@ from inference.decoding.requests import Request
 from inference.measure.prompts import Prompt
 from inference.server.scrape import read_samples
 from inference.staleness.reference import Reference, first_passes
-from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_table
+from inference.verifications import (
+    SEQUENCES,
+    VERIFICATIONS,
+    RecordedDrafter,
+    read_facts,
+    read_table,
+)
 
-ACCEPTED, PASSES, INFO = "headstart_accepted_drafts_total", "headstart_verify_passes_total", "headstart_info"
+ACCEPTED, PASSES, INFO = (
+    "headstart_accepted_drafts_total",
+    "headstart_verify_passes_total",
+    "headstart_info",
+)
 
 
 @dataclass(frozen=True)
@@ -31,31 +42,38 @@ class Fresh:
     passes: list[int]
 
 
-# ---- decoded now ---------------------------------------------------------------------------------------------------------------
+# Decoded now
 
 
 def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
-    """The prompts with a system message put first, in place of one that they have; raises `UserError` for prompts of token ids."""
+    """The prompts with a system message put first, in place of one that they have; raises
+    `UserError` for prompts of token ids."""
     if not system:
         return list(prompts)
     found = []
     for prompt in prompts:
         if prompt.messages is None:
             raise UserError(
-                f"watch.system: prompt '{prompt.id}' is given as token ids, so no system prompt can be put before it. Give "
-                "messages."
+                f"watch.system: prompt '{prompt.id}' is given as token ids, so no system prompt "
+                "can be put before it. Give messages."
             )
         rest = tuple(message for message in prompt.messages if message["role"] != "system")
-        found.append(Prompt(prompt.id, prompt.domain, messages=({"role": "system", "content": system}, *rest)))
+        found.append(
+            Prompt(
+                prompt.id, prompt.domain, messages=({"role": "system", "content": system}, *rest)
+            )
+        )
     return found
 
 
-def decoded(
+def decode_fresh(
     engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt], most: int
 ) -> Iterator[Fresh]:
-    """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the order of the requests.
+    """Decode `requests` (whose index is the place in `prompts`) and yield their answers in the
+    order of the requests.
 
-    most: passes that count. Short answers finish first; a test that stops early must not see them first.
+    most: passes that count. Short answers finish first; a test that stops early must not see them
+    first.
     """
     depth = engine.tree.max_depth
     waiting: dict[int, Fresh] = {}
@@ -71,58 +89,77 @@ def decoded(
             due = next(order, None)
 
 
-# ---- records -------------------------------------------------------------------------------------------------------------------
+# Records
 
 
-def recorded(folder: Path, reference: Reference) -> list[Fresh]:
+def read_recorded(folder: Path, reference: Reference) -> list[Fresh]:
     """The finished answers in a folder of records, in the order in which they ended.
 
-    Raises `UserError` where there are none, or where they were decoded with another draft or at another temperature.
+    Raises `UserError` where there are none, or where they were decoded with another draft or at
+    another temperature.
     """
     facts = read_facts(folder)
-    kind, known = (facts.get("drafter") or {}).get("kind"), reference.drafter.get("kind")
-    if kind != known:
-        raise UserError(f"'{folder}' holds records of a drafter of kind '{kind}'; the reference is of kind '{known}'.")
-    weights, known = (facts.get("drafter") or {}).get("weights_sha256"), reference.drafter.get("weights_sha256")
-    if weights and weights != known:
+    drafter = facts.get("drafter") or RecordedDrafter(name="", kind=None, weights_sha256="")
+    kind, weights = drafter.get("kind"), drafter.get("weights_sha256")
+    expected = reference.drafter.get("weights_sha256")
+    if kind != reference.drafter.get("kind"):
         raise UserError(
-            f"'{folder}' holds records of another drafter of kind '{kind}': its weights are {weights[:12]}..., the reference's "
-            f"{str(known)[:12]}.... Watch the drafter that was recorded."
+            f"'{folder}' holds records of a drafter of kind '{kind}'; the reference is of kind "
+            f"'{reference.drafter.get('kind')}'."
+        )
+    if weights and weights != expected:
+        raise UserError(
+            f"'{folder}' holds records of another drafter of kind '{kind}': its weights are "
+            f"{weights[:12]}..., the reference's {str(expected)[:12]}.... Watch the drafter that "
+            "was recorded."
         )
     require_same_draft(folder, facts.get("draft") or {}, reference)
     ended = read_table(folder, SEQUENCES)
     if not ended.num_rows:
-        raise UserError(f"'{folder}' has no finished answer yet. Let the server answer some requests first.")
-    fitting = ended.filter(pc.less(pc.abs(pc.subtract(ended["temperature"], reference.temperature)), 1e-3))
+        raise UserError(
+            f"'{folder}' has no finished answer yet. Let the server answer some requests first."
+        )
+    fitting = ended.filter(
+        pc.less(pc.abs(pc.subtract(ended["temperature"], reference.temperature)), 1e-3)
+    )
     fitting = fitting.filter(pc.not_equal(fitting["finish"], "cancelled"))
     if not fitting.num_rows:
         found = sorted({round(value, 3) for value in ended["temperature"].to_pylist()})
         raise UserError(
-            f"'{folder}' has no finished answer at the reference's temperature {reference.temperature:g}; its answers were given "
-            f"at {', '.join(f'{value:g}' for value in found[:5])}. Make a reference at that temperature with watch.learn=true."
+            f"'{folder}' has no finished answer at the reference's temperature "
+            f"{reference.temperature:g}; its answers were given at "
+            f"{', '.join(f'{value:g}' for value in found[:5])}. Make a reference at that "
+            "temperature with watch.learn=true."
         )
     passes = _passes(folder)
     return [
-        Fresh(row["domain"], first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most))
+        Fresh(
+            row["domain"],
+            first_passes(passes.get(row["sequence"], ()), reference.depth, reference.most),
+        )
         for row in fitting.sort_by("time").select(["sequence", "domain"]).to_pylist()
     ]
 
 
-def require_same_draft(folder: Path, draft: Mapping[str, Any], reference: Reference) -> None:
-    """Raise `UserError` where records are of another draft than the reference: more drafted tokens, more accepted ones."""
+def require_same_draft(folder: Path, draft: Mapping[str, object], reference: Reference) -> None:
+    """Raise `UserError` where records are of another draft than the reference: more drafted tokens,
+    more accepted ones."""
     choices = reference.draft.get("choices") or ()
     nodes = {"chain": reference.depth + 1, "dynamic": reference.draft.get("nodes")}
     known = {
         "shape": reference.draft.get("shape"),
         "depth": reference.depth,
-        "nodes": nodes.get(str(reference.draft.get("shape")), len(choices) + 1 if choices else None),
+        "nodes": nodes.get(
+            str(reference.draft.get("shape")), len(choices) + 1 if choices else None
+        ),
         "adaptive": "none",
     }
     for name, value in known.items():
         if None not in (value, draft.get(name)) and draft[name] != value:
             raise UserError(
-                f"'{folder}' holds records of drafts with {name} {draft[name]}; the reference's had {name} {value}, so they cannot "
-                "be compared. Make a reference of that draft with watch.learn=true, or record with the reference's."
+                f"'{folder}' holds records of drafts with {name} {draft[name]}; the reference's "
+                f"had {name} {value}, so they cannot be compared. Make a reference of that draft "
+                "with watch.learn=true, or record with the reference's."
             )
 
 
@@ -135,16 +172,21 @@ def _passes(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-# ---- Prometheus ----------------------------------------------------------------------------------------------------------------
+# Prometheus
 
 
-def scraped(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
+def read_scrapes(paths: Sequence[Path]) -> list[dict[str, tuple[float, float]]]:
     """Per look, domain -> (accepted drafted tokens, passes) since the first server started.
 
-    paths: files with what /metrics showed, or folders of such files, in the order of time (of names in a folder). Counters that
-    fall belong to a server that was started again. Raises `UserError` for a file that cannot be read or has none of the counters.
+    paths: files with what /metrics showed, or folders of such files, in the order of time (of names
+    in a folder). Counters that fall belong to a server that was started again. Raises `UserError`
+    for a file that cannot be read or has none of the counters.
     """
-    files = [file for path in paths for file in (sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path])]
+    files = [
+        file
+        for path in paths
+        for file in (sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path])
+    ]
     if not files:
         raise UserError(f"watch.metrics: there are no files in {', '.join(map(str, paths))}.")
     looks: list[dict[str, tuple[float, float]]] = []
@@ -164,7 +206,10 @@ def _sum(
 ) -> dict[str, tuple[float, float]]:
     none = (0.0, 0.0)
     return {
-        name: (one.get(name, none)[0] + other.get(name, none)[0], one.get(name, none)[1] + other.get(name, none)[1])
+        name: (
+            one.get(name, none)[0] + other.get(name, none)[0],
+            one.get(name, none)[1] + other.get(name, none)[1],
+        )
         for name in one.keys() | other.keys()
     }
 
@@ -175,7 +220,8 @@ def read_counters(path: Path) -> dict[str, tuple[float, float]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"watch.metrics: '{path}' cannot be read as text ({error}). Give what the server shows at /metrics."
+            f"watch.metrics: '{path}' cannot be read as text ({error}). Give what the server "
+            "shows at /metrics."
         ) from error
     found: dict[str, dict[str, float]] = {ACCEPTED: {}, PASSES: {}}
     try:
@@ -188,6 +234,11 @@ def read_counters(path: Path) -> dict[str, tuple[float, float]]:
         ) from error
     if not found[PASSES]:
         raise UserError(
-            f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at /metrics, as text (format 0.0.4)."
+            f"watch.metrics: '{path}' has no {PASSES}. Give what a server of Headstart shows at "
+            "/metrics, as text (format 0.0.4)."
         )
-    return {domain: (found[ACCEPTED].get(domain, 0.0), passes) for domain, passes in found[PASSES].items() if passes}
+    return {
+        domain: (found[ACCEPTED].get(domain, 0.0), passes)
+        for domain, passes in found[PASSES].items()
+        if passes
+    }

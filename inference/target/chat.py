@@ -2,19 +2,21 @@
 
 Three ways, in this order:
 
-1. The tokenizer has a chat template with `{% generation %}` markers: the markers say which tokens are the
-   assistant's.
-2. It has a template without markers: the prompt of every assistant turn is rendered on its own and must be a
-   prefix of the whole conversation, token by token; what follows it, up to the end-of-turn token, is the
-   assistant's. A template for which this does not hold (it drops the reasoning of earlier turns, say) is
-   refused, for training on it would teach what serving never shows.
-3. It has no template: the plain form. A beginning-of-text token if the tokenizer has one, the messages' texts
-   without role names and with a blank line between them, and an end-of-text token (if any) after each
-   assistant turn. A prompt of one user message is thus exactly the user's text. This is said once per
-   tokenizer in the log.
+1. The tokenizer has a chat template with `{% generation %}` markers: the markers say which tokens
+   are the assistant's.
+2. It has a template without markers: the prompt of every assistant turn is rendered on its own and
+   must be a prefix of the whole conversation, token by token; what follows it, up to the
+   end-of-turn token, is the assistant's. A template for which this does not hold (it drops the
+   reasoning of earlier turns, say) is refused, for training on it would teach what serving never
+   shows.
+3. It has no template: the plain form. A beginning-of-text token if the tokenizer has one, the
+   messages' texts without role names and with a blank line between them, and an end-of-text token
+   (if any) after each assistant turn. A prompt of one user message is thus exactly the user's text.
+   The log warns of it once per tokenizer.
 
-A rendered template already holds its special tokens, so it is never tokenised with further ones added. Tool calls, tool results,
-tool descriptions and a template's own arguments (`enable_thinking`, ...) go through the template; the plain form knows none.
+A rendered template already holds its special tokens, so it is never tokenised with further ones
+added. Tool calls, tool results, tool descriptions and a template's own arguments
+(`enable_thinking`, ...) go through the template; the plain form knows none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from jinja2.exceptions import TemplateError
 
@@ -34,31 +36,69 @@ logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
 TURN_SEPARATOR = "\n\n"
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_told_plain: set[str] = set()
+_warned_tokenizers: set[str] = set()
 
-Message = dict[str, Any]
-"""`role` and `content`; `tool_calls` and `reasoning_content` of an assistant, `name` and `tool_call_id` of a tool, where given."""
+
+class FunctionCall(TypedDict):
+    """The function that a tool call names."""
+
+    name: str
+    arguments: dict[str, object]
+
+
+class ToolCall(TypedDict):
+    """A tool call in OpenAI's format."""
+
+    id: NotRequired[str]
+    type: str
+    function: FunctionCall
+
+
+class ToolParts(TypedDict, total=False):
+    """The parts of a message besides its text."""
+
+    tool_calls: list[ToolCall]
+    """Of an assistant."""
+    reasoning_content: str
+    """Of an assistant."""
+    name: str
+    """Of a tool."""
+    tool_call_id: str
+    """Of a tool."""
+
+
+class Message(ToolParts):
+    """A chat message; `role` is one of `ROLES`."""
+
+    role: str
+    content: str
+
+
 Span = tuple[int, int]
 TURNS = ("all", "first", "last")
 
 
 class TurnsDifferError(UserError):
-    """A template that writes earlier turns differently once others follow: its turns cannot be supervised in one document."""
+    """A template that writes earlier turns differently once others follow: its turns cannot be
+    supervised in one document."""
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return `messages` as plain {"role", "content"} dictionaries, with tool calls where there are any; raises `UserError` with a
-    reason that quotes no content.
+    """Return `messages` without further keys; raises `UserError` whose reason quotes no content.
 
-    Content may be a string or a list of OpenAI style text parts, which are joined; a message with tool calls and a tool's result
-    may be empty. Other keys are dropped.
+    Content may be a string or a list of OpenAI style text parts, which are joined. A message with
+    tool calls and a tool's result may be empty.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise UserError("messages must be a list with at least one {role, content} entry")
-    checked = []
+    checked: list[Message] = []
     for message in messages:
         called = isinstance(message, Mapping) and message.get("tool_calls")
-        if not isinstance(message, Mapping) or "role" not in message or not ("content" in message or called):
+        if (
+            not isinstance(message, Mapping)
+            or "role" not in message
+            or not ("content" in message or called)
+        ):
             raise UserError("every message must be a mapping with 'role' and 'content'")
         if message["role"] not in ROLES:
             raise UserError(f"message role {message['role']!r} is not one of {', '.join(ROLES)}")
@@ -72,20 +112,21 @@ def check_messages(messages: Any) -> list[Message]:
 
 def render_prompt(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue, generation prompt included. tools: descriptions of the tools
-    it may call; arguments: more values for the template.
+    """Token ids of a conversation that the assistant is to continue, generation prompt included.
+    tools: descriptions of the tools it may call; arguments: more values for the template.
 
-    Raises `UserError` for malformed messages, a conversation that already ends with the assistant, or a
-    template's own refusal.
+    Raises `UserError` for malformed messages, a conversation that already ends with the assistant,
+    or a template's own refusal.
     """
     checked = check_messages(messages)
     if checked[-1]["role"] == "assistant":
         raise UserError(
-            "a prompt must not end with an assistant message; drop the last one so that the target can answer"
+            "a prompt must not end with an assistant message; drop the last one so that the "
+            "target can answer"
         )
     if not has_template(tokenizer):
         return _render_plain(tokenizer, checked, tools)[0]
@@ -94,16 +135,16 @@ def render_prompt(
 
 def render_conversation(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     turns: str = "all",
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> tuple[list[int], list[Span]]:
-    """Token ids of a whole conversation and the spans [start, end) of what the assistant says, end-of-turn
-    token included, in `turns` (all, first or last) of its turns.
+    """Token ids of a whole conversation and the spans [start, end) of what the assistant says,
+    end-of-turn token included, in `turns` (all, first or last) of its turns.
 
-    Raises `UserError` for malformed messages, no assistant message, or a template that allows no way to find
-    the spans (`TurnsDifferError` when single turns could be found).
+    Raises `UserError` for malformed messages, no assistant message, or a template that allows no
+    way to find the spans (`TurnsDifferError` when single turns could be found).
     """
     assert turns in TURNS, turns
     checked = check_messages(messages)
@@ -124,7 +165,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def has_markers(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant says with `{% generation %}`."""
+    """Whether the chat template marks the assistant's text with `{% generation %}`."""
     return bool(GENERATION_MARKER.search(_template(tokenizer)))
 
 
@@ -142,8 +183,8 @@ def spans_of(mask: Sequence[Any]) -> list[Span]:
 
 
 def check_unicode(text: str, what: str) -> str:
-    """Return `text`; raises `UserError` for lone surrogates, which JSON lets through and tokenizers choke
-    on."""
+    """Return `text`; raises `UserError` for lone surrogates, which JSON lets through and tokenizers
+    choke on."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -165,19 +206,21 @@ def _text(content: Any) -> str:
     raise UserError("message content must be text (a string or a list of text parts)")
 
 
-def _tool_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message has besides its text. Arguments of calls become mappings, which most templates expect."""
-    parts: dict[str, Any] = {}
+def _tool_parts(message: Mapping[str, Any]) -> ToolParts:
+    parts: ToolParts = {}
     if message["role"] == "assistant" and message.get("tool_calls"):
         parts["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     if message["role"] == "assistant" and isinstance(message.get("reasoning_content"), str):
         parts["reasoning_content"] = check_unicode(message["reasoning_content"], "the reasoning")
-    if message["role"] == "tool":
-        parts = {key: str(message[key]) for key in ("name", "tool_call_id") if message.get(key)}
+    if message["role"] == "tool" and message.get("name"):
+        parts["name"] = str(message["name"])
+    if message["role"] == "tool" and message.get("tool_call_id"):
+        parts["tool_call_id"] = str(message["tool_call_id"])
     return parts
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def _tool_call(call: Any) -> ToolCall:
+    """A tool call whose arguments are a mapping, which most templates expect."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError("a tool call must be a mapping with 'function': {'name', 'arguments'}")
@@ -189,15 +232,18 @@ def _tool_call(call: Any) -> dict[str, Any]:
             raise UserError("the arguments of a tool call are not JSON") from error
     if not isinstance(arguments, Mapping):
         raise UserError("the arguments of a tool call must be a mapping")
-    # A table fills every row's struct with the keys of all rows: empty ones were not there.
+    # A table fills every row's struct with the keys of all rows: keys without a value were not
+    # given.
     given = {str(key): value for key, value in arguments.items() if value is not None}
-    named = {"id": str(call["id"])} if call.get("id") else {}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": given}}
+    named: FunctionCall = {"name": function["name"], "arguments": given}
+    if call.get("id"):
+        return {"id": str(call["id"]), "type": "function", "function": named}
+    return {"type": "function", "function": named}
 
 
 def _extras(
-    tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any] | None
-) -> dict[str, Any]:
+    tools: Sequence[Mapping[str, object]] | None, arguments: Mapping[str, object] | None
+) -> dict[str, object]:
     """Keyword arguments of `apply_chat_template` beyond the messages."""
     return {**(arguments or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
 
@@ -210,9 +256,13 @@ def _template(tokenizer: Any) -> str:
 
 
 def _apply(
-    tokenizer: Any, messages: list[Message], extras: Mapping[str, Any], generation_prompt: bool = False
+    tokenizer: Any,
+    messages: list[Message],
+    extras: Mapping[str, object],
+    generation_prompt: bool = False,
 ) -> list[int]:
-    """Render and tokenise, in one call, so that special tokens are written by the template alone."""
+    """Render and tokenise, in one call, so that special tokens are written by the template
+    alone."""
     try:
         ids = tokenizer.apply_chat_template(
             messages,
@@ -228,7 +278,7 @@ def _apply(
 
 
 def _render_marked(
-    tokenizer: Any, messages: list[Message], extras: Mapping[str, Any]
+    tokenizer: Any, messages: list[Message], extras: Mapping[str, object]
 ) -> tuple[list[int], list[Span]]:
     try:
         rendered = tokenizer.apply_chat_template(
@@ -250,25 +300,25 @@ def _render_marked(
 
 
 def _render_by_prefix(
-    tokenizer: Any, messages: list[Message], extras: Mapping[str, Any], turns: str
+    tokenizer: Any, messages: list[Message], extras: Mapping[str, object], turns: str
 ) -> tuple[list[int], list[Span]]:
     ids = _apply(tokenizer, messages, extras)
     closing = closing_ids(tokenizer)
     spans = []
-    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    for place in {"all": said, "first": said[:1], "last": said[-1:]}[turns]:
+    assistant = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place in {"all": assistant, "first": assistant[:1], "last": assistant[-1:]}[turns]:
         if place == 0:
             raise UserError(
-                "the conversation starts with an assistant message, so there is no prompt that leads to it"
+                "the conversation starts with an assistant message, so there is no prompt that "
+                "leads to it"
             )
         before = _apply(tokenizer, messages[:place], extras, generation_prompt=True)
         after = _apply(tokenizer, messages[: place + 1], extras)
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise TurnsDifferError(
-                "the chat template has no {% generation %} markers and renders earlier turns differently "
-                "once others follow, so "
-                "assistant spans cannot be found; let the target regenerate the answers, or add markers to "
-                "the template"
+                "the chat template has no {% generation %} markers and renders earlier turns "
+                "differently once others follow, so assistant spans cannot be found; let the "
+                "target regenerate the answers, or add markers to the template"
             )
         spans.append((len(before), _end_of_turn(tokenizer, ids, len(before), len(after), closing)))
     return ids, spans
@@ -281,9 +331,11 @@ def closing_ids(tokenizer: Any) -> set[int]:
 
 
 def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: set[int]) -> int:
-    """End of the span: after the turn's closing token, without the line break many templates put behind it.
+    """End of the span: after the turn's closing token, without the line break many templates put
+    behind it.
 
-    The target stops at the closing token, so whatever the template writes after it is never the target's.
+    The target stops at the closing token, so whatever the template writes after it is never the
+    target's.
     """
     last = max((place for place in range(start, end) if ids[place] in closing), default=None)
     if last is not None and not tokenizer.decode(ids[last + 1 : end]).strip():
@@ -291,17 +343,21 @@ def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: 
     return end
 
 
-def _render_plain(tokenizer: Any, messages: list[Message], tools: Any) -> tuple[list[int], list[Span]]:
-    """The form for tokenizers without a template. Each text is tokenised alone, so a prompt is a prefix of
-    its conversation."""
+def _render_plain(
+    tokenizer: Any, messages: list[Message], tools: Any
+) -> tuple[list[int], list[Span]]:
+    """The form for tokenizers without a template. Each text is tokenised alone, so a prompt is a
+    prefix of its conversation."""
     if tools or any("tool_calls" in message for message in messages):
-        raise UserError("the tokenizer has no chat template, so tools and tool calls cannot be written")
+        raise UserError(
+            "the tokenizer has no chat template, so tools and tool calls cannot be written"
+        )
     name = str(tokenizer.name_or_path)
-    if name not in _told_plain:
-        _told_plain.add(name)
+    if name not in _warned_tokenizers:
+        _warned_tokenizers.add(name)
         logger.warning(
-            "the tokenizer has no chat template: messages are written as plain text without role names "
-            "(inference/target/chat.py)"
+            "the tokenizer has no chat template: messages are written as plain text without role "
+            "names (inference/target/chat.py)"
         )
     ids: list[int] = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     spans = []

@@ -1,14 +1,16 @@
-"""What speculation gains on traffic: every drafter and draft length played through the same arrivals, and the advice from it.
+"""What speculation gains on traffic: every drafter and draft length played through the same
+arrivals, and the advice from it.
 
-Two questions are answered apart. What would users of this traffic notice: latency and tokens per second of the simulated server.
-And how much faster is decoding itself at the number of requests that is not passed in half of the time (p50), or 95% of it (p95).
+Two questions are answered apart. What would users of this traffic notice: latency and tokens per
+second of the simulated server. And how much faster is decoding itself at the number of requests
+that is not passed in half of the time (p50), or 95% of it (p95).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -21,7 +23,14 @@ from inference.target.model import TargetModel
 from inference.traffic.arrivals import Arrival
 from inference.traffic.config import TrafficConfig
 from inference.traffic.server import kept_tokens, measure_prefill, memory_bytes, server_costs
-from inference.traffic.simulate import Costs, Served, SimulatedRequest, concurrency, draw_commits, simulate
+from inference.traffic.simulate import (
+    Costs,
+    Served,
+    SimulatedRequest,
+    concurrency,
+    draw_commits,
+    simulate,
+)
 from inference.tune.config import TuneConfig
 from inference.tune.tuner import Tuner
 
@@ -29,10 +38,60 @@ QUANTILES = {"p50": 0.5, "p95": 0.95}
 PLAIN = "none"
 
 
+class UserView(TypedDict):
+    """What users of a server notice; seconds by the names of `QUANTILES`."""
+
+    tokens_per_second: float
+    """From the first arrival to the last answer."""
+    latency: dict[str, float]
+    first_token: dict[str, float]
+
+
+class WayResult(UserView):
+    """The simulated traffic in one way."""
+
+    drafter: str
+    draft: str
+    depth: int
+    tau: float
+    speedup_at: dict[str, float]
+    """Speedup of decoding at each concurrency."""
+    memory_bytes: dict[str, int]
+    extra_bytes: int
+    """Beyond those of plain decoding."""
+
+
+class TrafficFacts(TypedDict):
+    """The traffic in numbers; tokens are means."""
+
+    requests: int
+    seconds: float
+    prompt_tokens: float
+    answer_tokens: float
+    domains: list[str]
+
+
+class BestWay(TypedDict):
+    """The way with the largest speedup."""
+
+    drafter: str
+    draft: str
+
+
+class TrafficAdvice(TypedDict):
+    """The result of `advise`; concurrency and best by the names of `QUANTILES`."""
+
+    traffic: TrafficFacts
+    rows: int
+    concurrency: dict[str, int]
+    ways: list[WayResult]
+    best: dict[str, BestWay]
+
+
 @dataclass(frozen=True)
 class Way:
-    """One way to serve: a drafter's name (`PLAIN` for none) and draft, its costs, tokens kept per verification by domain ("": all),
-    the memory it takes.
+    """One way to serve: a drafter's name (`PLAIN` for none) and draft, its costs, tokens kept per
+    verification by domain ("": all), the memory it takes.
     """
 
     drafter: str
@@ -45,14 +104,20 @@ class Way:
         """The traffic as this way decodes it."""
         rng = np.random.default_rng(seed)
         return [
-            SimulatedRequest(item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)) for item in arrivals
+            SimulatedRequest(
+                item, draw_commits(item.answer, self.kept.get(item.domain) or self.kept[""], rng)
+            )
+            for item in arrivals
         ]
 
     def speed(self, jobs: Sequence[SimulatedRequest], rows: int) -> float:
-        """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left out."""
+        """Tokens per second of decoding `rows` of these jobs together, prompts and waiting left
+        out."""
         passes = sum(len(job.commits) for job in jobs)
         tokens = sum(sum(job.commits) for job in jobs)
-        length = divide(sum(job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs), len(jobs))
+        length = divide(
+            sum(job.arrival.prompt + job.arrival.answer * 0.5 for job in jobs), len(jobs)
+        )
         return rows * divide(divide(tokens, passes), self.costs.step(rows, length))
 
 
@@ -65,14 +130,17 @@ def ways_to_serve(
     context: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Way]:
-    """Plain decoding and every drafter at every length, measured on this machine. decode: sampling settings.
+    """Plain decoding and every drafter at every length, measured on this machine. decode: sampling
+    settings.
 
     Raises `UserError` where there is no drafter, or a drafter can draft none of the lengths.
     """
     if not drafters:
         raise UserError("there is no drafter to advise on. Name at least one in traffic.drafters.")
     tuning = TuneConfig(
-        batches=tuple(sorted({1, config.rows, *(rows for rows in config.batches if rows <= config.rows)})),
+        batches=tuple(
+            sorted({1, config.rows, *(rows for rows in config.batches if rows <= config.rows)})
+        ),
         temperatures=(config.temperature,),
         depths=config.depths,
         nodes=(),
@@ -90,7 +158,7 @@ def ways_to_serve(
         tuner = Tuner.prepare(tuning, target, drafter, prompts, decode, say)
         survey, costs, task = tuner.survey(config.temperature), tuner.step_costs(), tuner.task
         for rows in tuning.batches:
-            tuner.calibrated(rows)
+            tuner.calibrate(rows)
         plain = tuner.at(config.temperature)
         lengths = (task.mean_prompt, task.longest)
         for draft in survey.drafts:
@@ -109,56 +177,67 @@ def ways_to_serve(
     return found
 
 
-def advise(ways: Sequence[Way], arrivals: Sequence[Arrival], rows: int, seed: int = 0) -> dict[str, Any]:
-    """Play the traffic through every way (the first one is plain decoding); what each gives, and the best at each concurrency."""
+def advise(
+    ways: Sequence[Way], arrivals: Sequence[Arrival], rows: int, seed: int = 0
+) -> TrafficAdvice:
+    """Simulate the traffic in every way, of which the first is plain decoding."""
     plain = ways[0]
     plain_jobs = plain.jobs(arrivals, seed)
     plain_served = simulate(plain_jobs, plain.costs)
-    levels = dict(zip(QUANTILES, concurrency(plain_jobs, plain_served, list(QUANTILES.values())), strict=True))
+    levels = dict(
+        zip(QUANTILES, concurrency(plain_jobs, plain_served, list(QUANTILES.values())), strict=True)
+    )
     together = {name: min(level, rows) for name, level in levels.items()}
     slow = {name: plain.speed(plain_jobs, count) for name, count in together.items()}
-    lines = []
+    results: list[WayResult] = []
     for way in ways:
         jobs = way.jobs(arrivals, seed)
         served = plain_served if way is plain else simulate(jobs, way.costs)
         extra = sum(way.memory.values()) - sum(plain.memory.values())
-        lines.append(
+        results.append(
             {
                 "drafter": way.drafter,
                 "draft": way.draft.label,
                 "depth": way.draft.depth,
-                "tau": divide(sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs)),
+                "tau": divide(
+                    sum(sum(job.commits) for job in jobs), sum(len(job.commits) for job in jobs)
+                ),
                 **seen_by_users(jobs, served),
-                "speedup_at": {name: divide(way.speed(jobs, count), slow[name]) for name, count in together.items()},
+                "speedup_at": {
+                    name: divide(way.speed(jobs, count), slow[name])
+                    for name, count in together.items()
+                },
                 "memory_bytes": dict(way.memory),
                 "extra_bytes": extra,
             }
         )
-    best = {
-        name: max(lines, key=lambda line: float(line["speedup_at"][name])) for name in QUANTILES
-    }
+    best = {name: max(results, key=lambda result: result["speedup_at"][name]) for name in QUANTILES}
     return {
-        "traffic": described(arrivals),
+        "traffic": traffic_facts(arrivals),
         "rows": rows,
         "concurrency": levels,
-        "ways": lines,
-        "best": {name: {key: line[key] for key in ("drafter", "draft")} for name, line in best.items()},
+        "ways": results,
+        "best": {
+            name: {"drafter": way["drafter"], "draft": way["draft"]} for name, way in best.items()
+        },
     }
 
 
-def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) -> dict[str, Any]:
-    """Tokens per second from the first arrival to the last answer, and quantiles of latency and of the wait for the first token."""
+def seen_by_users(jobs: Sequence[SimulatedRequest], served: Sequence[Served]) -> UserView:
+    """Throughput, and quantiles of the latency and of the time to the first token."""
     tokens = sum(job.arrival.answer for job in jobs)
     whole = [item.end - job.arrival.time for job, item in zip(jobs, served, strict=True)]
     first = [item.first - job.arrival.time for job, item in zip(jobs, served, strict=True)]
     return {
         "tokens_per_second": divide(tokens, max(item.end for item in served)),
         "latency": {name: float(np.quantile(whole, share)) for name, share in QUANTILES.items()},
-        "first_token": {name: float(np.quantile(first, share)) for name, share in QUANTILES.items()},
+        "first_token": {
+            name: float(np.quantile(first, share)) for name, share in QUANTILES.items()
+        },
     }
 
 
-def described(arrivals: Sequence[Arrival]) -> dict[str, Any]:
+def traffic_facts(arrivals: Sequence[Arrival]) -> TrafficFacts:
     """The traffic in numbers."""
     count = len(arrivals)
     return {

@@ -1,4 +1,5 @@
-"""The drafts a tuner chooses among: plain decoding, chains, static and dynamic trees, chains that stop early."""
+"""The drafts a tuner chooses among: plain decoding, chains, static and dynamic trees, chains that
+stop early."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from inference.tune.tree_search import search_tree
 def grid(
     config: TuneConfig, target: TargetModel, drafter: Any, accuracy: Sequence[Sequence[float]]
 ) -> tuple[list[Draft], dict[str, str]]:
-    """All drafts to weigh, plain decoding first, and those left out: label -> why the drafter refused them.
+    """All drafts to weigh, plain decoding first, and those left out: label -> why the drafter
+    refused them.
 
-    accuracy [D][R]: measured rates by depth and rank, which static trees are searched from; empty: no static trees.
+    accuracy [D][R]: measured rates by depth and rank, which static trees are searched from; empty:
+    no static trees.
     """
     wanted = [Draft("chain", depth) for depth in sorted(set(config.depths))]
     longest = 0
@@ -33,7 +36,9 @@ def grid(
                 wanted.append(Draft("tree", deepest, found.choices))
         most = 1 + config.width + (config.tree_depth - 1) * config.width**2
         if nodes <= most:
-            wanted.append(Draft("dynamic", min(config.tree_depth, nodes - 1), (), nodes, config.width))
+            wanted.append(
+                Draft("dynamic", min(config.tree_depth, nodes - 1), (), nodes, config.width)
+            )
     for draft in dict.fromkeys(wanted):
         why = refusal(target, drafter, draft)
         if why:
@@ -48,8 +53,8 @@ def grid(
         ]
     if len(kept) == 1:
         raise UserError(
-            f"kind '{drafter.kind}' can draft none of the shapes to choose from: {next(iter(refused.values()))} "
-            "Give shorter ones in tune.depths."
+            f"kind '{drafter.kind}' can draft none of the shapes to choose from: "
+            f"{next(iter(refused.values()))} Give shorter ones in tune.depths."
         )
     return kept, refused
 
@@ -65,14 +70,10 @@ def refusal(target: TargetModel, drafter: Any, draft: Draft) -> str:
 
 
 def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
-    """The longest chain of the grid that the drafter can draft, trees' levels included; at least 1."""
+    """The longest chain of the grid that the drafter can draft, trees' levels included; at least
+    1."""
     asked = sorted({*config.depths, config.tree_depth}, reverse=True)
     return next((d for d in asked if not refusal(target, drafter, Draft("chain", d))), 1)
-
-
-def described(draft: Draft) -> dict[str, Any]:
-    """For reports: the label beside the settings."""
-    return {"label": draft.label, **draft.plain()}
 
 
 def same(draft: Draft, decode: DecodeConfig) -> bool:

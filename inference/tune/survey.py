@@ -1,7 +1,8 @@
-"""What the tuner knows of acceptance: every draft walked along the target's answers to the tuning prompts, at one temperature.
+"""What the tuner knows of acceptance: every draft walked along the target's answers to the tuning
+prompts, at one temperature.
 
-The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds are predicted for, what is run to
-check them, and what their intervals resample.
+The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds
+are predicted for, what is run to check them, and what their intervals resample.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.errors import UserError
 from inference.decoding.adaptive.lengths import Limits
 from inference.decoding.config import DecodeConfig
-from inference.decoding.draft import NONE, Draft
+from inference.decoding.draft import NONE, Draft, DraftSettings
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.kernels.packed_linear import packed_linears
@@ -35,7 +36,8 @@ FEWEST_BLOCKS = 6
 
 @dataclass(frozen=True)
 class Task:
-    """The tuning prompts as requests, in an order that mixes domains, with their ids and domains."""
+    """The tuning prompts as requests, in an order that mixes domains, with their ids and
+    domains."""
 
     requests: tuple[Request, ...]
     ids: tuple[str, ...]
@@ -43,26 +45,47 @@ class Task:
     seed: int
 
     @classmethod
-    def of(cls, config: TuneConfig, target: TargetModel, prompts: Sequence[Prompt], decode: DecodeConfig) -> Task:
-        """Choose prompts as `config` says, those that fit; raises `UserError` when fewer than two are left."""
+    def of(
+        cls,
+        config: TuneConfig,
+        target: TargetModel,
+        prompts: Sequence[Prompt],
+        decode: DecodeConfig,
+    ) -> Task:
+        """Choose prompts as `config` says, those that fit; raises `UserError` when fewer than two
+        are left."""
         known = sorted({prompt.domain for prompt in prompts})
         unknown = [name for name in config.domains if name not in known]
         if unknown:
-            raise UserError(f"tune.domains names {unknown}, but the prompts are of: {', '.join(known)}.")
-        pool = [prompt for prompt in prompts if not config.domains or prompt.domain in config.domains]
+            raise UserError(
+                f"tune.domains names {unknown}, but the prompts are of: {', '.join(known)}."
+            )
+        pool = [
+            prompt for prompt in prompts if not config.domains or prompt.domain in config.domains
+        ]
         chosen = select_prompts(pool, config.prompts_per_domain, config.seed)
         random.Random(config.seed).shuffle(chosen)
-        room = target.info.max_position_embeddings - max((*config.nodes, *config.depths)) - config.tree_depth - 2
+        room = (
+            target.info.max_position_embeddings
+            - max((*config.nodes, *config.depths))
+            - config.tree_depth
+            - 2
+        )
         fitting = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
         if len(fitting) < 2:
             raise UserError(
                 f"tuning needs at least two prompts that fit into {room} positions with "
-                f"tune.max_new_tokens={decode.max_new_tokens}; {len(fitting)} do. Give other prompts (tune.prompts) or shorter "
-                "answers."
+                f"tune.max_new_tokens={decode.max_new_tokens}; {len(fitting)} do. Give other "
+                "prompts (tune.prompts) or shorter answers."
             )
         kept = [chosen[request.index] for request in fitting]
         requests = tuple(replace(request, index=place) for place, request in enumerate(fitting))
-        return cls(requests, tuple(item.id for item in kept), tuple(item.domain for item in kept), decode.seed)
+        return cls(
+            requests,
+            tuple(item.id for item in kept),
+            tuple(item.domain for item in kept),
+            decode.seed,
+        )
 
     @property
     def mean_prompt(self) -> int:
@@ -75,13 +98,17 @@ class Task:
         return max(len(request.tokens) + request.max_new_tokens for request in self.requests)
 
     def blocks(self, batch: int, rounds: int) -> list[list[int]]:
-        """Numbers of the prompts of each block: all prompts `rounds` times, a block twice as large as the batch."""
+        """Numbers of the prompts of each block: all prompts `rounds` times, a block twice as large
+        as the batch."""
         count, size = len(self.requests), REFILLS * batch
         blocks = max(FEWEST_BLOCKS, -(-count // size)) * rounds
-        return [[(block * size + place) % count for place in range(size)] for block in range(blocks)]
+        return [
+            [(block * size + place) % count for place in range(size)] for block in range(blocks)
+        ]
 
     def block_requests(self, blocks: Sequence[Sequence[int]]) -> list[list[Request]]:
-        """The requests of blocks. A prompt that comes again samples with another seed, so that its text is another."""
+        """The requests of blocks. A prompt that comes again samples with another seed, so that its
+        text is another."""
         visits = dict.fromkeys(range(len(self.requests)), 0)
         found = []
         for block in blocks:
@@ -94,9 +121,34 @@ class Task:
         return found
 
 
+class SurveyedDraft(TypedDict):
+    """A draft with its passes over every answer."""
+
+    draft: DraftSettings
+    answers: list[tuple[int, list[tuple[int, int, int, int]]]]
+    """(tokens of the prompt, (accepted, committed, rejected, live) per pass)."""
+
+
+class Ranks(TypedDict):
+    """Acceptance by depth and rank; see `RankStatistics`."""
+
+    tested: list[int]
+    hits: list[list[int]]
+
+
+class SurveyContent(TypedDict):
+    """A `Survey` as JSON holds it."""
+
+    temperature: float
+    drafts: list[SurveyedDraft]
+    ranks: Ranks
+    refused: dict[str, str]
+
+
 @dataclass
 class Survey:
-    """Acceptance of every draft at one temperature. answers: draft -> per prompt what answering it takes; ranks: by depth."""
+    """Acceptance of every draft at one temperature. answers: draft -> per prompt what answering it
+    takes; ranks: by depth."""
 
     temperature: float
     answers: Mapping[Draft, list[Answered]]
@@ -117,26 +169,37 @@ class Survey:
 
     def estimate(self, draft: Draft, seed: int = 0) -> TauEstimate:
         """tau of a draft on the prompts, its interval, and the survival by depth."""
-        outcomes = [Outcome(str(number), "", answer.passes) for number, answer in enumerate(self.answers[draft])]
+        outcomes = [
+            Outcome(str(number), "", answer.passes)
+            for number, answer in enumerate(self.answers[draft])
+        ]
         return tau_estimate(Totals.collect(outcomes, draft.depth), seed)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: a survey needs no quiet machine, so it can be made beforehand."""
-        drafts = [
+    def to_dict(self) -> SurveyContent:
+        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy
+        machine."""
+        drafts: list[SurveyedDraft] = [
             {
                 "draft": draft.plain(),
                 "answers": [
-                    [answer.prompt, [[r.accepted, r.committed, int(r.rejected), r.live] for r in answer.passes]]
+                    (
+                        answer.prompt,
+                        [(r.accepted, r.committed, int(r.rejected), r.live) for r in answer.passes],
+                    )
                     for answer in answers
                 ],
             }
             for draft, answers in self.answers.items()
         ]
-        ranks = {"tested": self.ranks.tested, "hits": self.ranks.hits}
-        return {"temperature": self.temperature, "drafts": drafts, "ranks": ranks, "refused": dict(self.refused)}
+        return {
+            "temperature": self.temperature,
+            "drafts": drafts,
+            "ranks": {"tested": self.ranks.tested, "hits": self.ranks.hits},
+            "refused": dict(self.refused),
+        }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Survey:
+    def from_dict(cls, values: SurveyContent) -> Survey:
         """Read back `to_dict`."""
         answers = {
             Draft.read(item["draft"]): [
@@ -149,15 +212,19 @@ class Survey:
         return cls(values["temperature"], answers, ranks, values["refused"])
 
 
-def survey(config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig) -> Survey:
-    """Let the target answer all prompts once at `decode.temperature`, and walk every draft along the answers.
+def survey(
+    config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig
+) -> Survey:
+    """Let the target answer all prompts once at `decode.temperature`, and walk every draft along
+    the answers.
 
     Raises `UserError` for a drafter that learns from refused nodes, which only decoding shows it.
     """
     if drafter.needs.verified:
         raise UserError(
-            f"kind '{drafter.kind}' learns from the verification of its whole draft, so its acceptance cannot be replayed. Measure "
-            "its drafts with `headstart measure bench.profile.batches=[1,4,16]`."
+            f"kind '{drafter.kind}' learns from the verification of its whole draft, so its "
+            "acceptance cannot be replayed. Measure its drafts with `headstart measure "
+            "bench.profile.batches=[1,4,16]`."
         )
     requests = task.block_requests([list(range(len(task.requests)))])[0]
     longest = deepest(config, target, drafter)
@@ -165,7 +232,9 @@ def survey(config: TuneConfig, target: TargetModel, drafter: Any, task: Task, de
     texts = sorted(Engine(target, None, plain).run(requests), key=lambda done: done.request.index)
     ranks = RankStatistics.empty(longest, 1)
     if config.nodes:
-        ranks = measure_ranks(target, drafter, requests, replace(decode, shape="chain", depth=longest))
+        ranks = measure_ranks(
+            target, drafter, requests, replace(decode, shape="chain", depth=longest)
+        )
     drafts, refused = grid(config, target, drafter, ranks.accuracy() if config.nodes else [])
     replay = Replay(target, drafter, texts, decode.temperature)
     answers = {NONE: [Answered(len(done.request.tokens), done.passes) for done in texts]}
@@ -174,9 +243,12 @@ def survey(config: TuneConfig, target: TargetModel, drafter: Any, task: Task, de
             own = draft.on(decode)
             limits = None
             if draft.family == "adaptive":
-                limits = Limits(own.adaptive_settings(), own.temperature, draft.depth, None, target.device)
+                limits = Limits(
+                    own.adaptive_settings(), own.temperature, draft.depth, None, target.device
+                )
             passes = replay.passes(draft.tree(decode, target.device), limits)
             answers[draft] = [
-                Answered(len(done.request.tokens), records) for done, records in zip(texts, passes, strict=True)
+                Answered(len(done.request.tokens), records)
+                for done, records in zip(texts, passes, strict=True)
             ]
     return Survey(decode.temperature, answers, ranks, refused)

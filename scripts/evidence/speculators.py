@@ -344,9 +344,11 @@ def compare(given: argparse.Namespace) -> None:
     setting = Setting(given.python, answers, target, work, given.threads, shorter)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
-    facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
-    facts["device"] |= {"threads": given.threads}
-    facts["command"] = f"python -m {MODULE} --python PYTHON --answers outputs/families/generate"
+    facts = {
+        **process_facts(),
+        "device": {**device_facts(torch.device("cpu")), "threads": given.threads},
+        "command": f"python -m {MODULE} --python PYTHON --answers outputs/families/generate",
+    }
     for part in [given.only] if given.only else ["timing", "tau"]:
         found: dict[str, Any] = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
         for name in given.kinds:

@@ -46,7 +46,7 @@ from inference.traffic.server import kept_tokens, measure_prefill, server_costs
 from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
-from inference.tune.tuner import Tuner, summed
+from inference.tune.tuner import Tuner, sum_turns
 from scripts.evidence.common import DOCS, REPORTS, cell, cpu_target, read_json
 from scripts.run import drafters
 from scripts.tools.common import Section, add_options, make_parser, run
@@ -161,17 +161,18 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
     prompts = load_prompts(held_out)
     other = Tuner.prepare(grid, tuner.target, tuner.drafter, prompts, tuner.decode)
-    turns = other.compared(tuner.survey(0.0).drafts, 0.0, batch)
-    found = other.measured(turns)
-    longest = max(row["turns"] for row in found)
-    best = next(row["draft"] for row in found if row["turns"] == longest)
-    for row in found:
-        draft = row["draft"]
+    turns = other.compare(tuner.survey(0.0).drafts, 0.0, batch)
+    found = other.speeds(turns)
+    longest = max(item.turns for item in found)
+    best = next(item.draft for item in found if item.turns == longest)
+    rows = []
+    for item in found:
+        draft = item.draft
         taken = turns[draft]
-        own, fastest = summed(draft, taken), summed(best, turns[best][: len(taken)])
+        own, fastest = sum_turns(draft, taken), sum_turns(best, turns[best][: len(taken)])
         ratio, interval = metrics.speedup(own, fastest, grid.seed)
-        row |= {"draft": draft.label, "of_best": ratio, "of_best_ci95": list(interval)}
-    return sorted(found, key=lambda row: -float(row["of_best"]))
+        rows.append({**item.to_dict(), "of_best": ratio, "of_best_ci95": list(interval)})
+    return sorted(rows, key=lambda row: -float(row["of_best"]))
 
 
 def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from heads.api.checkpoint import new_drafter
 from inference.audit.config import AuditConfig
-from inference.audit.findings import AUDIT_FILE, read, to_json, write
+from inference.audit.findings import AUDIT_FILE, make_audit, read, write
 from inference.audit.report import print_summary, write_markdown
 from inference.audit.suite import Contestant, run_audit
 from inference.measure.config import process_facts
@@ -55,10 +55,10 @@ def run(settings: Settings) -> int:
         prepare_process(settings.run)
         audited(settings, found, out, folder.session["git"], console())
         folder.finish()
-    content = read(out)
-    print_summary(content, console())
+    audit = read(out)
+    print_summary(audit, console())
     print(shown(out / AUDIT_FILE), flush=True)
-    return 0 if content["verdict"]["lossless"] else 1
+    return 0 if audit.verdict.lossless else 1
 
 
 def audited(
@@ -82,9 +82,9 @@ def audited(
         "decode": asdict(settings.decode),
         "dtype": settings.target.dtype,
     }
-    content = to_json(findings, asked, {**process_facts(), "git": git})
-    write(content, out)
-    write_markdown(content, out)
+    audit = make_audit(findings, asked, {**process_facts(), "git": git})
+    write(audit, out)
+    write_markdown(audit, out)
 
 
 class NowAndThen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
@@ -100,7 +99,7 @@ def watch(settings: Settings, found: Found, weights: Path) -> int:
     config = settings.watch
     reference = find_reference(config.reference, weights.parent, file_sha256(weights))
     comparison = Comparison(config, reference)
-    target: dict[str, Any] = {}
+    target: dict[str, str] = {}
     if config.metrics:
         source = ", ".join(config.metrics)
         comparison.add_metrics(config.metrics)
@@ -126,7 +125,7 @@ def watch(settings: Settings, found: Found, weights: Path) -> int:
 
 def add_decoded(
     settings: Settings, found: Found, checkpoint: Path, comparison: Comparison
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Decode the prompts of `bench` as the reference was decoded; returns the target's facts."""
     config, reference = settings.watch, comparison.reference
     prepare_process(settings.run)

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, file_entry, write_bytes
+from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
@@ -90,8 +90,8 @@ class Merged:
     """The result of a merge: manifest entries of the shards and of the failures, counts, skip or failure
     reasons by frequency, and what was truncated (rows, tokens)."""
 
-    shards: list[dict[str, Any]]
-    failures: dict[str, Any]
+    shards: list[FileEntry]
+    failures: FileEntry
     counts: dict[str, int]
     reasons: dict[str, int]
     truncated: dict[str, int]
@@ -256,7 +256,7 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 
 def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[FileEntry], int]:
     """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier merge are
     replaced."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)

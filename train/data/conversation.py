@@ -21,7 +21,8 @@ def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
     dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
     changed = list(messages)
     for place in dropped:
-        message = {key: value for key, value in messages[place].items() if key != "reasoning_content"}
+        message = messages[place].copy()
+        message.pop("reasoning_content", None)
         message["content"] = without_thinking(message["content"])
         if not message["content"].strip() and "tool_calls" not in message:
             raise BadRowError("an assistant turn is nothing but reasoning")

@@ -28,6 +28,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.manifest import (
     MANIFEST_FILE,
+    FileEntry,
     file_entry,
     file_sha256,
     read_manifest,
@@ -254,7 +255,7 @@ class _Writer:
     supervised: int = 0
     weight: float = 0.0
     prompts: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
+    shards: list[FileEntry] = field(default_factory=list)
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _hard: list[str] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)

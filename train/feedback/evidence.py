@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
+from inference.verifications import FACTS_FILE, VERIFICATIONS, RecordFacts, read_facts, read_table
 
 COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
 
@@ -93,7 +93,7 @@ class VerificationRecords:
     """
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
-        self.facts: dict[str, Any] = {}
+        self.facts: RecordFacts = {}
         self._table = pa.table({})
         self._places: dict[str, NDArray[np.int64]] = {}
         self.files: list[Path] = []

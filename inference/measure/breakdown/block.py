@@ -1,12 +1,12 @@
-"""Makes the report's block `lost`: decodes the sample with every arm, measures what wider verifications cost, splits the speed."""
+"""Makes the report's block `lost`: decodes the sample with every arm, measures what wider
+verifications cost, splits the speed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from heads.api.drafter import forget
 from inference.decoding.arm import Arm
@@ -17,7 +17,8 @@ from inference.measure.breakdown.counts import (
     POSITIONS,
     Counts,
     Rates,
-    calibration,
+    calibration_bins,
+    calibration_gap,
     count,
     draws,
     expected_tau,
@@ -25,13 +26,27 @@ from inference.measure.breakdown.counts import (
     rate_with_interval,
     state_rates,
 )
-from inference.measure.breakdown.observe import Watched, watch
+from inference.measure.breakdown.observe import State, Watched, watch
 from inference.measure.breakdown.split import Measured, best_tree, split
 from inference.measure.breakdown.transcripts import transcript, write_transcripts
 from inference.measure.config import BenchConfig
 from inference.measure.metrics import Totals, divide
 from inference.measure.prompts import Prompt, select_prompts
+from inference.report.model import (
+    Block,
+    Calibration,
+    CalibrationGap,
+    Costs,
+    DomainLoss,
+    DrafterLoss,
+    Losses,
+    PositionStates,
+    TemperatureStates,
+    TreeComparison,
+)
 from inference.target.model import TargetModel
+
+Part = TypeVar("Part", bound=Block)
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,9 @@ class Sample:
     requests: list[Request]
 
     @classmethod
-    def choose(cls, config: LostConfig, prompts: Sequence[Prompt], requests: Sequence[Request]) -> Sample:
+    def choose(
+        cls, config: LostConfig, prompts: Sequence[Prompt], requests: Sequence[Request]
+    ) -> Sample:
         """The first prompts of every domain, in the measured order, with their requests."""
         chosen = {prompt.id for prompt in select_prompts(prompts, config.prompts_per_domain)}
         pairs = [(p, r) for p, r in zip(prompts, requests, strict=True) if p.id in chosen]
@@ -75,30 +92,34 @@ def lost_block(
     totals: Mapping[str, Totals],
     baseline: Totals,
     lengths: Mapping[str, float],
-    costs: Mapping[str, Any] | None,
+    costs: Costs | None,
     out: Path,
-) -> dict[str, Any]:
+) -> Losses:
     """The block `lost` of report.json; writes `out`/transcripts.json beside it.
 
-    totals: of every arm by its name. lengths: cached tokens that a step of an arm finds on average. costs: the report's cost
-    curves, if it has any.
+    totals: of every arm by its name. lengths: mean number of cached tokens in the steps of an arm.
+    costs: the report's cost curves, if it has any.
     """
-    lost = config.lost
-    widening = {arm.name: _widening(lost, target, arm, sample, lengths[arm.name], costs, config.seed) for arm in arms}
-    found, texts = {}, []
+    lost, seed = config.lost, config.seed
+    widening = {  # measured for all arms before anything else is decoded
+        arm.name: _widening(lost, target, arm, sample, lengths[arm.name], costs, seed)
+        for arm in arms
+    }
+    losses, transcripts = {}, []
     for arm in arms:
-        watched = _watched(target, arm, arm.decode.temperature, sample, lost.candidates if lost.transcripts else 0)
-        measured = Measured(
-            totals[arm.name].like(baseline), baseline, config.repeats, arm.decode.tree().num_nodes, widening[arm.name]
-        )
-        found[arm.name] = _arm_block(lost, target, arm, sample, watched, measured, config.seed)
-        texts += [
-            transcript(arm.name, sample.prompts[row], watched[row], target.tokenizer, arm.decode.temperature)
+        temperature, nodes = arm.decode.temperature, arm.decode.tree().num_nodes
+        candidates = lost.candidates if lost.transcripts else 0
+        watched = _watch_arm(target, arm, temperature, sample, candidates)
+        arm_totals = totals[arm.name].like(baseline)
+        measured = Measured(arm_totals, baseline, config.repeats, nodes, widening[arm.name])
+        losses[arm.name] = _drafter_loss(lost, target, arm, sample, watched, measured, seed)
+        transcripts += [
+            transcript(arm.name, sample.prompts[row], watched[row], target.tokenizer, temperature)
             for row in sample.shown(lost.transcripts)
         ]
-    if texts:
-        write_transcripts(out, target.info.id, lost.candidates, texts)
-    return {"prompts": len(sample.prompts), "arms": found}
+    if transcripts:
+        write_transcripts(out, target.info.id, lost.candidates, transcripts)
+    return Losses(prompts=len(sample.prompts), arms=losses)
 
 
 def _widening(
@@ -107,13 +128,13 @@ def _widening(
     arm: Arm,
     sample: Sample,
     length: float,
-    costs: Mapping[str, Any] | None,
+    costs: Costs | None,
     seed: int,
 ) -> float:
     """verify(n) / verify(1) for the arm's draft at the mean length of its steps."""
     nodes, cached = arm.decode.tree().num_nodes, max(1, round(length))
     if costs is not None:
-        curves = CostCurves.from_dict(costs)
+        curves = CostCurves.from_dict(costs.model_dump())
     else:
         text = [token for request in sample.requests for token in request.tokens]
         cached = min(cached, target.info.max_position_embeddings - nodes - 1)
@@ -122,16 +143,18 @@ def _widening(
     return divide(curves.verify(nodes, 1, cached), curves.verify(1, 1, cached))
 
 
-def _watched(
+def _watch_arm(
     target: TargetModel, arm: Arm, temperature: float, sample: Sample, candidates: int
 ) -> list[Watched]:
-    with ExitStack() as stack:
+    decode = replace(arm.decode, temperature=temperature)
+    forget(arm.drafter)
+    try:
+        return watch(target, arm.drafter, decode, sample.requests, candidates)
+    finally:
         forget(arm.drafter)
-        stack.callback(forget, arm.drafter)
-        return watch(target, arm.drafter, replace(arm.decode, temperature=temperature), sample.requests, candidates)
 
 
-def _arm_block(
+def _drafter_loss(
     config: LostConfig,
     target: TargetModel,
     arm: Arm,
@@ -139,78 +162,96 @@ def _arm_block(
     watched: Sequence[Watched],
     measured: Measured,
     seed: int,
-) -> dict[str, Any]:
+) -> DrafterLoss:
     depth = arm.decode.tree().max_depth
     counts = sample.count(watched, depth)
-    groups = {"all": counts, **{name: counts.take(rows) for name, rows in counts.domain_rows().items()}}
-    domains = {
-        name: {**split(measured.take(name), group, seed), **_calibrated(watched, group, seed)}
-        for name, group in groups.items()
-        if name != "all" and measured.take(name).arm.passes.any() and group.passes.any()
-    }
+    domains = {name: counts.take(rows) for name, rows in counts.domain_rows().items()}
     rates = Rates.of(counts, ones(counts))
     best = best_tree(rates.ranks[0], measured.nodes)
-    block = {
-        "widening": measured.widening,
-        **split(measured, counts, seed),
-        "domains": domains,
-        "depths": {
-            name: [state_rates(group, draws(group, seed), level + 1) for level in range(depth)]
-            for name, group in groups.items()
-        },
-        "positions": _positions(sample, watched, depth, seed),
-        "temperatures": [_temperature(counts, arm.decode.temperature, seed)],
-        "tree": {
-            "nodes": measured.nodes,
-            "own": float(expected_tau(rates.kept)[0]),
-            "best": best.tau,
-            "choices": [list(path) for path in best.choices],
-        },
-    }
-    estimate = next((answer.estimate for answer in watched if answer.estimate), "")
-    if estimate:
-        block["calibration"] = {"estimate": estimate, **calibration(counts, draws(counts, seed))}
+    by_temperature = {arm.decode.temperature: counts}
     for temperature in config.temperatures:
-        if temperature != arm.decode.temperature:
-            other = sample.count(_watched(target, arm, temperature, sample, 0), depth)
-            block["temperatures"].append(_temperature(other, temperature, seed))
-    block["temperatures"].sort(key=lambda row: row["temperature"])
-    return block
+        if temperature not in by_temperature:
+            answers = _watch_arm(target, arm, temperature, sample, 0)
+            by_temperature[temperature] = sample.count(answers, depth)
+    loss = DrafterLoss(
+        widening=measured.widening,
+        **dict(split(measured, counts, seed)),
+        domains={
+            name: _calibrate(
+                DomainLoss(**dict(split(measured.take(name), group, seed))),
+                _gap(watched, group, seed),
+            )
+            for name, group in domains.items()
+            if measured.take(name).arm.passes.any() and group.passes.any()
+        },
+        depths={
+            name: [state_rates(group, draws(group, seed), level + 1) for level in range(depth)]
+            for name, group in {"all": counts, **domains}.items()
+        },
+        positions=_positions(sample, watched, depth, seed),
+        temperatures=[
+            _temperature_states(group, temperature, seed)
+            for temperature, group in sorted(by_temperature.items())
+        ],
+        tree=TreeComparison(
+            nodes=measured.nodes,
+            own=float(expected_tau(rates.kept)[0]),
+            best=best.tau,
+            choices=[list(path) for path in best.choices],
+        ),
+    )
+    return _calibrate(loss, _calibration(watched, counts, seed))
 
 
-def _positions(sample: Sample, watched: Sequence[Watched], depth: int, seed: int) -> list[dict[str, Any]]:
-    """Acceptance and overlap by place in the answer, where there are any states."""
+def _positions(
+    sample: Sample, watched: Sequence[Watched], depth: int, seed: int
+) -> list[PositionStates]:
+    """The drafted tokens by their position in the answer; parts without any are left out."""
     found = []
     for first, end in POSITIONS:
 
-        def inside(place: int, state: Any, first: int = first, end: int = end) -> bool:
+        def inside(place: int, state: State, first: int = first, end: int = end) -> bool:
             return place >= first and (not end or place < end)
 
         counts = count(watched, sample.ids, sample.domains, depth, inside)
         if counts.tested.any():
             states = state_rates(counts, draws(counts, seed))
-            found.append({"first": first, "end": end, **states, **_calibrated(watched, counts, seed)})
+            part = PositionStates(first=first, end=end, **dict(states))
+            found.append(_calibrate(part, _gap(watched, counts, seed)))
     return found
 
 
-def _calibrated(watched: Sequence[Watched], counts: Counts, seed: int) -> dict[str, Any]:
-    """`calibration` of some of the states, without its bins; empty where drafts have no confidence."""
+def _gap(watched: Sequence[Watched], counts: Counts, seed: int) -> CalibrationGap | None:
+    """None where drafts have no confidence."""
     if not any(answer.estimate for answer in watched):
-        return {}
-    found = calibration(counts, draws(counts, seed))
-    return {"calibration": {name: found[name] for name in ("ece", "ece_ci95")}}
+        return None
+    return calibration_gap(counts, draws(counts, seed))
 
 
-def _temperature(counts: Counts, temperature: float, seed: int) -> dict[str, Any]:
-    """tau of the sample at a temperature, and what the tables say of its states."""
+def _calibration(watched: Sequence[Watched], counts: Counts, seed: int) -> Calibration | None:
+    """As `_gap`, with the bins and the source of the confidences."""
+    estimate = next((answer.estimate for answer in watched if answer.estimate), "")
+    if not estimate:
+        return None
+    gap, bins = calibration_gap(counts, draws(counts, seed)), calibration_bins(counts)
+    return Calibration(estimate=estimate, **dict(gap), bins=bins)
+
+
+def _calibrate(block: Part, calibration: CalibrationGap | Calibration | None) -> Part:
+    """`block` with its calibration; the key is left out of report.json where there is none."""
+    if calibration is None:
+        return block
+    return block.model_copy(update={"calibration": calibration})
+
+
+def _temperature_states(counts: Counts, temperature: float, seed: int) -> TemperatureStates:
+    """tau of the sample at a temperature, with the states of its drafted tokens."""
     weights = draws(counts, seed)
     tau, interval = rate_with_interval(counts.committed, counts.passes, weights)
-    said = calibration(counts, weights)
-    return {
-        "temperature": float(temperature),
-        "tau": tau,
-        "tau_ci95": interval,
-        "ece": said["ece"],
-        "ece_ci95": said["ece_ci95"],
-        **state_rates(counts, weights),
-    }
+    return TemperatureStates(
+        temperature=float(temperature),
+        tau=tau,
+        tau_ci95=interval,
+        **dict(calibration_gap(counts, weights)),
+        **dict(state_rates(counts, weights)),
+    )

@@ -10,7 +10,8 @@ from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, conf
 @config("bench.lost")
 @dataclass(frozen=True)
 class LostConfig:
-    """Whether the missing speed is explained, and on how many prompts both models' distributions are compared for it."""
+    """Whether the missing speed is explained, and on how many prompts both models' distributions
+    are compared for it."""
 
     enabled: bool = False
     """Write the block `lost` into report.json, and transcripts.json beside it."""

@@ -1,8 +1,10 @@
-"""Decodes prompts once more and looks at every distribution: what the target thought behind each kept token, what the drafter did.
+"""Decodes prompts once more and looks at every distribution: what the target thought behind each
+kept token, what the drafter did.
 
-The engine's own step does the decoding; only its acceptance rule is put into a shell that keeps the last proposal and the
-target's logits until the host has read what was committed. So the passes are those of the measurement, for chains and trees alike.
-Row by row and step by step, for a sample of prompts.
+The engine's own step does the decoding; only its acceptance rule is put into a shell that keeps the
+last proposal and the target's logits until the host has read what was committed. So the passes are
+those of the measurement, for chains and trees alike. Row by row and step by step, for a sample of
+prompts.
 
 Legend: N nodes, M committed tokens of a pass, V vocabulary, V' its drafted part, C candidates.
 """
@@ -27,22 +29,25 @@ from inference.decoding.session import Session
 from inference.target.model import TargetModel
 
 FIRST, DRAFTED, CORRECTED, BONUS = "first", "drafted", "corrected", "bonus"
-"""Who produced a token: the reading of the prompt; the drafter; the target where it refused a draft, or behind the last one."""
+"""Source of a token: prefill; the drafter; the target in place of a rejected draft; the target
+after the last draft."""
 RANKS = 10
-"""Ranks of the drafter's candidates that are told apart."""
+"""Ranks of the drafter's candidates that are counted."""
 
 Candidates = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class State:
-    """One committed token and what both models thought at its place.
+    """One committed token with both models' distributions at its position.
 
-    depth: 1 for the token behind the root. by: see `FIRST`. tested: drafted tokens stood there. overlap: the sum over tokens of
-    the smaller of both probabilities, as decoding uses them (temperature, filters; at temperature 0 all mass on the best token):
-    1 - TV. own_overlap: the same of the models' own distributions. missed: the target's mass outside the draft vocabulary. rank:
-    the committed token's among the drafter's candidates, -1 behind the last that is told apart. confidence: that of the drafter's
-    best candidate, None without one. target, draft: best candidates as (token id, probability), of the models' own distributions.
+    depth: 1 for the token behind the root. by: see `FIRST`. tested: drafted tokens stood there.
+    overlap: the sum over tokens of the smaller of both probabilities, as decoding uses them
+    (temperature, filters; at temperature 0 all mass on the best token): 1 - TV. own_overlap: the
+    same of the models' own distributions. missed: the target's mass outside the draft vocabulary.
+    rank: the committed token's among the drafter's candidates, -1 from `RANKS` on. confidence: that
+    of the drafter's best candidate, None without one. target, draft: best candidates as (token id,
+    probability), of the models' own distributions.
     """
 
     token: int
@@ -62,8 +67,9 @@ class State:
 
 @dataclass
 class Watched:
-    """An answer as it came about. states: one per token, the first (from prefill) included. estimate: where confidences come from,
-    "head" (the drafter's own estimate), "probability" (that of its best candidate) or "" (certain drafts).
+    """An answer as it came about. states: one per token, the first (from prefill) included.
+    estimate: where confidences come from, "head" (the drafter's own estimate), "probability" (that
+    of its best candidate) or "" (certain drafts).
     """
 
     request: Request
@@ -77,9 +83,14 @@ class Watched:
 
 
 def watch(
-    target: TargetModel, drafter: Any, decode: DecodeConfig, requests: Sequence[Request], candidates: int = 0
+    target: TargetModel,
+    drafter: Any,
+    decode: DecodeConfig,
+    requests: Sequence[Request],
+    candidates: int = 0,
 ) -> list[Watched]:
-    """Decode `requests` under rule match as `decode` says, one after another. candidates: how many of each state are kept."""
+    """Decode `requests` under rule match as `decode` says, one after another. candidates: how many
+    of each state are kept."""
     own = replace(decode, rule="match", batch_size=1, graph="off", lag=0, compile=False)
     engine = Engine(target, drafter, own)
     if isinstance(drafter, nn.Module):
@@ -111,7 +122,9 @@ class _Shell:
         self.keeps_logits = inner.keeps_logits
         self.last: tuple[Proposal, Tensor, Tensor, SharedNoise, Verdict] | None = None
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         verdict = self.inner.judge(proposal, logits, positions, noise)
         self.last = (proposal, logits, positions, noise, verdict)
         return verdict
@@ -153,13 +166,19 @@ class _Watcher:
         seen = logits[0, nodes].float()  # [M, V]
         tested = [place < record.accepted or record.rejected for place in range(count)]
         draft = _Draft.of(proposal, nodes, positions, noise, seen.shape[-1])
-        shaped = _one_hot(seen) if self.settings.greedy else shape_logits(seen, self.settings).softmax(-1)
+        shaped = (
+            _one_hot(seen)
+            if self.settings.greedy
+            else shape_logits(seen, self.settings).softmax(-1)
+        )
         own = seen.softmax(-1)
         overlap = torch.minimum(shaped, draft.shaped(self.settings)).sum(-1).tolist()
         own_overlap = torch.minimum(own, draft.own).sum(-1).tolist()
         missed = [0.0] * count
         if proposal.token_ids is not None:
-            outside = torch.ones(seen.shape[-1], device=seen.device).index_fill(0, proposal.token_ids, 0.0)
+            outside = torch.ones(seen.shape[-1], device=seen.device).index_fill(
+                0, proposal.token_ids, 0.0
+            )
             missed = (shaped * outside).sum(-1).tolist()
         ranks = draft.ranks(torch.tensor(tokens, device=seen.device))
         best, drafted = _top(own, self.candidates), _top(draft.own, self.candidates)
@@ -188,8 +207,9 @@ class _Watcher:
 
 @dataclass
 class _Draft:
-    """The drafter's side of M states. logits [M, V] over the whole vocabulary, scores [M, V] as candidates were ranked; entries of
-    untested states mean nothing. own [M, V]: its own distribution.
+    """The drafter's side of M states. logits [M, V] over the whole vocabulary, scores [M, V] as
+    candidates were ranked; entries of untested states mean nothing. own [M, V]: its own
+    distribution.
     """
 
     logits: Tensor
@@ -200,15 +220,10 @@ class _Draft:
 
     @classmethod
     def of(
-        cls,
-        proposal: Proposal,
-        nodes: Tensor,
-        positions: Tensor,
-        noise: SharedNoise,
-        vocab: int,
+        cls, proposal: Proposal, nodes: Tensor, positions: Tensor, noise: SharedNoise, vocab: int
     ) -> _Draft:
-        """The drafter's side at `nodes` [M] int64 of the one row of `proposal`. positions [1, N] int64: of all nodes; noise: that
-        of the decoding; vocab: V, the target's.
+        """The drafter's side at `nodes` [M] int64 of the one row of `proposal`. positions [1, N]
+        int64: of all nodes; noise: that of the decoding; vocab: V, the target's.
         """
         children = _first_children(proposal, nodes)
         if proposal.logits is None:  # certain drafts: all mass on the first child
@@ -221,7 +236,9 @@ class _Draft:
             scores = noise.scores(rows, positions[:, nodes] + 1, proposal.token_ids)[0].float()
             logits = rows[0].float()
             if proposal.token_ids is not None:
-                logits, scores = (_spread(values, proposal.token_ids, vocab) for values in (logits, scores))
+                logits, scores = (
+                    _spread(values, proposal.token_ids, vocab) for values in (logits, scores)
+                )
         own = logits.softmax(-1)
         confidence, estimate = _confidence(proposal, nodes, scores.argmax(-1), own)
         return cls(logits, scores, own, confidence, estimate)
@@ -233,7 +250,8 @@ class _Draft:
         return (self.logits / settings.temperature).softmax(-1)
 
     def ranks(self, tokens: Tensor) -> list[int]:
-        """Places [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and where a token is none of them."""
+        """Places [M] of `tokens` [M] among the candidates; -1 from `RANKS` on and where a token is
+        none of them."""
         scores = self.scores.gather(1, tokens[:, None])
         better = (self.scores > scores).sum(-1)
         candidate = (better < RANKS) & (scores[:, 0] > float("-inf"))
@@ -257,7 +275,9 @@ def _confidence(
         same &= proposal.tokens[0] == best[:, None]
         values = proposal.confidence[0].float()[same.to(torch.int64).argmax(-1)].tolist()
         known = same.any(-1).tolist()
-        return [value if there else None for value, there in zip(values, known, strict=True)], "head"
+        return [
+            value if there else None for value, there in zip(values, known, strict=True)
+        ], "head"
     if proposal.logits is None:
         return [None] * len(nodes), ""
     return list(own.gather(1, best[:, None])[:, 0].tolist()), "probability"
@@ -275,7 +295,8 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 def _top(probabilities: Tensor, count: int) -> list[Candidates]:
-    """The `count` best tokens per row with their probabilities; those without any mass are left out."""
+    """The `count` best tokens per row with their probabilities; those without any mass are left
+    out."""
     if not count:
         return [[] for _ in range(probabilities.shape[0])]
     found = probabilities.topk(min(count, probabilities.shape[-1]), dim=-1)

@@ -1,16 +1,21 @@
-"""The split itself: factors that lead from the ceiling to the measured speedup, and whose product it is, exactly.
+"""The split itself: factors that lead from the ceiling to the measured speedup, and whose product
+it is, exactly.
 
-The ceiling is the draft's deepest level and the bonus in every pass, at the cost of a plain step: depth + 1. What lies between it
-and the measured speedup S = tau * (time of a plain step / time of a drafted step) is cut into steps, each a quotient of two
-neighbouring quantities, so that everything cancels but the two ends. First acceptance:
+The ceiling is the draft's deepest level and the bonus in every pass, at the cost of a plain step:
+depth + 1. What lies between it and the measured speedup S = tau * (time of a plain step / time of a
+drafted step) is cut into steps, each a quotient of two neighbouring quantities, so that everything
+cancels but the two ends. First acceptance:
 
-    ends         the answer stops: a drafter that is always right needs ceil(tokens / (depth + 1)) passes
+    ends         the answer stops: a drafter that is always right needs ceil(tokens / (depth + 1))
+                 passes
     vocabulary   the target's mass outside the draft vocabulary
-    drafter      1 - TV of both models' distributions as decoding uses them: the most that one candidate per level can give
+    drafter      1 - TV of both models' distributions as decoding uses them: the most that one
+                 candidate per level can give
     coupling     how much of that the shared noise gets (1 at temperature 0)
     candidates   what the best tree of the same size makes of further candidates (above 1)
     shape        what this draft's shape gets, against that best tree
-    sample       the rest: other prompts than the sample's, and rates that depend on what was kept before
+    sample       the rest: other prompts than the sample's, and rates that depend on what was kept
+                 before
 
 and then time, from a plain step to a drafted one, in this order:
 
@@ -20,8 +25,9 @@ and then time, from a plain step to a drafted one, in this order:
     host         time in none of these phases, and between steps, beyond the baseline's
     clock        the rest of the verification: what the cost curves do not explain
 
-The acceptance terms are rates of the sample under the model of `inference.tune.tree_search` (each level given the ones above it);
-`sample` says what that model and the sample leave unexplained, `clock` the same of the cost curves.
+The acceptance terms are rates of the sample under the model of `inference.tune.tree_search` (each
+level given the ones above it); `sample` says what that model and the sample leave unexplained,
+`clock` the same of the cost curves.
 
 Legend: P measured prompts, S prompts of the sample, D depth, W resamples.
 """
@@ -31,13 +37,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from heads.api.errors import UserError
 from inference.measure.breakdown.counts import RESAMPLES, Counts, Rates, draws, expected_tau, ones
 from inference.measure.metrics import GAP, Floats, Totals, middle95, ratios, resample_weights
+from inference.report.model import LossSplit, LossTerm
 from inference.tune.tree_search import SearchedTree, pooled, search_tree
 
 ACCEPTANCE = ("ends", "vocabulary", "drafter", "coupling", "candidates", "shape", "sample")
@@ -50,7 +56,8 @@ RESIDUALS = ("sample", "clock")
 class Measured:
     """What was measured of an arm and its baseline, over the same prompts in the same order.
 
-    repeats: times each prompt was decoded. nodes: of the draft, the root included. widening: verify(nodes) / verify(1).
+    repeats: times each prompt was decoded. nodes: of the draft, the root included. widening:
+    verify(nodes) / verify(1).
     """
 
     arm: Totals
@@ -62,26 +69,28 @@ class Measured:
     def take(self, domain: str) -> Measured:
         """The prompts of one domain."""
         rows = self.arm.domain_rows()[domain]
-        return Measured(self.arm.take(rows), self.baseline.take(rows), self.repeats, self.nodes, self.widening)
+        return Measured(
+            self.arm.take(rows), self.baseline.take(rows), self.repeats, self.nodes, self.widening
+        )
 
 
-def split(measured: Measured, counts: Counts, seed: int = 0) -> dict[str, Any]:
-    """Ceiling, speedup and terms (`name`, `factor`, `ci95`) in the order of `TERMS`; ceiling times all factors is the speedup."""
+def split(measured: Measured, counts: Counts, seed: int = 0) -> LossSplit:
+    """The terms in the order of `TERMS`; the ceiling times all factors is the speedup."""
     size = len(measured.arm.prompts)
     once = np.ones((1, size))
     drawn = resample_weights(size, seed, RESAMPLES)
     factors = _factors(measured, counts, once, ones(counts))
     spread = _factors(measured, counts, drawn, draws(counts, seed + 1))
     tau, plain, drafted = _ends(measured, once)
-    terms = [
-        {"name": name, "factor": float(factors[name][0]), "ci95": list(middle95(spread[name]))} for name in TERMS
-    ]
-    return {
-        "ceiling": float(counts.depth + 1),
-        "speedup": float((tau * ratios(plain, drafted))[0]),
-        "tau": float(tau[0]),
-        "terms": terms,
-    }
+    return LossSplit(
+        ceiling=float(counts.depth + 1),
+        speedup=float((tau * ratios(plain, drafted))[0]),
+        tau=float(tau[0]),
+        terms=[
+            LossTerm(name=name, factor=float(factors[name][0]), ci95=middle95(spread[name]))
+            for name in TERMS
+        ],
+    )
 
 
 def _ends(measured: Measured, weights: Floats) -> tuple[Floats, Floats, Floats]:
@@ -95,12 +104,18 @@ def _ends(measured: Measured, weights: Floats) -> tuple[Floats, Floats, Floats]:
     )
 
 
-def _factors(measured: Measured, counts: Counts, weights: Floats, sampled: Floats) -> dict[str, Floats]:
-    """Every term's factor [W]. weights [W, P] of the measured prompts, sampled [W, S] of the sample's."""
+def _factors(
+    measured: Measured, counts: Counts, weights: Floats, sampled: Floats
+) -> dict[str, Floats]:
+    """Every term's factor [W]. weights [W, P] of the measured prompts, sampled [W, S] of the
+    sample's."""
     tau, plain, drafted = _ends(measured, weights)
     acceptance = _quotients(_tokens(measured, counts, weights, sampled, tau))
     # a step's time stands in the denominator of speed
-    time = [ratios(np.ones(1), value) for value in _quotients(_seconds(measured, weights, plain, drafted))]
+    time = [
+        ratios(np.ones(1), value)
+        for value in _quotients(_seconds(measured, weights, plain, drafted))
+    ]
     return dict(zip(TERMS, [*acceptance, *time], strict=True))
 
 
@@ -119,14 +134,19 @@ def _tokens(
     fewest = measured.repeats * np.ceil(np.round(per_answer, 6) / (depth + 1))
     ended = ratios(weights @ arm.committed, weights @ fewest)
     rates = Rates.of(counts, sampled)
-    share = ratios(ended, ceiling)  # the model knows no end of an answer: it is scaled by what the ends cost
+    # the model knows no end of an answer: it is scaled by what the ends cost
+    share = ratios(ended, ceiling)
     levels = [expected_tau(rates.covered), expected_tau(rates.overlap), expected_tau(rates.first)]
-    levels += [np.array([best_tree(ranks, measured.nodes).tau for ranks in rates.ranks]), expected_tau(rates.kept)]
+    levels += [
+        np.array([best_tree(ranks, measured.nodes).tau for ranks in rates.ranks]),
+        expected_tau(rates.kept),
+    ]
     return [ceiling, ended, *(share * level for level in levels), tau]
 
 
 def best_tree(ranks: Floats, nodes: int) -> SearchedTree:
-    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R] (`inference.tune.tree_search`)."""
+    """The best static tree of `nodes` nodes for acceptance by depth and rank [D, R]
+    (`inference.tune.tree_search`)."""
     try:
         return search_tree([pooled(level.tolist()) for level in ranks], nodes)
     except UserError:  # nothing was ever accepted: any tree gives the bonus alone
@@ -141,10 +161,17 @@ def _seconds(measured: Measured, weights: Floats, plain: Floats, drafted: Floats
         """Seconds per drafted step in these phases beyond those of a plain one."""
         own = sum((arm.seconds[phase] for phase in phases), start=np.zeros(len(arm.prompts)))
         others = sum((base.seconds[phase] for phase in phases), start=np.zeros(len(base.prompts)))
-        return ratios(weights @ own, weights @ arm.passes) - ratios(weights @ others, weights @ base.committed)
+        return ratios(weights @ own, weights @ arm.passes) - ratios(
+            weights @ others, weights @ base.committed
+        )
 
     verify = ratios(weights @ base.seconds["verify"], weights @ base.committed)
-    extra = [verify * (measured.widening - 1.0), beyond("draft"), beyond("commit"), beyond("other", GAP)]
+    extra = [
+        verify * (measured.widening - 1.0),
+        beyond("draft"),
+        beyond("commit"),
+        beyond("other", GAP),
+    ]
     values = [plain]
     for value in extra:
         values.append(values[-1] + value)

@@ -1,43 +1,97 @@
-"""Answers token by token: who produced each, and what both models held likely there. `transcripts.json` beside a report.json."""
+"""Answers token by token: who produced each token, and what both models held likely there.
+
+They are written to `transcripts.json` beside a report.json.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.measure.breakdown.observe import BONUS, CORRECTED, DRAFTED, FIRST, Candidates, Watched
+from inference.measure.breakdown.observe import (
+    BONUS,
+    CORRECTED,
+    DRAFTED,
+    FIRST,
+    Candidates,
+    Watched,
+)
 from inference.measure.prompts import Prompt
 from inference.target.text_pieces import TextPieces
 
 FORMAT = 1
 FILE = "transcripts.json"
 PROMPT_CHARACTERS = 4000
-"""Of a prompt, at most; its end is kept."""
+"""Characters kept of a prompt, from its end."""
 SOURCES = (FIRST, DRAFTED, CORRECTED, BONUS)
+
+
+def _check_source(name: str) -> str:
+    if name not in SOURCES:
+        raise ValueError(f"a token by {name!r}")
+    return name
+
+
+TokenTranscript = TypedDict(
+    "TokenTranscript",
+    {
+        "id": int,
+        "text": str,
+        "by": Annotated[str, AfterValidator(_check_source)],  # one of SOURCES
+        "depth": int,
+        "pass": int,
+        "target": list[tuple[str, float]],  # candidates with their probabilities
+        "draft": list[tuple[str, float]],
+    },
+)
+"""One committed token; see `inference.measure.breakdown.observe.State`."""
+
+
+class Transcript(TypedDict):
+    """One answer of one drafter."""
+
+    arm: str
+    prompt: str
+    domain: str
+    temperature: float
+    question: str
+    finish: str
+    tokens: list[TokenTranscript]
+
+
+class TranscriptFile(TypedDict):
+    """The content of transcripts.json."""
+
+    format: int
+    target: str
+    candidates: int
+    answers: list[Transcript]
 
 
 def transcript(
     arm: str, prompt: Prompt, watched: Watched, tokenizer: Any, temperature: float
-) -> dict[str, Any]:
-    """One answer as JSON holds it."""
+) -> Transcript:
+    """The answer `watched` of one drafter to one prompt."""
     pieces = TextPieces(tokenizer, ())
-    tokens: list[dict[str, Any]] = []
-    for state in watched.states:
-        tokens.append(
-            {
-                "id": state.token,
-                "text": pieces.add([state.token]),
-                "by": state.by,
-                "depth": state.depth,
-                "pass": state.number,
-                "target": _named(state.target, tokenizer),
-                "draft": _named(state.draft, tokenizer),
-            }
-        )
+    tokens: list[TokenTranscript] = [
+        {
+            "id": state.token,
+            "text": pieces.add([state.token]),
+            "by": state.by,
+            "depth": state.depth,
+            "pass": state.number,
+            "target": _texts(state.target, tokenizer),
+            "draft": _texts(state.draft, tokenizer),
+        }
+        for state in watched.states
+    ]
     tokens[-1]["text"] += pieces.rest()
     return {
         "arm": arm,
@@ -51,7 +105,7 @@ def transcript(
 
 
 def _question(prompt: Prompt, watched: Watched, tokenizer: Any) -> str:
-    """What was asked: the last message, or the prompt's tokens as text."""
+    """The last message, or the prompt's tokens as text."""
     if prompt.messages:
         text = str(prompt.messages[-1]["content"])
     else:
@@ -59,20 +113,23 @@ def _question(prompt: Prompt, watched: Watched, tokenizer: Any) -> str:
     return text if len(text) <= PROMPT_CHARACTERS else "…" + text[-PROMPT_CHARACTERS:]
 
 
-def _name(token: int, tokenizer: Any) -> str:
-    return str(tokenizer.decode([token]))
+def _texts(candidates: Candidates, tokenizer: Any) -> list[tuple[str, float]]:
+    return [(str(tokenizer.decode([token])), round(share, 4)) for token, share in candidates]
 
 
-def _named(candidates: Candidates, tokenizer: Any) -> list[list[Any]]:
-    """[text, probability] of each."""
-    return [[_name(token, tokenizer), round(share, 4)] for token, share in candidates]
-
-
-def write_transcripts(folder: Path, target: str, candidates: int, answers: Sequence[dict[str, Any]]) -> Path:
-    """Write `folder`/transcripts.json."""
-    content = {"format": FORMAT, "target": target, "candidates": candidates, "answers": list(answers)}
+def write_transcripts(
+    folder: Path, target: str, candidates: int, answers: Sequence[Transcript]
+) -> Path:
+    """Write `folder`/transcripts.json and return its path."""
+    content: TranscriptFile = {
+        "format": FORMAT,
+        "target": target,
+        "candidates": candidates,
+        "answers": list(answers),
+    }
     path = folder / FILE
-    write_bytes(path, (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode())
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    write_bytes(path, (text + "\n").encode())
     return path
 
 
@@ -81,32 +138,23 @@ def discard_transcripts(folder: Path) -> None:
     (folder / FILE).unlink(missing_ok=True)
 
 
-def read_transcripts(folder: Path) -> list[dict[str, Any]]:
-    """The answers of a report's folder; empty where none were kept. Raises `UserError` for a file that is none of ours."""
+def read_transcripts(folder: Path) -> list[Transcript]:
+    """The answers of a report's folder; empty where none were kept.
+
+    Raises `UserError` for a file that holds something else or has another format.
+    """
     path = folder / FILE
     if not path.is_file():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        answers = [_checked(answer) for answer in content["answers"]]
-        known = content["format"] == FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' holds no transcripts ({error!r}). Measure again with bench.lost.enabled=true.") from error
-    if not known:
-        raise UserError(f"'{path}' has format {content['format']!r}; this version reads format {FORMAT}.")
-    return answers
-
-
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer with exactly the fields that are shown, of their types; ValueError, KeyError or TypeError otherwise."""
-    tokens: list[dict[str, Any]] = []
-    for token in answer["tokens"]:
-        if token["by"] not in SOURCES:
-            raise ValueError(f"a token by {token['by']!r}")
-        sides = {
-            side: [[str(text), float(share)] for text, share in token[side]] for side in ("target", "draft")
-        }
-        numbers = {name: int(token[name]) for name in ("id", "depth", "pass")}
-        tokens.append({**numbers, "text": str(token["text"]), "by": token["by"], **sides})
-    texts = {name: str(answer[name]) for name in ("arm", "prompt", "domain", "question", "finish")}
-    return {**texts, "temperature": float(answer["temperature"]), "tokens": tokens}
+        content = TypeAdapter(TranscriptFile).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(
+            f"'{path}' holds no transcripts ({error.errors()[0]['msg']}). Measure again with "
+            "bench.lost.enabled=true."
+        ) from error
+    if content["format"] != FORMAT:
+        raise UserError(
+            f"'{path}' has format {content['format']!r}; this version reads format {FORMAT}."
+        )
+    return content["answers"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.rules.names import TEXT
-from inference.measure.breakdown.transcripts import read_transcripts
+from inference.measure.breakdown.transcripts import Transcript, read_transcripts
 from inference.report.model import DrafterResult, Report, read_report
 
 LOG_FILE = "log.jsonl"
@@ -23,8 +23,7 @@ class Run:
 
     label: str
     report: Report
-    answers: Sequence[Mapping[str, Any]] = ()
-    """Transcripts, as `inference.measure.breakdown.transcripts` writes them."""
+    answers: Sequence[Transcript] = ()
 
     @property
     def drafters(self) -> list[DrafterResult]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.measure.breakdown.transcripts import SOURCES
+from inference.measure.breakdown.transcripts import SOURCES, Transcript
 from inference.report.page.formats import to_json
 from inference.report.page.gather import Run
 
@@ -47,7 +47,7 @@ def select_answers(run: Run, room: int) -> Answers:
     return Answers(packed, used, len(run.answers) - len(packed))
 
 
-def pack(answer: Mapping[str, Any]) -> dict[str, Any]:
+def pack(answer: Transcript) -> dict[str, Any]:
     """A transcript with short lists in place of names.
 
     A token is [text, place in `SOURCES`, depth, pass, target's candidates, drafter's candidates].

@@ -16,6 +16,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.measure.profile import ProfileConfig, Setting, best, context_of, make_blocks, profile
 from inference.measure.prompts import Prompt, to_requests
+from inference.report.model import ProfilePoint
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong
 from tests.models import VOCAB, random_target
@@ -87,16 +88,16 @@ def test_both_arms_answer_the_same_requests_in_turn(
     arms = [Arm("right", AlwaysRight(known, VOCAB), DECODE), Arm("wrong", AlwaysWrong(known, VOCAB), DECODE)]
     config = ProfileConfig(batches=(1, 2), blocks=3, refills=2)
     block = profile(config, target, arms, requests, ids(), seed=0)
-    points = {(p["arm"], p["batch"], p["depth"]): p for p in block["points"]}
+    points = {(p.arm, p.batch, p.depth): p for p in block.points}
     assert set(points) == {(a, b, d) for a in ("right", "wrong") for b in (1, 2) for d in (1, 2, 3)}
     for (arm, _, depth), point in points.items():
         step = 1 + 0.2 * depth
-        assert point["tau"] == (depth + 1 if arm == "right" else 1.0)  # 12 committed tokens: 6, 4 or 3 passes
-        assert point["speedup"] == pytest.approx((depth + 1 if arm == "right" else 1) / step)
-        assert point["speedup_ci95"] == pytest.approx([point["speedup"]] * 2)
-        assert point["baseline_tokens_per_second"] == pytest.approx(1000 * point["batch"])
-    assert points["right", 2, 3]["answers"] == 3 * 2 * 2
-    chosen = {(b["arm"], b["batch"]): (b["depth"], b["shape"]) for b in block["best"]}
+        assert point.tau == (depth + 1 if arm == "right" else 1.0)  # 12 committed tokens: 6, 4 or 3 passes
+        assert point.speedup == pytest.approx((depth + 1 if arm == "right" else 1) / step)
+        assert point.speedup_ci95 == pytest.approx([point.speedup] * 2)
+        assert point.baseline_tokens_per_second == pytest.approx(1000 * point.batch)
+    assert points["right", 2, 3].answers == 3 * 2 * 2
+    chosen = {(b.arm, b.batch): (b.depth, b.shape) for b in block.best}
     assert chosen == {
         ("right", 1): (3, "chain"),
         ("right", 2): (3, "chain"),
@@ -142,7 +143,7 @@ def test_contexts_are_real_prompts_cut_in_front(
     arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
     config = ProfileConfig(contexts=(40, 20), temperatures=(0, 1), blocks=2, refills=1)
     block = profile(config, target, [arm], requests, ids(), seed=0)
-    assert [(p["sweep"], p["context"], p["temperature"], p["depth"]) for p in block["points"]] == [
+    assert [(p.sweep, p.context, p.temperature, p.depth) for p in block.points] == [
         ("context", 40, 0.0, 3),
         ("context", 20, 0.0, 3),
         ("temperature", 6, 0.0, 3),
@@ -159,7 +160,7 @@ def test_a_tree_is_compared_with_the_chains(
     arm = Arm("right", AlwaysRight(known, VOCAB), tree)
     config = ProfileConfig(batches=(1,), blocks=1, refills=1, depths=(1, 2, 9))
     block = profile(config, target, [arm], requests, ids(), seed=0)
-    assert [(p["shape"], p["depth"], p["nodes"]) for p in block["points"]] == [
+    assert [(p.shape, p.depth, p.nodes) for p in block.points] == [
         ("chain", 1, 2),
         ("chain", 2, 3),
         ("tree", 2, 4),
@@ -167,13 +168,27 @@ def test_a_tree_is_compared_with_the_chains(
 
 
 def test_the_best_draft_is_none_where_none_pays() -> None:
-    base = {"arm": "a", "sweep": "batch", "batch": 8, "context": 5, "temperature": 0.0, "shape": "chain"}
-    rates = {"tokens_per_second": 90.0, "baseline_tokens_per_second": 100.0}
-    slow = {**base, **rates, "depth": 2, "speedup": 0.9}
-    fast = {**base, **rates, "depth": 4, "speedup": 1.2, "tokens_per_second": 120.0}
-    assert best([slow])[0] | base == {**best([slow])[0], **base}
-    assert (best([slow])[0]["depth"], best([slow])[0]["tokens_per_second"]) == (0, 100.0)
-    assert (best([slow, fast])[0]["depth"], best([slow, fast])[0]["speedup"]) == (4, 1.2)
+    slow = ProfilePoint(
+        arm="a",
+        sweep="batch",
+        batch=8,
+        context=5,
+        temperature=0.0,
+        shape="chain",
+        depth=2,
+        nodes=3,
+        answers=16,
+        tau=1.5,
+        tokens_per_second=90.0,
+        baseline_tokens_per_second=100.0,
+        speedup=0.9,
+        speedup_ci95=(0.8, 1.0),
+    )
+    fast = slow.model_copy(update={"depth": 4, "speedup": 1.2, "tokens_per_second": 120.0})
+    (none,), (long,) = best([slow]), best([slow, fast])
+    assert (none.arm, none.sweep, none.batch, none.context) == ("a", "batch", 8, 5)
+    assert (none.shape, none.depth, none.tokens_per_second) == ("none", 0, 100.0)
+    assert (long.shape, long.depth, long.speedup) == ("chain", 4, 1.2)
 
 
 def test_settings_are_checked(target: TargetModel, requests: list[Request], known: Any) -> None:

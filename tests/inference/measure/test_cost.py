@@ -26,7 +26,7 @@ from inference.decoding.costs import (
     CostConfig,
     CostCurves,
     CostPoint,
-    interleaved,
+    interleave,
     interpolate,
     measure_costs,
 )
@@ -123,7 +123,7 @@ def test_calls_are_timed_in_turns_and_slow_calls_look_slow() -> None:
         return run
 
     calls = {"fast": call("fast", 0.0), "slow": call("slow", 0.01)}
-    found = interleaved(calls, torch.device("cpu"), repeats=6, warmup=1, seed=1)
+    found = interleave(calls, torch.device("cpu"), repeats=6, warmup=1, seed=1)
     assert len(found["fast"]) == len(found["slow"]) == 6
     assert min(found["slow"]) >= 0.01 > sorted(found["fast"])[2]
     rounds = [tuple(order[i : i + 2]) for i in range(0, len(order), 2)]

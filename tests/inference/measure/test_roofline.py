@@ -20,7 +20,6 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.kernels.packed_linear import packed_linears
 from inference.measure.roofline import (
-    Bandwidth,
     TargetBytes,
     WeightReads,
     drafter_bytes,
@@ -28,7 +27,7 @@ from inference.measure.roofline import (
     roofline,
     share_of,
 )
-from inference.report.model import parse_report
+from inference.report.model import BandwidthFacts, parse_report
 from inference.target.model import TargetModel
 from tests.inference.example_report import example_report
 from tests.models import SMALL, random_target
@@ -125,8 +124,8 @@ def test_packed_weights_are_counted_too(target: TargetModel, kind: str, config: 
 def test_the_probe_measures_this_device() -> None:
     found = probe_bandwidth(torch.device("cpu"), torch.float32, size=1 << 22)
     assert found.device == "cpu"
-    assert found.used == max(found.copy_bytes_per_second, found.gemv_bytes_per_second)
-    assert 1e7 < found.used < 1e13
+    assert found.used_bytes_per_second == max(found.copy_bytes_per_second, found.gemv_bytes_per_second)
+    assert 1e7 < found.used_bytes_per_second < 1e13
 
 
 def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
@@ -134,19 +133,24 @@ def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
     split = {"draft": 1.0, "verify": 2.0, "commit": 0.5, "other": 0.3, "gap": 0.2}
     entry = {"draft": {"depth": 3, "nodes": 4}, "step_ms": split, "speedup": 1.8, "ideal_speedup": 2.0}
     report = parse_report(example_report(entry))
-    bandwidth = Bandwidth("cpu", 2e9, 1e9)
+    bandwidth = BandwidthFacts(
+        device="cpu",
+        copy_bytes_per_second=2e9,
+        gemv_bytes_per_second=1e9,
+        used_bytes_per_second=2e9,
+    )
     lengths = {"baseline": 20.0, "eagle3": 30.0}
     block = roofline(
         target, [eagle], report.baseline, report.drafters, TEXT, lengths, bandwidth
     )
     size = TargetBytes.of(target)
-    plain, numbers = block["baseline"], block["arms"]["eagle3"]
-    assert plain["step_ms"] == 2.0  # 16 s for 8000 tokens
-    assert plain["bytes_per_step"] == size.step(1, 20)
-    assert plain["share"] == pytest.approx(size.step(1, 20) / (2e9 * 0.002))
-    assert numbers["step_ms"] == pytest.approx(4.0)
-    assert numbers["bytes_per_step"] == size.step(4, 30) + numbers["drafter_bytes"]
-    assert numbers["share"] == pytest.approx(numbers["bytes_per_step"] / (2e9 * 0.004))
-    assert numbers["efficiency"] == pytest.approx(0.9)
-    assert numbers["split"] == pytest.approx({k: v / 4.0 for k, v in split.items()})
+    plain, numbers = block.baseline, block.arms["eagle3"]
+    assert plain.step_ms == 2.0  # 16 s for 8000 tokens
+    assert plain.bytes_per_step == size.step(1, 20)
+    assert plain.share == pytest.approx(size.step(1, 20) / (2e9 * 0.002))
+    assert numbers.step_ms == pytest.approx(4.0)
+    assert numbers.bytes_per_step == size.step(4, 30) + numbers.drafter_bytes
+    assert numbers.share == pytest.approx(numbers.bytes_per_step / (2e9 * 0.004))
+    assert numbers.efficiency == pytest.approx(0.9)
+    assert numbers.split.to_dict() == pytest.approx({k: v / 4.0 for k, v in split.items()})
     assert share_of(10, 0.0, bandwidth) == 0.0

@@ -111,7 +111,7 @@ def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -
     assert "is not used: it was tuned on cpu" in told(folder, target, device={"kind": "cuda"}).line
     assert told(tmp_path / "elsewhere", target) is None
     checkpoint(target, tmp_path / "greedy", ROWS[:2])
-    assert "it says nothing of sampling" in told(tmp_path / "greedy", target, temperature=0.7).line
+    assert "it has no row for sampling" in told(tmp_path / "greedy", target, temperature=0.7).line
     other = new_drafter("medusa", get_kind("medusa").config_class(num_heads=3), target.info, target.weights, seed=1)
     save_drafter(other, folder, target.info)
     assert "the weights have changed since it was tuned" in told(folder, target).line

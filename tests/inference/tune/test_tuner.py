@@ -24,7 +24,15 @@ from inference.target.model import TargetModel
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey
-from inference.tune.tuner import PREDICTION_ERROR, Tuner, answered, choose, representatives, weighed
+from inference.tune.tuner import (
+    PREDICTION_ERROR,
+    DraftSpeed,
+    Tuner,
+    answers_of,
+    choose,
+    combine,
+    representatives,
+)
 from inference.tune.workload import batch_steps
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
@@ -100,7 +108,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
             yield from done
 
         original = Engine.run
-        monkeypatch.setattr(costs_module, "interleaved", timed)
+        monkeypatch.setattr(costs_module, "interleave", timed)
         monkeypatch.setattr(Engine, "run", run)
 
     return install
@@ -122,7 +130,7 @@ def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: 
         assert steps.steps == turn.steps, draft.label
         assert steps.tokens == sum(len(done.tokens) - 1 for done in turn.completions)
         if draft.family == "adaptive":
-            assert steps.mean_nodes == batch_steps(answered(turn), 3).mean_nodes
+            assert steps.mean_nodes == batch_steps(answers_of(turn), 3).mean_nodes
 
 
 def test_a_medusa_drafts_no_deeper_than_its_heads(target: TargetModel) -> None:
@@ -150,11 +158,11 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(ta
     for row in tuner.tune():
         batch = row["batch_size"]
         drafts = tuner.survey(0.0).drafts
-        everything = tuner.measured(tuner.run(drafts, 0.0, batch, tuner.task.blocks(batch, 1)))
+        everything = tuner.speeds(tuner.run(drafts, 0.0, batch, tuner.task.blocks(batch, 1)))
         best = everything[0]
-        assert row["label"] == best["draft"].label
-        assert row["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
-        measured = {item["draft"].label: item["tokens_per_second"] for item in everything}
+        assert row["label"] == best.draft.label
+        assert row["tokens_per_second"] == pytest.approx(best.tokens_per_second)
+        measured = {item.draft.label: item.tokens_per_second for item in everything}
         for item in row["predictions"]:
             assert item["tokens_per_second"] == pytest.approx(measured[item["label"]], rel=1e-6), item["label"]
             assert sum(item["step_ms"].values()) > 12.0  # the fixed time is in it
@@ -165,8 +173,8 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(ta
     assert CostCurves.from_dict(facts["costs"]).verify(1, 3, 20) == pytest.approx(0.0103)
 
 
-def ran(draft: Draft, speedup: float, width: float) -> dict[str, Any]:
-    return {"draft": draft, "speedup": speedup, "speedup_ci95": [speedup / width, speedup * width]}
+def ran(draft: Draft, speedup: float, width: float) -> DraftSpeed:
+    return DraftSpeed(draft, 1, 100.0, [90.0, 110.0], speedup, [speedup / width, speedup * width], 1.0)
 
 
 def test_a_measurement_counts_by_how_sure_it_is() -> None:
@@ -177,9 +185,9 @@ def test_a_measurement_counts_by_how_sure_it_is() -> None:
         distances = (grid - math.log(predicted)) / PREDICTION_ERROR, (grid - math.log(measured)) / deviation
         density = torch.softmax(-0.5 * (distances[0] ** 2 + distances[1] ** 2), 0)
         expected = math.exp(float((density * grid).sum()))
-        assert weighed(predicted, measured, (measured / width, measured * width)) == pytest.approx(expected, rel=1e-6)
-    assert weighed(1.2, 1.1, (1.1, 1.1)) == pytest.approx(1.1)
-    assert weighed(1.2, 0.0, (0.0, 0.0)) == 0.0  # nothing was committed
+        assert combine(predicted, measured, (measured / width, measured * width)) == pytest.approx(expected, rel=1e-6)
+    assert combine(1.2, 1.1, (1.1, 1.1)) == pytest.approx(1.1)
+    assert combine(1.2, 0.0, (0.0, 0.0)) == 0.0  # nothing was committed
 
 
 def dear_trees(phase: str, nodes: float, rows: int) -> float:
@@ -191,19 +199,19 @@ def test_drafts_close_to_the_fastest_run_longer_on_other_visits(target: TargetMo
     clocked(dear_trees)
     tuner = tuner_of(target, batches=(3,), close_rounds=2)
     drafts = tuner.survey(0.0).drafts
-    once = {row["draft"]: row for row in tuner.measured(tuner.run(drafts, 0.0, 3, tuner.task.blocks(3, 1)))}
-    least = 0.9 * max(row["tokens_per_second"] for row in once.values())
-    turns = tuner.compared([draft for draft in drafts if draft != NONE], 0.0, 3)
+    once = {row.draft: row for row in tuner.speeds(tuner.run(drafts, 0.0, 3, tuner.task.blocks(3, 1)))}
+    least = 0.9 * max(row.tokens_per_second for row in once.values())
+    turns = tuner.compare([draft for draft in drafts if draft != NONE], 0.0, 3)
     counts = {draft: len(taken) for draft, taken in turns.items()}
     blocks = len(tuner.task.blocks(3, 1))
     for draft, row in once.items():
-        close = draft == NONE or row["tokens_per_second"] >= least
+        close = draft == NONE or row.tokens_per_second >= least
         assert counts[draft] == (3 if close else 1) * blocks, draft.label
     assert set(counts.values()) == {blocks, 3 * blocks}
     seeds = {done.request.seed for turn in turns[NONE] for done in turn.completions}
     assert len(seeds) == sum(len(turn.completions) for turn in turns[NONE])
-    assert next(row for row in tuner.measured(turns) if row["draft"] == NONE)["speedup"] == 1.0
-    assert set(map(len, tuner_of(target, close_rounds=0).compared(drafts, 0.0, 3).values())) == {blocks}
+    assert next(row for row in tuner.speeds(turns) if row.draft == NONE).speedup == 1.0
+    assert set(map(len, tuner_of(target, close_rounds=0).compare(drafts, 0.0, 3).values())) == {blocks}
 
 
 def test_prediction_and_measurement_choose_together() -> None:
@@ -213,7 +221,7 @@ def test_prediction_and_measurement_choose_together() -> None:
         drafts, speedups = (NONE, short, long), (1.0, *measured)
         # As uncertain as a prediction: each counts as much.
         rows = [ran(draft, found, math.exp(1.96 * PREDICTION_ERROR)) for draft, found in zip(drafts, speedups, strict=True)]
-        return choose(rows, {NONE: 1.0, short: predicted[0], long: predicted[1]})["draft"]
+        return choose(rows, {NONE: 1.0, short: predicted[0], long: predicted[1]}).draft
 
     assert chosen((1.2, 1.3), (1.2, 1.25)) == long
     assert chosen((1.2, 1.3), (1.3, 1.1)) == short  # 1.249 against 1.196
@@ -227,7 +235,7 @@ def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:
 
     def chosen(*speedups: float) -> Draft:
         rows = [ran(draft, found, 1.1) for draft, found in zip(drafts, (1.0, *speedups), strict=True)]
-        return choose(rows, {row["draft"]: row["speedup"] for row in rows})["draft"]
+        return choose(rows, {row.draft: row.speedup for row in rows}).draft
 
     assert chosen(1.19, 1.195, 1.20) == Draft("chain", 1)
     assert chosen(1.10, 1.18, 1.20) == Draft("chain", 2)

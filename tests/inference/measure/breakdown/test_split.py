@@ -22,7 +22,15 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.measure.breakdown.config import LostConfig
-from inference.measure.breakdown.counts import Rates, calibration, count, draws, expected_tau, ones
+from inference.measure.breakdown.counts import (
+    Rates,
+    calibration_bins,
+    calibration_gap,
+    count,
+    draws,
+    expected_tau,
+    ones,
+)
 from inference.measure.breakdown.observe import BONUS, CORRECTED, DRAFTED, FIRST, State, Watched, watch
 from inference.measure.breakdown.split import TERMS, Measured, best_tree, split
 from inference.measure.breakdown.transcripts import read_transcripts
@@ -31,7 +39,7 @@ from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure
 from inference.report.markdown import markdown
-from inference.report.model import read_report
+from inference.report.model import LossSplit, read_report
 from inference.target.model import TargetModel
 from tests.fakes import AlwaysRight, AlwaysWrong, Fake, SometimesRight
 from tests.models import VOCAB, TokenIds, random_model, random_target
@@ -262,8 +270,8 @@ def figures(target: TargetModel, sort: type[Fake], decode: DecodeConfig) -> tupl
     return Measured(totals(arm, 0.002, 0.001), totals(plain, 0.001, 0.0), 1, nodes, widening=1.5), counts
 
 
-def factors(found: dict[str, Any]) -> dict[str, float]:
-    return {term["name"]: term["factor"] for term in found["terms"]}
+def factors(found: LossSplit) -> dict[str, float]:
+    return {term.name: term.factor for term in found.terms}
 
 
 def test_a_drafter_that_is_always_right_loses_nothing_to_acceptance_but_the_ends(target: TargetModel) -> None:
@@ -322,7 +330,7 @@ def test_calibration_by_hand() -> None:
     ]
     request = Request(0, (1,), 0, 9)
     counts = count([Watched(request, states)] * 2, ["a", "b"], ["x", "x"], 2)
-    found = calibration(counts, draws(counts, 0))
-    assert found["ece"] == pytest.approx((abs(0.95 + 0.91 - 1) + 0.12) / 3)
-    assert found["bins"][9] == {"count": 4, "confidence": pytest.approx(0.93), "accepted": 0.5}
-    assert found["bins"][1]["count"] == 2 and found["bins"][5]["count"] == 0
+    bins = calibration_bins(counts)
+    assert calibration_gap(counts, draws(counts, 0)).ece == pytest.approx((abs(0.95 + 0.91 - 1) + 0.12) / 3)
+    assert bins[9].to_dict() == {"count": 4, "confidence": pytest.approx(0.93), "accepted": 0.5}
+    assert bins[1].count == 2 and bins[5].count == 0
