@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
@@ -139,8 +139,22 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_entry(directory: Path, relative: str, **extra: Any) -> dict[str, Any]:
-    """A manifest's entry for one file: its relative path, `extra` (rows, ...), its SHA-256."""
+class FileCounts(TypedDict, total=False):
+    """What a manifest counts of a file."""
+
+    rows: int
+    bytes: int
+
+
+class FileEntry(FileCounts, total=False):
+    """A manifest's entry for one file."""
+
+    file: Required[str]
+    sha256: Required[str]
+
+
+def file_entry(directory: Path, relative: str, **extra: Unpack[FileCounts]) -> FileEntry:
+    """A manifest's entry for one file: its relative path, `extra`, its SHA-256."""
     return {"file": relative, **extra, "sha256": file_sha256(safe_path(directory, relative))}
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -29,9 +29,24 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from heads.api.errors import UserError
-from inference.manifest import MANIFEST_FILE, file_entry, write_bytes
+from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
+
+class AnswerRow(TypedDict):
+    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave them."""
+
+    id: str
+    index: int
+    domain: str
+    tokens: list[int]
+    spans: list[list[int]]
+    finish: str
+    seed: int
+    parts: list[int]
+    weights: NotRequired[NDArray[np.float32]]
+    anchors: NotRequired[NDArray[np.float32]]
+
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -56,7 +71,7 @@ PACKED, INPUT = "packed", "input"
 
 
 Watch = Callable[[str, int], None]
-"""Told how far a phase is: its name and how many rows it has done."""
+"""Called with the name of a phase and how many rows it has done."""
 
 
 def ignore(phase: str, rows: int) -> None:
@@ -65,7 +80,7 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """What became of one input row. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
+    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
     tokens the second and later documents begin, when turns had to become documents of their own; reason: if not done; cut: tokens
     that a truncation policy took away."""
 
@@ -90,8 +105,8 @@ class Merged:
     """The result of a merge: manifest entries of the shards and of the failures, counts, skip or failure
     reasons by frequency, and what was truncated (rows, tokens)."""
 
-    shards: list[dict[str, Any]]
-    failures: dict[str, Any]
+    shards: list[FileEntry]
+    failures: FileEntry
     counts: dict[str, int]
     reasons: dict[str, int]
     truncated: dict[str, int]
@@ -186,8 +201,8 @@ def clear_output(out: Path) -> None:
 
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; the system lets go of it when the process dies, however it
-    dies.
+    """Hold the folder's lock while generating; the system releases it when the process ends, however it
+    ends.
 
     exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run, say)
     writes here; it is then shared with the run's other processes. Raises `UserError` when another run holds
@@ -256,7 +271,7 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 
 def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[FileEntry], int]:
     """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier merge are
     replaced."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)

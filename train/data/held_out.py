@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -108,10 +108,17 @@ def texts_of(prompt: Prompt) -> list[str]:
     return [message["content"] for message in prompt.messages or () if message["role"] == "user"]
 
 
+class FindingsState(TypedDict):
+    """Repeats as `input/state.json` and the report hold them: counts by source, and examples."""
+
+    counts: dict[str, int]
+    examples: list[dict[str, str]]
+
+
 class Findings:
     """Counts of repeats by source, and some of them with their text."""
 
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, state: FindingsState | None = None) -> None:
         self.counts: dict[str, int] = dict(state["counts"]) if state else {}
         self.examples: list[dict[str, str]] = list(state["examples"]) if state else []
 
@@ -122,7 +129,7 @@ class Findings:
                 {"row": row, "source": repeat.source, "prompt": repeat.prompt, "text": repeat.text}
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> FindingsState:
         return {"counts": self.counts, "examples": self.examples}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,8 @@ from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
-from train.data.held_out import Findings, HeldOutIndex
-from train.data.sources import Mixture, Row, SkippedRow, content_hash
+from train.data.held_out import Findings, FindingsState, HeldOutIndex
+from train.data.sources import Mixture, MixturePlace, Row, RowContent, SkippedRow, SourceReport, content_hash
 from train.data.tables import local_files
 
 BLOCK = 4096
@@ -45,14 +45,34 @@ SCHEMA = pa.schema(
 )
 
 
+class InputReport(TypedDict):
+    """What manifests say of the rows read. left_out: rows by reason; held_out: repeated prompts."""
+
+    rows: int
+    sources: list[SourceReport]
+    left_out: dict[str, int]
+    held_out: NotRequired[FindingsState | None]
+
+
+class ReadingState(TypedDict):
+    """`input/state.json`. identity: of the rows; rows: read so far; held_out: repeats among them."""
+
+    identity: str
+    rows: int
+    place: MixturePlace | None
+    findings: FindingsState | None
+    held_out: int
+
+
 @dataclass(frozen=True)
 class Input:
-    """What was read: number of rows, fingerprint of all, hash of which were left out ("" for none), and a report for manifests."""
+    """What was read: number of rows, fingerprint of all, hash of those that were left out ("" for
+    none), and a report for manifests."""
 
     total: int
     fingerprint: str
     left_out: str
-    report: dict[str, Any]
+    report: InputReport
 
 
 @dataclass
@@ -110,7 +130,7 @@ class Reader:
         self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
         self.keys = KeyFiles(folder / KEYS)
 
-    def read(self, state: dict[str, Any], progress: Progress) -> tuple[int, Mixture]:
+    def read(self, state: ReadingState, progress: Progress) -> tuple[int, Mixture]:
         """Read from where `state` stands to the end; `state` is kept up to date, on disk as well."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
@@ -139,7 +159,7 @@ class Reader:
     def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> InputBlock:
         made = InputBlock()
         for row in rows:
-            content = {} if isinstance(row, SkippedRow) else row.content
+            content: RowContent = {} if isinstance(row, SkippedRow) else row.content
             made.table.append(
                 {
                     "id": row.id,
@@ -196,7 +216,7 @@ class Reader:
 
 
 def _finish(
-    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: Mapping[str, Any]
+    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: ReadingState
 ) -> Input:
     """Judge the rows, write the summary, remove what is not needed any more."""
     signatures = folder / SIGNATURES if data.deduplicate == "near" and (folder / SIGNATURES).is_file() else None
@@ -205,7 +225,7 @@ def _finish(
     write_bytes(folder / VERDICT, verdict.tobytes())
     counts = Counter(verdict[verdict != KEPT].tolist())
     left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
-    report: dict[str, Any] = {
+    report: InputReport = {
         "rows": total,
         "sources": mixture.report(),
         "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
@@ -290,12 +310,12 @@ def _cut(path: Path, size: int) -> None:
             file.truncate(size)
 
 
-def _state(folder: Path, identity: str) -> dict[str, Any] | None:
+def _state(folder: Path, identity: str) -> ReadingState | None:
     """Where an interrupted reading of the same rows stands."""
     path = folder / STATE
     if not path.is_file():
         return None
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    state: ReadingState = json.loads(path.read_text(encoding="utf-8"))
     return state if state["identity"] == identity else None
 
 

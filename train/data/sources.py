@@ -1,7 +1,6 @@
-"""Where prompts and conversations come from: any dataset, turned into rows with a stable id, or a reason why
-one was skipped.
+"""Turns any dataset of prompts or conversations into rows with a stable id.
 
-Nothing disappears: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset (after shuffle and limit), in an order
+No row is dropped silently: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset (after shuffle and limit), in an order
 that depends on the configuration alone, and can continue from any place. A `Mixture` interleaves several sources by weight: which
 one is asked for row i is a function of (seed, i) and of which sources have run out by then.
 """
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -22,8 +21,8 @@ from heads.api.errors import UserError, suggest
 from inference.target.chat import Message, Span, check_messages, check_unicode
 from train.data.config import DataConfig, SourceConfig
 from train.data.permute import stable_permutation, unit_interval
-from train.data.streams import Place, Rows, TableRows, open_rows_streaming
-from train.data.tables import BadRowError, open_table
+from train.data.streams import Rows, TableRows, open_rows_streaming
+from train.data.tables import BadRowError, RawRow, open_table
 
 __all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
 
@@ -49,6 +48,41 @@ KIND_PROBE = 1000
 """Rows that are looked at to find what a column holds."""
 
 
+class RowContent(TypedDict, total=False):
+    """What a row's hash covers, in the order in which it is stored."""
+
+    messages: tuple[Message, ...] | None
+    tokens: tuple[int, ...] | None
+    spans: tuple[Span, ...] | None
+    tools: tuple[dict[str, object], ...] | None
+
+
+class SourcePlace(TypedDict):
+    """A position in a source: rows taken, and the position in its dataset."""
+
+    taken: int
+    rows: Any
+
+
+class MixturePlace(TypedDict):
+    """A position in a mixture: rows given, where sources ran out, the position in each source."""
+
+    index: int
+    ended: dict[int, int]
+    sources: list[SourcePlace | None]
+
+
+class SourceReport(TypedDict):
+    """What was read of one source. ran_out_at: the row at which it ended, None: it had more."""
+
+    name: str
+    path: str
+    rows: int
+    share_asked: float
+    share: float
+    ran_out_at: int | None
+
+
 @dataclass(frozen=True)
 class Row:
     """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring them, `tools` only for
@@ -60,12 +94,12 @@ class Row:
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
     spans: tuple[Span, ...] | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, object], ...] | None = None
 
     @property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> RowContent:
         """What the row's hash covers."""
-        content: dict[str, Any] = {"messages": self.messages, "tokens": self.tokens, "spans": self.spans}
+        content: RowContent = {"messages": self.messages, "tokens": self.tokens, "spans": self.spans}
         return {**content, "tools": self.tools} if self.tools else content
 
 
@@ -84,7 +118,7 @@ class Source:
 
     def __init__(self, config: SourceConfig, label: str = "") -> None:
         self.config, self.label = config, label
-        self.rows: Rows = self._open()
+        self.rows: Rows[Any] = self._open()
         self.column = self._find_column()
         self.kind = self._find_kind()
         self.taken = 0
@@ -92,7 +126,7 @@ class Source:
     def __iter__(self) -> Iterator[Row | SkippedRow]:
         return self.read(None)
 
-    def read(self, place: Place | None) -> Iterator[Row | SkippedRow]:
+    def read(self, place: SourcePlace | None) -> Iterator[Row | SkippedRow]:
         """Rows from a place on; `index` counts this source's rows."""
         self.taken = place["taken"] if place else 0
         if self.taken == self.config.limit:
@@ -111,11 +145,11 @@ class Source:
         part, parts = self.config.share
         return max(0, -(-(self.taken - part) // parts))
 
-    def place(self) -> Place:
+    def place(self) -> SourcePlace:
         """Where the last row that `read` gave ends, for `read` to continue from."""
         return {"taken": self.taken, "rows": self.rows.place()}
 
-    def _open(self) -> Rows:
+    def _open(self) -> Rows[Any]:
         config = self.config
         if config.streaming:
             return open_rows_streaming(
@@ -177,7 +211,7 @@ class Source:
             "messages in any row."
         )
 
-    def _read(self, index: int, number: int, raw: Mapping[str, Any] | BadRowError) -> Row | SkippedRow:
+    def _read(self, index: int, number: int, raw: RawRow | BadRowError) -> Row | SkippedRow:
         identity, domain = f"{self.label}row-{number}", self.config.domain
         try:
             if isinstance(raw, BadRowError):
@@ -190,13 +224,15 @@ class Source:
             return SkippedRow(index, identity, domain, str(error))
         return Row(index, identity, domain, **content)
 
-    def _content(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _content(self, raw: RawRow) -> RowContent:
         value = raw.get(self.column)
         if value is None:
             raise BadRowError(f"column '{self.column}' is missing or null")
         if self.kind == "messages":
             tools = read_tools(raw.get(self.config.tools_column))
-            return {"messages": tuple(check_messages(from_sharegpt(value))), "tools": tools}
+            content: RowContent = {"messages": tuple(check_messages(from_sharegpt(value)))}
+            # Without tools the id is that of versions that did not know them.
+            return {**content, "tools": tools} if tools else content
         if self.kind == "tokens":
             tokens = read_tokens(value)
             return {"tokens": tokens, "spans": read_spans(raw.get(self.config.spans_column), len(tokens))}
@@ -206,11 +242,9 @@ class Source:
             raise BadRowError("the prompt is empty")
         return {"messages": ({"role": "user", "content": value},)}
 
-    def _identity(self, raw: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    def _identity(self, raw: RawRow, content: RowContent) -> str:
         if self.config.id_column is None:
-            # What a row had before it could bring tools: ids stay what they were.
-            hashed = {key: value for key, value in content.items() if key != "tools" or value}
-            return content_hash(hashed)[:32]
+            return content_hash(content)[:32]
         given = raw.get(self.config.id_column)
         if given is None or given == "":
             raise BadRowError(f"column '{self.config.id_column}' (the row's id) is empty")
@@ -231,11 +265,13 @@ class Mixture:
         self.index = 0
         self.ended: dict[int, int] = {}
 
-    def read(self, place: Place | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
+    def read(self, place: MixturePlace | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
         """(number of the source, row) from a place on; `index` counts all rows."""
         self.index = place["index"] if place else 0
         self.ended = {int(number): at for number, at in place["ended"].items()} if place else {}
-        places = place["sources"] if place else [None] * len(self.sources)
+        places: list[SourcePlace | None] = (
+            place["sources"] if place else [None] * len(self.sources)
+        )
         open_rows = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
         for source, at in zip(self.sources, places, strict=True):
             source.taken = at["taken"] if at else 0
@@ -251,7 +287,7 @@ class Mixture:
             self.index += 1
             yield number, replace(row, index=self.index - 1)
 
-    def place(self) -> Place:
+    def place(self) -> MixturePlace:
         """Where the last row that `read` gave ends."""
         places = [
             kept if kept is not None or not source.taken else source.place()
@@ -259,7 +295,7 @@ class Mixture:
         ]
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[SourceReport]:
         """Per source: path, rows taken, its share asked for and found, and the row at which it ran out (None: it had more)."""
         weights = sum(source.config.weight for source in self.sources)
         return [
@@ -282,7 +318,7 @@ class Mixture:
         return left[min(int(np.searchsorted(edges, place, side="right")), len(left) - 1)]
 
 
-def content_hash(content: Mapping[str, Any]) -> str:
+def content_hash(content: RowContent) -> str:
     """Hex SHA-256 of a row's messages, tokens and spans; the same on every machine."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -318,7 +354,7 @@ def from_sharegpt(messages: Any) -> Any:
     return converted
 
 
-def read_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
     """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError` for anything else."""
     if isinstance(value, str) and value.strip():
         try:
