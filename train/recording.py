@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -19,7 +18,6 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
 from inference.verifications import (
-    SCHEMAS,
     SEQUENCES,
     VERIFICATIONS,
     RecordsConfig,
@@ -27,6 +25,7 @@ from inference.verifications import (
     record_facts,
 )
 from train.data.answers import DONE, PARTS, StoredAnswer
+from train.data.manifest import RecordsReport
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
 
@@ -82,10 +81,15 @@ def drop_unanswered(out: Path) -> None:
             path.unlink()
 
 
-def recorded(out: Path, answered: int) -> dict[str, Any]:
+def count_records(out: Path, answered: int) -> RecordsReport:
     """The manifest's entry: rows of both tables, and answers that are not on record (the size limit, or recording was off)."""
-    rows = {
-        table: sum(pq.read_metadata(path).num_rows for path in sorted((out / RECORDS).glob(f"{table}-*.parquet")))
-        for table in SCHEMAS
+    verifications, sequences = (
+        sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
+        for table in (VERIFICATIONS, SEQUENCES)
+    )
+    return {
+        "folder": RECORDS,
+        "verifications": verifications,
+        "sequences": sequences,
+        "missing": answered - sequences,
     }
-    return {"folder": RECORDS, **rows, "missing": answered - rows[SEQUENCES]}

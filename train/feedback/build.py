@@ -1,10 +1,11 @@
-"""`build(...)`: from answers and the records of their verifications to answers that teach what the drafter got wrong.
+"""`build(...)` makes training data of answers and the records of their verifications: the drafter's
+errors get a higher weight.
 
     <out>/shards/               answers, as `headstart generate` writes them, with weights per token (docs/formats.md)
     <out>/hard_prompts.jsonl    prompts to generate from again
     <out>/manifest.json         written last; it says "generate", because that is what a training reads
 
-The records are gone through twice: once to tally them, once to write. In memory: one shard, and the table of verifications of one
+The records are read twice: once to count them, once to write. In memory: one shard, and the table of verifications of one
 folder of answers at a time.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,35 +29,88 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.manifest import (
     MANIFEST_FILE,
+    FileEntry,
     file_entry,
     file_sha256,
-    read_manifest,
     verify_file,
     write_bytes,
     write_manifest,
 )
 from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
-from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS
+from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS, AnswerRow
+from train.data.manifest import AnswersManifest, read_answers
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
-from train.feedback.weights import Weighing, WeightTotals, replayed
+from train.feedback.weights import Weighing, WeightTotals, replay_mask
 
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 4096
 HARD_PROMPTS = "hard_prompts.jsonl"
 STAGE_KEYS = ("records", "answers")
-"""Settings that say where to read; what was read is told by its checksums."""
+"""Settings that say where to read; the checksums say what was read."""
+
+
+class DomainReport(TypedDict):
+    """A domain's supervised tokens and their share, verify passes, tau, and mean weight."""
+
+    supervised: int
+    share: float
+    passes: int
+    tau: float | None
+    weight: float
+
+
+class FeedbackReport(TypedDict):
+    """What the records say. acceptance, cost: by depth from 1 on; unfit: verifications left out."""
+
+    documents: int
+    verifications: int
+    unfit: int
+    errors: int
+    acceptance: list[float | None]
+    cost: list[float]
+    domains: dict[str, DomainReport]
+    mean_weight: float
+    hard_prompts: int
+
+
+class FeedbackKey(TypedDict):
+    """What decides the result: settings, and per source the SHA-256 of every file read."""
+
+    settings: dict[str, object]
+    inputs: list[dict[str, str]]
+
+
+class FeedbackFacts(FeedbackReport):
+    """The manifest's entry `feedback`."""
+
+    key: FeedbackKey
+
+
+class FeedbackManifest(AnswersManifest):
+    """A folder of answers with feedback."""
+
+    feedback: NotRequired[FeedbackFacts]
+
+
+class InheritedFacts(TypedDict):
+    """What the new manifest takes over from the first folder of answers."""
+
+    round: int
+    target: dict[str, object]
+    sampling: dict[str, object]
+    data: dict[str, object]
 
 
 @dataclass
 class Document:
     """One answer (a row of `SHARD_SCHEMA`) with what is known of it."""
 
-    row: dict[str, Any]
+    row: AnswerRow
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
     evidence: TokenEvidence
@@ -85,22 +139,23 @@ class AnswerSource:
     def documents(self, info: TargetInfo) -> Iterator[Document]:
         """Every document, in order."""
         records = VerificationRecords(self.records, info)
-        rows = self._answers(info) if self.answers is not None else self._sequences(info)
+        rows = self._answers() if self.answers is not None else self._sequences(info)
         for row in rows:
             tokens = np.asarray(row["tokens"], np.int32)
             spans: list[Span] = [(low, high) for low, high in row["spans"]]
             yield Document(row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"])))
 
-    def _answers(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+    def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
-        for entry in read_manifest(self.answers, "generate")["shards"]:
+        for entry in read_answers(self.answers)["shards"]:
             file = pq.ParquetFile(verify_file(self.answers, entry))
             known = [name for name in SHARD_SCHEMA.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=SHARD_ROWS, columns=known):
                 for row in batch.to_pylist():
-                    yield {name: row.get(name) for name in SHARD_SCHEMA.names} | {"parts": row.get("parts") or []}
+                    whole = {name: row.get(name) for name in SHARD_SCHEMA.names}
+                    yield cast(AnswerRow, whole | {"parts": row.get("parts") or []})
 
-    def _sequences(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+    def _sequences(self, info: TargetInfo) -> Iterator[AnswerRow]:
         assert self.records is not None
         if read_facts(self.records).get("redacted"):
             raise UserError(
@@ -121,10 +176,10 @@ def build(
     answers: Sequence[Path],
     out: Path,
     config: FeedbackConfig,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
     *,
     info: TargetInfo | None = None,
-) -> dict[str, Any]:
+) -> FeedbackManifest:
     """Write the answers with what their records teach to `out` and return the manifest; what is complete there is left alone.
 
     records: folders of records, the first of the first folder of answers and so on; one that is not there says nothing, and answers
@@ -134,10 +189,10 @@ def build(
     sources, info, facts = _open(records, answers, config, info)
     settings = {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name not in STAGE_KEYS}
     inputs = [source.check(info) for source in sources]
-    key = {"settings": settings, "inputs": inputs}
+    key: FeedbackKey = {"settings": settings, "inputs": inputs}
     if (out / MANIFEST_FILE).is_file():
-        manifest = read_manifest(out, "generate")
-        if manifest.get("feedback", {}).get("key") == key:
+        manifest = cast(FeedbackManifest, read_answers(out))
+        if "feedback" in manifest and manifest["feedback"].get("key") == key:
             for entry in manifest["shards"]:
                 verify_file(out, entry)
             return manifest
@@ -167,12 +222,12 @@ def build(
         "feedback": {"key": key, **_report(tally, weighing, writer)},
     }
     write_manifest(out, "generate", content, provenance)
-    return read_manifest(out, "generate")
+    return cast(FeedbackManifest, read_answers(out))
 
 
 def _open(
     records: Sequence[Path], answers: Sequence[Path], config: FeedbackConfig, info: TargetInfo | None
-) -> tuple[list[AnswerSource], TargetInfo, dict[str, Any]]:
+) -> tuple[list[AnswerSource], TargetInfo, InheritedFacts]:
     """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
@@ -184,10 +239,14 @@ def _open(
         raise UserError("there are no answers to make feedback of: give their folders, as feedback.answers.")
     if len(records) > len(answers):
         raise UserError(f"{len(records)} folders of records are given for {len(answers)} of answers: one for each, in order.")
-    manifests = [read_manifest(folder, "generate") for folder in answers]
+    manifests = [read_answers(folder) for folder in answers]
     info = TargetInfo.from_dict(manifests[0]["target"])
-    facts = {name: manifests[0].get(name, {}) for name in ("target", "sampling", "data")}
-    facts = {"round": 1 + max(manifest.get("round", 0) for manifest in manifests), **facts}
+    facts: InheritedFacts = {
+        "round": 1 + max(manifest.get("round", 0) for manifest in manifests),
+        "target": manifests[0]["target"],
+        "sampling": manifests[0].get("sampling", {}),
+        "data": manifests[0].get("data", {}),
+    }
     return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
 
 
@@ -199,7 +258,7 @@ def _tally(sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackCo
             seen += 1
             mask = document.supervised
             if config.replay:
-                mask = replayed(document.evidence, mask, config)
+                mask = replay_mask(document.evidence, mask, config)
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
                 costs.append(document.cost)
@@ -216,9 +275,9 @@ def _limit(costs: list[float], share: float) -> float:
     return sorted(costs, reverse=True)[count - 1] if count else float("inf")
 
 
-def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> dict[str, Any]:
+def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> FeedbackReport:
     total = max(1, sum(one.supervised for one in tally.domains.values()))
-    domains = {
+    domains: dict[str, DomainReport] = {
         name: {
             "supervised": one.supervised,
             "share": one.supervised / total,
@@ -254,8 +313,8 @@ class _Writer:
     supervised: int = 0
     weight: float = 0.0
     prompts: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    _waiting: list[dict[str, Any]] = field(default_factory=list)
+    shards: list[FileEntry] = field(default_factory=list)
+    _waiting: list[AnswerRow] = field(default_factory=list)
     _hard: list[str] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
 
@@ -271,9 +330,9 @@ class _Writer:
     def add(self, document: Document) -> None:
         """Take a document; what is left of it waits for its shard."""
         self._note_prompt(document)
-        row, mask, length = dict(document.row), document.supervised, len(document.tokens)
+        row, mask, length = document.row.copy(), document.supervised, len(document.tokens)
         if self.config.replay:
-            mask = replayed(document.evidence, mask, self.config)
+            mask = replay_mask(document.evidence, mask, self.config)
             if not mask.any():
                 return
             length = int(np.flatnonzero(mask)[-1]) + 1

@@ -1,8 +1,10 @@
-"""What records say of each token of a document: whether it was drafted rightly, at which depth, and how surely.
+"""What the records of verifications say of each token of a document: whether its draft was right, at
+which depth, and with which probability.
 
-A verification begins at its root; the token d places behind it was tested at depth d, up to the first error. Each token of an
-answer stands behind exactly one root, so that it was tested once at most; not tested are an answer's first token and the ones that
-the target adds behind a draft of which nothing was refused.
+A verification begins at its root; the token d positions behind it was tested at depth d, up to the
+first error. Each token of an answer stands behind exactly one root, so that it was tested once at
+most. An answer's first token was not tested, nor was the token that the target adds behind a draft of
+which nothing was rejected.
 
 Legend: N tokens of a document.
 """
@@ -13,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,23 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
 
-COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
+class Verification(TypedDict):
+    """One verification of a sequence: position of its root, drafted tokens, accepted ones, depth of the
+    first error (0: none), the target's token there, and log-probabilities (natural) of drafter (q) and
+    target (p)."""
+
+    position: int
+    drafted: list[int] | None
+    accepted: int
+    error_depth: int
+    pick: int | None
+    log_q: list[float | None]
+    log_p: list[float | None]
+    pick_log_q: float | None
+    pick_log_p: float | None
+
+
+COLUMNS = tuple(Verification.__annotations__)
 
 
 @dataclass
@@ -55,7 +73,7 @@ class TokenEvidence:
         return TokenEvidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
 
 
-def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> TokenEvidence:
+def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
     """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens contradict is left out and counted:
     it is of another answer to the same prompt.
     """
@@ -93,14 +111,12 @@ class VerificationRecords:
     """
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
-        self.facts: dict[str, Any] = {}
         self._table = pa.table({})
         self._places: dict[str, NDArray[np.int64]] = {}
         self.files: list[Path] = []
         if folder is None or not (folder / FACTS_FILE).is_file():
             return
-        self.facts = read_facts(folder)
-        theirs = self.facts.get("target", {})
+        theirs = read_facts(folder).get("target", {})
         if theirs.get("tokenizer_hash") != info.tokenizer_hash:
             raise UserError(
                 f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer differs from that of '{info.id}', "
@@ -118,13 +134,12 @@ class VerificationRecords:
     def __len__(self) -> int:
         return len(self._table) if self._places else 0
 
-    def of(self, sequence: str) -> list[dict[str, Any]]:
+    def of(self, sequence: str) -> list[Verification]:
         """The verifications of a sequence, by position of their roots."""
         places = self._places.get(sequence)
         if places is None:
             return []
-        rows: list[dict[str, Any]] = self._table.take(pa.array(places)).to_pylist()
-        return rows
+        return cast(list[Verification], self._table.take(pa.array(places)).to_pylist())
 
     def sequences(self) -> Iterator[str]:
         """The names of all sequences."""

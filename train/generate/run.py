@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
+from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
 from train.data.answers import (
     DONE,
@@ -46,21 +46,37 @@ from train.data.answers import (
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
+from train.data.manifest import AnswersManifest, read_answers
 from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
-from train.recording import RECORDS, drop_unanswered, recorded, require_drafts
+from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
+
 
 SHOWN_REASONS = 5
 SHOWN_ROWS = 25
-"""Blocks of input after which their number is said."""
+"""Blocks of input after which the number of rows is printed."""
 
 
+class TargetSettings(TypedDict):
+    """What of a target an answer depends on; chat_template: its SHA-256, shortened."""
+
+    revision: str
+    tokenizer_hash: str
+    chat_template: str
+    dtype: NotRequired[str]
 
 
+class AnswerSettings(TypedDict):
+    """generate.json: everything that an answer depends on."""
+
+    answers: str
+    target: TargetSettings
+    data: dict[str, object]
+    sampling: NotRequired[dict[str, object]]
 
 
 def generate(
@@ -69,15 +85,15 @@ def generate(
     decode: DecodeConfig,
     target: TargetConfig,
     out: Path,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
     *,
     backend: Backend | None = None,
     watch: Watch = ignore,
-) -> dict[str, Any]:
+) -> AnswersManifest:
     """Answer every row of `data` and return the manifest written to `out`; continues an interrupted run of
     the same settings.
 
-    backend: who samples, instead of what `decode` says. watch: told how far each phase is.
+    backend: who samples, instead of what `decode` says. watch: called with the progress of each phase.
     Call it in every process of a distributed launch. Raises `UserError` for an unusable source or target, for
     a folder that holds another configuration's answers, or when nothing at all could be answered.
     """
@@ -136,11 +152,11 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
 # ---- the input, and whether the output folder belongs to it ------------------------------------------------
 
 
-def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
+def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> AnswerSettings:
     """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they may change
     between resumptions."""
     template = str(model.tokenizer.chat_template or "")
-    settings: dict[str, Any] = {
+    settings: AnswerSettings = {
         "answers": job.config.answers,
         "target": {
             "revision": model.info.revision,
@@ -172,7 +188,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def prepare_output(
-    out: Path, settings: Mapping[str, Any], overwrite: bool, total: int
+    out: Path, settings: AnswerSettings, overwrite: bool, total: int
 ) -> NDArray[np.bool_]:
     """Make `out` ready for `settings` and return which of the `total` rows are done already.
 
@@ -201,11 +217,11 @@ def prepare_output(
     return done
 
 
-def finished_manifest(out: Path) -> dict[str, Any] | None:
+def finished_manifest(out: Path) -> AnswersManifest | None:
     """The manifest of a folder whose generation is complete and undamaged, None when there is work left."""
     if not (out / MANIFEST_FILE).is_file():
         return None
-    manifest = read_manifest(out, "generate")
+    manifest = read_answers(out)
     for entry in manifest["shards"]:
         verify_file(out, entry)
     remove_parts(out)
@@ -213,7 +229,7 @@ def finished_manifest(out: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _unusual(data: DataConfig) -> dict[str, Any]:
+def _unusual(data: DataConfig) -> dict[str, object]:
     """Settings that change what is rendered, where they are not the defaults: those that older versions did not have."""
     names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
     usual = asdict(DataConfig("-"))
@@ -243,10 +259,10 @@ def _short(value: Any) -> str:
 def finish(
     job: GenerateJob,
     model: AnyTarget,
-    settings: Mapping[str, Any],
+    settings: AnswerSettings,
     read: Input,
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    provenance: Mapping[str, object] | None,
+) -> AnswersManifest:
     """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError` when nothing
     was answered."""
     total = read.total
@@ -257,7 +273,7 @@ def finish(
         "round": job.config.round,
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
-        "data": {**asdict(job.data), "answers": job.config.answers, "fingerprint": settings["data"]["rows"]},
+        "data": {**asdict(job.data), "answers": job.config.answers, "fingerprint": read.fingerprint},
         "input": read.report,
         "counts": merged.counts,
         "truncated": merged.truncated,
@@ -266,14 +282,14 @@ def finish(
         "failures": merged.failures,
     }
     if (job.out / RECORDS).is_dir():
-        content["records"] = recorded(job.out, merged.counts[DONE])
+        content["records"] = count_records(job.out, merged.counts[DONE])
     write_manifest(job.out, "generate", content, provenance)
     remove_parts(job.out)
     remove_rows(job.out / INPUT)
-    return read_manifest(job.out, "generate")
+    return read_answers(job.out)
 
 
-def summary(manifest: Mapping[str, Any], out: Path) -> str:
+def summary(manifest: AnswersManifest, out: Path) -> str:
     """One or two lines for people: done + failed + skipped = input, and the most frequent reasons."""
     counts = manifest["counts"]
     line = (
