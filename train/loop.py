@@ -22,6 +22,7 @@ from train.data.loader import PackedBatch, StepLoader
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.features.base import Features
+from train.manifest import RunFacts
 from train.optim import ScheduleConfig
 from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
@@ -106,7 +107,7 @@ class Trainer:
     config: TrainConfig
     schedule: ScheduleConfig
     steps: int
-    run_facts: Mapping[str, Any]
+    run_facts: RunFacts
     progress: Progress
     meter: Meter
     led: Callable[[], AbstractContextManager[None]] = nullcontext

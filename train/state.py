@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.engines.shards import FilePart, StatePart
+from train.manifest import RunFacts
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,30 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
+FileFacts = tuple[int, str]
+"""Size in bytes and SHA-256."""
+
+
+class StateContent(TypedDict):
+    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
+
+    format: int
+    step: int
+    processes: int
+    sharded: bool
+    record: dict[str, object]
+    run: RunFacts
+    files: dict[str, FileFacts]
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """A readable state on disk. step: updates done; record: what the loop remembers; run: what was being trained."""
+    """A readable state on disk. step: updates done; record: where the loop stands; run: what is trained."""
 
     directory: Path
     step: int
-    record: dict[str, Any]
-    run: dict[str, Any]
+    record: dict[str, object]
+    run: RunFacts
     processes: int
     sharded: bool
 
@@ -76,7 +93,7 @@ class StateStore:
     def __init__(self, directory: Path, keep: int, world: World) -> None:
         self.directory, self.keep, self.world = directory, keep, world
 
-    def save(self, step: int, engine: TrainEngine, record: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
+    def save(self, step: int, engine: TrainEngine, record: Mapping[str, object], run: RunFacts) -> Path:
         """Write the state after `step` updates and return its folder. Collective."""
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
@@ -85,18 +102,18 @@ class StateStore:
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
-        told = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
-        self._require_written([text for _, text in told], partial)
-        content = {
+        outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
+        self._require_written([text for _, text in outcomes], partial)
+        content: StateContent = {
             "format": FORMAT, "step": step, "processes": self.world.size, "sharded": engine.sharded, "record": dict(record),
-            "run": dict(run), "files": {name: entry for files, _ in told for name, entry in files.items()},
+            "run": run, "files": {name: entry for files, _ in outcomes for name, entry in files.items()},
         }  # fmt: skip
         self._require_written(self.world.gather(self._complete(partial, final, content)), partial)
         return final
 
     def _write_own(
         self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
-    ) -> tuple[dict[str, list[Any]], str]:
+    ) -> tuple[dict[str, FileFacts], str]:
         """Write this process's files; returns size and SHA-256 of each, and what went wrong, if anything."""
         rank = self.world.rank
         names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
@@ -110,18 +127,18 @@ class StateStore:
                 _flush_file(partial / _optimizer_file(rank))
                 names.append(_optimizer_file(rank))
             save_random_state(partial, rank)
-            return {name: [(partial / name).stat().st_size, file_sha256(partial / name)] for name in names}, ""
+            return {name: ((partial / name).stat().st_size, file_sha256(partial / name)) for name in names}, ""
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
-    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
+    def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
         """Main process: write state.json and give the folder its name; returns what went wrong, if anything."""
         if not self.world.is_main:
             return ""
         try:
             write_json(partial / STATE_FILE, content)
             _flush_folder(partial)
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one that this run has been over again
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one, whose steps this run has repeated
             partial.rename(final)
             _flush_folder(self.directory)
             self._prune()

@@ -34,7 +34,9 @@ from scripts.run.process import is_main_process, prepare_process, shown
 from scripts.stages.generate import with_benches
 from scripts.stages.measure import prompts
 from train.generate.loop import OwnDecoder
+from train.data.manifest import AnswersManifest
 from train.generate.run import generate
+from train.manifest import TrainManifest
 from train.refresh import RefreshConfig
 from train.run import train
 
@@ -120,7 +122,7 @@ class Spent:
 
 def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> AnswersManifest:
     """The new target's answers to some of the prompts, drafted for by the old drafter; returns the manifest."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
     data = with_benches(replace(settings.data, limit=rows))
@@ -136,7 +138,7 @@ def answer(
 
 def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
-) -> dict[str, Any]:
+) -> TrainManifest:
     """Train from the old checkpoint; returns the manifest. The folder is a train stage's: other stages find the drafter in it."""
     assert old.checkpoint is not None
     chosen = settings.refresh
