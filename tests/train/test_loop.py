@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import train.run as loop
+import train.setup as setup
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
@@ -81,7 +82,7 @@ def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path:
     # What lies in best/ is what was measured.
     target = TargetModel.load(arguments["target"])
     drafter = load_drafter(tmp_path / "best", target.info, target.weights)
-    run = loop.Run(loop.Job(**arguments, out=tmp_path), loop.join_world("cpu"))
+    run = loop.Run(loop.TrainingJob(**arguments, out=tmp_path), loop.join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
 
@@ -174,7 +175,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
     """spoilt: the second measurement comes on the way, the third at the end. A long one must not outlast a scheduler's patience."""
     arguments = settings(micro, max_steps=8, save_every=100, eval_every=3)
     train(out=tmp_path / "whole", **arguments)
-    plain, calls = loop.quick_tau, iter(range(1, 100))
+    plain, calls = setup.quick_tau, iter(range(1, 100))
 
     def struck(*given: Any) -> Any:
         if next(calls) == spoilt:
@@ -182,7 +183,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
             raise AssertionError("the measurement went on")
         return plain(*given)
 
-    monkeypatch.setattr(loop, "quick_tau", struck)
+    monkeypatch.setattr(setup, "quick_tau", struck)
     with pytest.raises(Stopped) as caught:
         train(out=tmp_path / "run", **arguments)
     assert (caught.value.code, caught.value.step) == (0, {2: 6, 3: 8}[spoilt])

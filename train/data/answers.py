@@ -33,6 +33,7 @@ from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
 
+
 class AnswerRow(TypedDict):
     """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave them."""
 

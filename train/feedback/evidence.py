@@ -25,6 +25,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
 
+
 class Verification(TypedDict):
     """One verification of a sequence: position of its root, drafted tokens, accepted ones, depth of the
     first error (0: none), the target's token there, and log-probabilities (natural) of drafter (q) and

@@ -55,7 +55,6 @@ from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
 
-
 SHOWN_REASONS = 5
 SHOWN_ROWS = 25
 """Blocks of input after which the number of rows is printed."""

@@ -27,7 +27,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.nn import losses
 from train.data.loader import PackedBatch
-from train.features.store.batches import moved
+from train.features.store.batches import batch_on
 from train.joint.backbone import Backbone
 from train.joint.config import JointConfig
 from train.optim import set_rate_scale
@@ -44,7 +44,7 @@ class PlainTokens:
 
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
         """`packed` on the device; the same in every step."""
-        return TrainBatch(**moved(packed, self.device), seeds=packed.seeds)
+        return batch_on(packed, self.device)
 
 
 class JointDrafter(TrainableDrafter):

@@ -1,8 +1,9 @@
-"""`headstart train --plan`: what a training will take, before it is started: memory, disk, hours. Nothing is trained.
+"""`headstart train --plan`: memory, disk space and time of a training, before it is started.
 
-The target's config is all that is read of it (train/planning/target.py); the drafter's step is counted by its own code without memory
-(train/planning/dry_run.py). Time is FLOPs over (peak x utilisation), the utilisation being that of a finished run, of a few real steps
-here, or an assumption for a given GPU; communication is added from the links' bandwidths. docs/scale.md has the formulas.
+Of the target only its config is read (train/planning/target.py); the drafter's step is counted by
+its own code without memory (train/planning/dry_run.py). Time is FLOPs over (peak x utilisation): the
+utilisation of a finished run, of a few real steps on this machine, or an assumption for a given GPU.
+Communication is added from the links' bandwidths. docs/scale.md has the formulas.
 
 Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online in every process; with group in
 the last ones, ahead of the others, which train; with store and remote not in this launch.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -27,7 +28,7 @@ from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.features.group import Division, divide
 from train.features.store.size import FORMATS, bytes_per_token, store_bytes
 from train.planning.devices import GIGA, TERA, gpu
-from train.planning.dry_run import DryStep, dry_step, held_in_parts, planned_drafter
+from train.planning.dry_run import DryStep, dry_step, held_in_parts, plan_drafter
 from train.planning.target import PlannedTarget, plan_target
 from train.target.parts import refuse_parts
 from train.tracking.summary import Summary
@@ -38,6 +39,99 @@ LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: an assumption."""
 RUNTIME_BYTES = 2 * GIGA
 """What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
+
+
+class PlannedTargetFacts(TypedDict):
+    """The target: parameters, those of its layers that a token uses, bytes of its weights."""
+
+    path: str
+    parameters: int
+    active: int
+    bytes: int
+
+
+class DrafterFacts(TypedDict):
+    """The drafter and how many weights are trained."""
+
+    kind: str
+    trained_weights: int
+
+
+class PlanSettings(TypedDict):
+    """Settings that the plan depends on."""
+
+    processes: int
+    trainers: int
+    engine: dict[str, object]
+    features: str
+    trainer_target: str
+    global_batch: int
+    micro_batch: int
+    sequence_length: int
+
+
+class TensorFacts(TypedDict):
+    """The largest tensor of a step."""
+
+    bytes: int
+    shape: list[int]
+
+
+class DiskBytes(TypedDict):
+    """Bytes on disk; feature_store: by format, where there is a store."""
+
+    states: int
+    best: int
+    feature_store: dict[str, int]
+
+
+class StepFlops(TypedDict):
+    """FLOPs of one micro-batch."""
+
+    target: float
+    drafter: float
+    per: str
+
+
+class TargetPass(TypedDict):
+    """Where the target runs, and one pass of it over all tokens."""
+
+    where: str
+    flops: float
+    device_hours: float
+
+
+class SpeedFacts(TypedDict):
+    """FLOP/s of one process, and where the figure comes from."""
+
+    flops: float
+    source: str
+
+
+class Plan(TypedDict):
+    """The plan of a training. Values by part (`memory_bytes`, `step_seconds`, ...) have a total."""
+
+    format: int
+    target: PlannedTargetFacts
+    drafter: DrafterFacts
+    settings: PlanSettings
+    memory_bytes: dict[str, int]
+    memory_capacity: float | None
+    target_process_bytes: dict[str, int] | None
+    fits: bool | None
+    largest_tensor: TensorFacts
+    disk_bytes: DiskBytes
+    flops: StepFlops
+    target_pass: TargetPass
+    reading: dict[str, float] | None
+    speed: SpeedFacts
+    step_seconds: dict[str, float]
+    tokens: int
+    supervised: float
+    steps: int
+    hours: float
+    device_hours: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -196,7 +290,7 @@ def division_of(job: TrainingJob, config: PlanConfig) -> Division:
 # ---- features ----------------------------------------------------------------------------------------------------------
 
 
-def target_pass(job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
+def target_pass(job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> TargetPass:
     """Where the target runs, and what one pass of it over all tokens takes on devices of this speed."""
     where = {
         "online": "in every process; it is in the time",
@@ -225,8 +319,8 @@ def reading(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainer
 # ---- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, Any]:
-    """The whole plan as plain values. Raises `UserError` for what cannot be dealt out or is not known."""
+def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
+    """The whole plan as JSON values. Raises `UserError` for a batch that cannot be divided, or unknown tokens."""
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
@@ -236,7 +330,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, A
             f"{train.micro_batch}: it must be a multiple of {train.micro_batch * trainers}."
         )
     tokens, supervised = amount(job, config)
-    target, needs, weights, parts_held, dry = counted(
+    target, needs, weights, parts_held, dry = count_step(
         job.kind, job.head, job.target, job.engine, train.micro_batch, train.sequence_length, round(supervised, 2)
     )
     held = memory(job, target, parts_held, weights, dry, needs, trainers)
@@ -281,14 +375,14 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, A
 
 
 @lru_cache(maxsize=32)
-def counted(
+def count_step(
     kind: str, head: Any, target: TargetConfig, engine: EngineConfig, rows: int, length: int, supervised: float
 ) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
     """The target, what the drafter needs of it, its trained weights, the bytes of the target that are held in parts for it, and its
     step. Kept: plans for several sizes share them.
     """
     described = plan_target(target)
-    drafter = planned_drafter(kind, head, described)
+    drafter = plan_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     parts = held_in_parts(kind, head, described)
     return described, drafter.needs, weights, parts, dry_step(drafter, described, engine, rows, length, supervised)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
 from inference.manifest import (
     MANIFEST_FILE,
+    FileEntry,
     file_entry,
     file_sha256,
     read_manifest,
@@ -139,7 +140,7 @@ class Writer:
 
 
 def make_plan(
-    data: PackedData, identity: Identity, per_token: float, hidden: int, shard_bytes: int, target: dict[str, Any]
+    data: PackedData, identity: Identity, per_token: float, hidden: int, shard_bytes: int, target: dict[str, object]
 ) -> StorePlan:
     """How the rows of `data` are divided into shards of about `shard_bytes` bytes."""
     rows, tokens = len(data), data.report.tokens
@@ -247,23 +248,55 @@ def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
     return dropped
 
 
-def finish_store(folder: Path, plan: StorePlan, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+class ShardEntry(TypedDict):
+    """A shard in the manifest: its file, and how many rows and tokens it holds."""
+
+    file: str
+    bytes: int
+    sha256: str
+    rows: int
+    tokens: int
+
+
+class StoreManifest(TypedDict):
+    """The manifest of a complete store. identity: see `Identity`; index: the shards' index files."""
+
+    identity: dict[str, object]
+    rows: int
+    tokens: int
+    hidden: int
+    estimated_bytes: int
+    target: dict[str, object]
+    bytes: int
+    shards: list[ShardEntry]
+    index: list[FileEntry]
+
+
+def finish_store(
+    folder: Path, plan: StorePlan, provenance: Mapping[str, object] | None
+) -> StoreManifest:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
-            shards, indices = [], []
+            shards: list[ShardEntry] = []
+            indices: list[FileEntry] = []
             for shard in range(plan.shards):
                 index = ShardIndex.read(index_path(folder, shard))
                 tokens = sum(length for _, length in index.rows)
-                facts = index.model_dump(exclude={"rows"})
-                shards.append({**facts, "rows": len(index.rows), "tokens": tokens})
+                shards.append({
+                    "file": index.file,
+                    "bytes": index.bytes,
+                    "sha256": index.sha256,
+                    "rows": len(index.rows),
+                    "tokens": tokens,
+                })
                 indices.append(file_entry(folder, str(index_path(folder, shard).relative_to(folder))))
             known = asdict(plan)
             del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
             size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
             write_manifest(folder, "features", {**known, "bytes": size, "shards": shards, "index": indices}, provenance)
-    return read_manifest(folder, "features")
+    return cast(StoreManifest, read_manifest(folder, "features"))
 
 
 def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
