@@ -30,7 +30,7 @@ from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted
 from inference.audit.findings import AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
-from inference.decoding.config import DecodeConfig
+from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import CHAINS_ONLY
@@ -210,7 +210,7 @@ class _Precision:
         }
         return replace(self.decode, **(common | changes))
 
-    def shaped(self, decode: DecodeConfig, shape: str, own: DecodeConfig) -> DecodeConfig:
+    def shaped(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
         """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where it has
         one.
         """

@@ -351,7 +351,7 @@ class _Session:
         """What an entry of `drafters` says about the drafter itself."""
         tree, drafter = self.engines[arm.name].tree, arm.drafter
         trained = isinstance(drafter, TrainableDrafter)
-        draft = {
+        draft: dict[str, Any] = {
             "shape": arm.decode.shape,
             "depth": tree.max_depth,
             "nodes": tree.num_nodes,

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import train.run as loop
-import train.setup as setup
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
@@ -26,7 +24,9 @@ from inference.measure.run import quick_tau
 from inference.parity import ParityError
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings
-from train.config import TrainConfig
+from train import setup
+from train.config import TrainConfig, TrainingJob
+from train.distributed import join_world
 from train.loop import Evaluation
 from train.run import train
 from train.stopping import Stopped
@@ -44,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str
         tau = next(left)
         return Evaluation(tau, (tau - 0.1, tau + 0.1))
 
-    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    monkeypatch.setattr(setup.Run, "evaluate", evaluate)
     return seen
 
 
@@ -82,14 +82,14 @@ def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path:
     # What lies in best/ is what was measured.
     target = TargetModel.load(arguments["target"])
     drafter = load_drafter(tmp_path / "best", target.info, target.weights)
-    run = loop.Run(loop.TrainingJob(**arguments, out=tmp_path), loop.join_world("cpu"))
+    run = setup.Run(TrainingJob(**arguments, out=tmp_path), join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
 
 
 def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0))
-    monkeypatch.setattr(loop, "Run", None)
+    monkeypatch.setattr("train.run.Run", None)
     assert train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0)) == first
 
 
@@ -263,7 +263,7 @@ def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> Non
         ({}, "train.prompts is empty"),
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
         ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
-        ({"eval_every": -1}, "train.eval_every must be at least 0"),
+        ({"eval_every": -1}, "train.eval_every must not be negative"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
