@@ -37,7 +37,7 @@ from train.loop import Evaluation, Progress, Trainer
 from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
-from train.refresh import merged, prepare_start, require_reached, trial_loss
+from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch
@@ -148,7 +148,7 @@ class Run:
                     weights = engine.weights()
                     self.check(weights, display)
             if not self.requests:
-                with clock.part("saving"), self.access.led():
+                with clock.part("saving"), self.access.main_alone():
                     if world.is_main:
                         self.keep_best(weights)
             engine.close()
@@ -247,7 +247,7 @@ class Run:
                 rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
                 evaluate=self.evaluate if self.requests else None,
                 keep_best=self.keep_best,
-                led=self.access.led,
+                main_alone=self.access.main_alone,
                 breakable=not self.access.served,
                 store=store,
                 tracker=tracker,
@@ -273,7 +273,7 @@ class Run:
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
             drafter = cls(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
-        drafter.load_state_dict(merged(weights, self.job.config.refresh))
+        drafter.load_state_dict(merge_updates(weights, self.job.config.refresh))
         refuse_unset(drafter)
         drafter.bind(self.target.weights)
         return drafter.eval()
@@ -320,7 +320,7 @@ class Run:
         """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
         if not self.job.config.parity:
             return
-        with self.access.led():
+        with self.access.main_alone():
             if self.world.is_main:
                 self.compare_paths(weights, display)
 

@@ -145,7 +145,7 @@ class PartWriter:
         self._last = time.monotonic()
         if not self._waiting:
             return
-        with _signals_held():
+        with _hold_signals():
             table = pa.Table.from_pylist([vars(answer) for answer in self._waiting], schema=PART_SCHEMA)
             name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
             if self.before is not None:
@@ -326,7 +326,7 @@ def _parquet(table: pa.Table) -> bytes:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def _hold_signals() -> Iterator[None]:
     """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from inference.measure.datasets import load_bench_prompts
 from inference.measure.prompts import Prompt, load_prompts
 from train.data.config import DataConfig
-from train.data.dedup.shingles import Bytes, normalised, shingles, whole
+from train.data.dedup.shingles import Bytes, normalise, shingles, whole
 
 WIDTH = 50
 """Bytes of a run."""
@@ -48,7 +48,7 @@ class HeldOutIndex:
         hashes, owners, sources = [], [], []
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
-            for content in map(normalised, texts):
+            for content in map(normalise, texts):
                 if len(content):
                     self._whole.setdefault(whole(content), number)
                 hashes.append(np.unique(shingles(content, WIDTH)))
@@ -67,11 +67,11 @@ class HeldOutIndex:
     def find(self, texts: Iterable[str]) -> Repeat | None:
         """The first held-out prompt that one of a row's texts repeats."""
         for text in texts:
-            content = normalised(text)
+            content = normalise(text)
             number = self._whole.get(whole(content))
             if number is not None:
                 source, prompt = self.names[number]
-                return Repeat(source, prompt, _shown(content))
+                return Repeat(source, prompt, _excerpt(content))
             if not self.exact and len(self._hashes):
                 found = self._run(content)
                 if found is not None:
@@ -86,7 +86,7 @@ class HeldOutIndex:
             return None
         first = int(hits[0])
         source, prompt = self.names[self._owners[places[first]]]
-        return Repeat(source, prompt, _shown(content[first : first + WIDTH]))
+        return Repeat(source, prompt, _excerpt(content[first : first + WIDTH]))
 
 
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
@@ -148,5 +148,5 @@ def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> t
     return values, owner[kept][first]
 
 
-def _shown(content: Bytes) -> str:
+def _excerpt(content: Bytes) -> str:
     return content[: 2 * WIDTH].tobytes().decode("utf-8", "replace")

@@ -30,7 +30,7 @@ from heads.api.errors import UserError
 from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
-from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
+from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, FindingsState, HeldOutIndex
 from train.data.sources import Mixture, MixturePlace, Row, RowContent, SkippedRow, SourceReport, content_hash
 from train.data.tables import local_files
@@ -101,7 +101,7 @@ def ingest(
 ) -> Input:
     """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for pre-tokenised rows.
 
-    Raises `UserError` for sources that cannot be read. progress is told how many rows have been read. answered: the rows
+    Raises `UserError` for sources that cannot be read. progress: called with the number of rows read. answered: the rows
     themselves are not needed any more.
     """
     identity = identity_of(data, held_out)
@@ -193,7 +193,7 @@ class Reader:
         made.ids.append(_hash(row.id))
         if self.data.deduplicate == "none":
             return
-        content = normalised("\n".join(texts))
+        content = normalise("\n".join(texts))
         # A text of signs alone has no letters to compare.
         made.texts.append(whole(content) if len(content) else _hash("\n".join(texts)))
         if self.data.deduplicate == "near":

@@ -1,18 +1,16 @@
-"""What holds the weights while they are trained: gradients, updates, and nothing else. Plain torch here,
-DeepSpeed in its own file.
+"""The interface of training engines: what holds the weights, computes gradients and updates them.
 
-One definition of precision for both: weights, gradients and AdamW's state are float32; `bfloat16` runs the
-forward pass under `torch.autocast`. So an update never rounds to bfloat16, and both engines can be compared
-number by number.
+One definition of precision for all engines: weights, gradients and AdamW's state are float32; `bfloat16` runs the
+forward pass under `torch.autocast`. So an update never rounds to bfloat16, and engines can be compared number by
+number.
 
-One definition of the gradient for both: that of (sum of all losses of the global step) / (its supervised
+One definition of the gradient for all: that of (sum of all losses of the global step) / (its supervised
 tokens), whatever the number of processes and of micro-batches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -25,9 +23,7 @@ from heads.api.config import config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.nn.checkpointing import compiling, recomputing
-from train.distributed import World
-from train.engines.shards import AnyPart, StatePart, collect, distribute, whole_spans
-from train.optim import OptimConfig, make_optimizer, set_rate
+from train.engines.shards import AnyPart, StatePart
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -161,72 +157,9 @@ class Objective(nn.Module):
         return output.loss_sum
 
 
-class TorchEngine:
-    """Plain torch: every process has everything, gradients are added up once per step."""
-
-    sharded = False
-
-    def __init__(
-        self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
-    ) -> None:
-        self.drafter, self.world, self.clip = drafter, world, optim.clip
-        self.objective = Objective(drafter, config, world.device.type)
-        self.trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained.values(), optim)
-
-    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        """See `TrainEngine`."""
-        loss = self.objective(batch)
-        (loss / supervised).backward()
-        return LossOutput(loss.detach(), self.objective.metrics)
-
-    def step(self, rate: float) -> float:
-        """See `TrainEngine`. A norm that is not finite is returned without an update."""
-        self._add_gradients()
-        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.clip or math.inf))
-        if math.isfinite(norm):
-            set_rate(self.optimizer, rate)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _add_gradients(self) -> None:
-        """Sum the gradients of all processes, as one message."""
-        fill_gradients(self.trained.values())
-        if self.world.size == 1:
-            return
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
-        return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
-
-    def optimizer_state(self) -> StatePart:
-        """See `TrainEngine`: everything, in every process."""
-        return collect(self.optimizer, whole_spans(self.trained))
-
-    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """See `TrainEngine`."""
-        distribute(self.optimizer, whole_spans(self.trained), shapes(self.trained), parts)
-
-    def close(self) -> None:
-        """See `TrainEngine`."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-
-
 def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous copies on the CPU that later updates do not change."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
-
-
-def shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor."""
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:

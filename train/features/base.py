@@ -78,7 +78,7 @@ class OnlineFeatures:
 
 @contextmanager
 def in_use(features: Features) -> Iterator[Features]:
-    """Features for as long as a training uses them; then files, connections and threads behind them are let go of."""
+    """Features while a training uses them; their files, connections and threads are closed at the end."""
     try:
         yield features
     finally:

@@ -86,7 +86,7 @@ def run_in_group(
             send_header(BYE, division.target_of(world.rank), status=int(not finished))
         return manifest
     target = TargetModel.load(job.target)
-    with StopRequest() as request:  # the trainers are told too; they save, and then say good-bye
+    with StopRequest() as request:  # trainers get the signal too; they save, then send BYE
         try:
             complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
         except RuntimeError:

@@ -110,7 +110,7 @@ class Summary(BaseModel):
     peak: PeakFacts
     peak_memory_bytes: int
     energy_joules: float | None
-    """Sum over the GPUs of the training processes; None where one of them did not tell."""
+    """Sum over the GPUs of the training processes; None where one of them had no reading."""
     energy_source: str = ""
     """Whose energy it is, or why there is none. Not in the first files."""
     best: Tau | None

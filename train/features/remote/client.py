@@ -106,9 +106,9 @@ class RemoteClient:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
             if attempt < self.config.retries and self._stopped.wait(pause):
                 raise CancelledError
-        told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise UserError(
-            f"no features after {self.config.retries + 1} attempts ({told}). Look at these servers, or raise "
+            f"no features after {self.config.retries + 1} attempts ({reasons}). Look at these servers, or raise "
             "features.timeout_seconds and "
             "features.retries; this command continues from its last saved state."
         )

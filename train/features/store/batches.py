@@ -62,7 +62,7 @@ def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
     """The features of a batch as they are stored; taps: the layers of `batch.taps`, in order.
 
-    Raises `UserError` when a feature is not a number: a store that teaches nonsense is worse than none.
+    Raises `UserError` when a feature is not a number: it would make the stored features useless.
     """
     places = batch.segments > 0
     states: dict[str, Tensor] = {}
