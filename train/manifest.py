@@ -1,6 +1,7 @@
 """What a training writes of itself: the facts that are stored with every state, and its manifest.
 
-docs/formats.md describes the fields. Settings are those of the configuration classes, as JSON values.
+docs/formats.md describes the fields. Settings are those of the configuration classes, as JSON
+values.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class TrainSettings(TypedDict):
 
 
 class JointFacts(TypedDict):
-    """Joint training: its settings, the original target, the folder of the new one, and the drift."""
+    """Joint training: its settings, the original target, the folder of the new one, and the
+    drift."""
 
     settings: Settings
     original: dict[str, object]

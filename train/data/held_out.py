@@ -1,8 +1,9 @@
-"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is watched on during training.
+"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is
+watched on during training.
 
-A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of it (case, signs and spaces do
-not count; about eight words), or is the whole of it. Runs that many held-out prompts share are their template, not their content,
-and do not count.
+A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of
+it (case, signs and spaces do not count; about eight words), or is the whole of it. Runs that many
+held-out prompts share are their template, not their content, and do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Repeat:
 class HeldOutIndex:
     """Held-out prompts, ready to be looked for. In memory: some twenty bytes per letter of them."""
 
-    def __init__(self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False) -> None:
+    def __init__(
+        self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False
+    ) -> None:
         """prompts: (source, id, texts). exact: only whole prompts count."""
         self.exact = exact
         self.names: list[tuple[str, str]] = []
@@ -90,8 +93,8 @@ class HeldOutIndex:
 
 
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
-    """The held-out prompts that a configuration names; None when it names none or asks for no decontamination. Raises `UserError`
-    for what cannot be read."""
+    """The held-out prompts that a configuration names; None when it names none or asks for no
+    decontamination. Raises `UserError` for what cannot be read."""
     if data.decontaminate == "none":
         return None
     prompts: list[tuple[str, str, Sequence[str]]] = []
@@ -134,7 +137,8 @@ class Findings:
 
 
 def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> tuple[Any, Any]:
-    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one source share."""
+    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one
+    source share."""
     if not hashes:
         return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
     every, owner = np.concatenate(hashes), np.concatenate(owners)

@@ -1,8 +1,9 @@
 """Turns any dataset of prompts or conversations into rows with a stable id.
 
-No row is dropped silently: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset (after shuffle and limit), in an order
-that depends on the configuration alone, and can continue from any place. A `Mixture` interleaves several sources by weight: which
-one is asked for row i is a function of (seed, i) and of which sources have run out by then.
+No row is dropped silently: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset
+(after shuffle and limit), in an order that depends on the configuration alone, and can continue
+from any place. A `Mixture` interleaves several sources by weight: which one is asked for row i is a
+function of (seed, i) and of which sources have run out by then.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class SourceReport(TypedDict):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring them, `tools` only for
-    conversations that do."""
+    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring
+    them, `tools` only for conversations that do."""
 
     index: int
     id: str
@@ -99,7 +100,11 @@ class Row:
     @property
     def content(self) -> RowContent:
         """What the row's hash covers."""
-        content: RowContent = {"messages": self.messages, "tokens": self.tokens, "spans": self.spans}
+        content: RowContent = {
+            "messages": self.messages,
+            "tokens": self.tokens,
+            "spans": self.spans,
+        }
         return {**content, "tools": self.tools} if self.tools else content
 
 
@@ -114,7 +119,8 @@ class SkippedRow:
 
 
 class Source:
-    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may be repeated."""
+    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may
+    be repeated."""
 
     def __init__(self, config: SourceConfig, label: str = "") -> None:
         self.config, self.label = config, label
@@ -167,7 +173,9 @@ class Source:
                 f"dataset '{config.path}' is empty: it has no rows. Check data.path, data.name and "
                 "data.split."
             )
-        numbers = stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
+        numbers = (
+            stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
+        )
         return TableRows(table, numbers[: config.limit])
 
     def _find_column(self) -> str:
@@ -182,7 +190,9 @@ class Source:
         if self.config.column is not None:
             return self.config.column
         kinds = (
-            COLUMN_NAMES if self.config.kind == "auto" else {self.config.kind: COLUMN_NAMES[self.config.kind]}
+            COLUMN_NAMES
+            if self.config.kind == "auto"
+            else {self.config.kind: COLUMN_NAMES[self.config.kind]}
         )
         for name in (name for names in kinds.values() for name in names):
             if name in columns:
@@ -194,8 +204,8 @@ class Source:
         )
 
     def _find_kind(self) -> str:
-        """The configured kind, or that of the first row whose value is text, a list of ids or a list of
-        messages."""
+        """The configured kind, or that of the first row whose value is text, a list of ids or a
+        list of messages."""
         if self.config.kind != "auto":
             return self.config.kind
         for _, row in islice(self.rows.read(None), KIND_PROBE):
@@ -207,8 +217,8 @@ class Source:
             if isinstance(value, Sequence) and value and isinstance(value[0], (int, Mapping)):
                 return "tokens" if isinstance(value[0], int) else "messages"
         raise UserError(
-            f"column '{self.column}' of dataset '{self.config.path}' holds neither text, token ids nor "
-            "messages in any row."
+            f"column '{self.column}' of dataset '{self.config.path}' holds neither text, token "
+            "ids nor messages in any row."
         )
 
     def _read(self, index: int, number: int, raw: RawRow | BadRowError) -> Row | SkippedRow:
@@ -217,7 +227,9 @@ class Source:
             if isinstance(raw, BadRowError):
                 raise raw
             if self.config.domain_column is not None:
-                domain = check_unicode(str(raw.get(self.config.domain_column) or domain), "the domain")
+                domain = check_unicode(
+                    str(raw.get(self.config.domain_column) or domain), "the domain"
+                )
             content = self._content(raw)
             identity = self._identity(raw, content)
         except (BadRowError, UserError) as error:
@@ -235,7 +247,10 @@ class Source:
             return {**content, "tools": tools} if tools else content
         if self.kind == "tokens":
             tokens = read_tokens(value)
-            return {"tokens": tokens, "spans": read_spans(raw.get(self.config.spans_column), len(tokens))}
+            return {
+                "tokens": tokens,
+                "spans": read_spans(raw.get(self.config.spans_column), len(tokens)),
+            }
         if not isinstance(value, str):
             raise BadRowError(f"the prompt is {type(value).__name__}, not text")
         if not check_unicode(value, "the prompt").strip():
@@ -252,16 +267,20 @@ class Source:
 
 
 class Mixture:
-    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at among those that are left."""
+    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at
+    among those that are left."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
         labels = [Path(source.path).stem for source in data.sources]
         self.labels = [
-            label if labels.count(label) == 1 else f"{label}{number}" for number, label in enumerate(labels)
+            label if labels.count(label) == 1 else f"{label}{number}"
+            for number, label in enumerate(labels)
         ]
         named = [f"{label}/" if data.mixture else "" for label in self.labels]
-        self.sources = [Source(config, label) for config, label in zip(data.sources, named, strict=True)]
+        self.sources = [
+            Source(config, label) for config, label in zip(data.sources, named, strict=True)
+        ]
         self.index = 0
         self.ended: dict[int, int] = {}
 
@@ -269,9 +288,7 @@ class Mixture:
         """(number of the source, row) from a place on; `index` counts all rows."""
         self.index = place["index"] if place else 0
         self.ended = {int(number): at for number, at in place["ended"].items()} if place else {}
-        places: list[SourcePlace | None] = (
-            place["sources"] if place else [None] * len(self.sources)
-        )
+        places: list[SourcePlace | None] = place["sources"] if place else [None] * len(self.sources)
         open_rows = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
         for source, at in zip(self.sources, places, strict=True):
             source.taken = at["taken"] if at else 0
@@ -296,7 +313,8 @@ class Mixture:
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
     def report(self) -> list[SourceReport]:
-        """Per source: path, rows taken, its share asked for and found, and the row at which it ran out (None: it had more)."""
+        """Per source: path, rows taken, its share asked for and found, and the row at which it ran
+        out (None: it had more)."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {
@@ -329,8 +347,8 @@ def from_sharegpt(messages: Any) -> Any:
     """ShareGPT {from, value} entries as {role, content}; anything else is returned as it is, for
     `check_messages` to judge.
 
-    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned back into
-    records first.
+    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned
+    back into records first.
     """
     if (
         isinstance(messages, Mapping)
@@ -338,16 +356,23 @@ def from_sharegpt(messages: Any) -> Any:
         and all(isinstance(value, list) for value in messages.values())
     ):
         messages = [
-            dict(zip(messages, entry, strict=False)) for entry in zip(*messages.values(), strict=False)
+            dict(zip(messages, entry, strict=False))
+            for entry in zip(*messages.values(), strict=False)
         ]
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         return messages
     converted = []
     for message in messages:
-        if isinstance(message, Mapping) and message.get("from") is not None and message.get("role") is None:
+        if (
+            isinstance(message, Mapping)
+            and message.get("from") is not None
+            and message.get("role") is None
+        ):
             role = SHAREGPT_ROLES.get(message["from"])
             if role is None:
-                raise BadRowError(f"speaker {message['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}")
+                raise BadRowError(
+                    f"speaker {message['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}"
+                )
             converted.append({"role": role, "content": message.get("value")})
         else:
             converted.append(message)
@@ -355,7 +380,8 @@ def from_sharegpt(messages: Any) -> Any:
 
 
 def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
-    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError` for anything else."""
+    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError`
+    for anything else."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -369,8 +395,11 @@ def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
 
 
 def read_tokens(value: Any) -> tuple[int, ...]:
-    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative integers."""
-    tokens = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative
+    integers."""
+    tokens = (
+        tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    )
     if not tokens:
         raise BadRowError("tokens are empty or not a list")
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
@@ -379,8 +408,8 @@ def read_tokens(value: Any) -> tuple[int, ...]:
 
 
 def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
-    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless ascending and
-    inside the tokens."""
+    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless
+    ascending and inside the tokens."""
     if value is None:
         return None
     try:

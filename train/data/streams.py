@@ -138,9 +138,11 @@ class LineStream:
 
 
 class ParquetStream:
-    """The rows of .parquet files, read in order; a place is a file, a row group, a row in it and a row number.
+    """The rows of .parquet files, read in order; a place is a file, a row group, a row in it and a
+    row number.
 
-    Not through `datasets`: Arrow's scanner, which it uses, decodes a file as far ahead of its reader as it gets, up to the whole.
+    Not through `datasets`: Arrow's scanner, which it uses, decodes a file as far ahead of its
+    reader as it gets, up to the whole.
     """
 
     def __init__(self, files: list[Path], shown: str) -> None:
@@ -153,11 +155,20 @@ class ParquetStream:
     def __iter__(self) -> Iterator[NumberedRow]:
         try:
             while self.at["file"] < len(self.files):
-                with ParquetFile(self.files[self.at["file"]], pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+                with ParquetFile(
+                    self.files[self.at["file"]], pre_buffer=False, buffer_size=BUFFER_BYTES
+                ) as file:
                     yield from self._rows(file)
-                self.at = {"file": self.at["file"] + 1, "group": 0, "row": 0, "number": self.at["number"]}
+                self.at = {
+                    "file": self.at["file"] + 1,
+                    "group": 0,
+                    "row": 0,
+                    "number": self.at["number"],
+                }
         except pa.ArrowInvalid as error:
-            raise UserError(f"dataset '{self.shown}' cannot be read: {error}. Check the file.") from error
+            raise UserError(
+                f"dataset '{self.shown}' cannot be read: {error}. Check the file."
+            ) from error
 
     def _rows(self, file: ParquetFile) -> Iterator[NumberedRow]:
         """What is left of one file."""
@@ -197,7 +208,15 @@ class DatasetStream:
 class StreamedRows:
     """The rows of a stream, in order or shuffled block by block."""
 
-    def __init__(self, open_stream: Callable[[], Stream[Any]], shown: str, *, shuffle: bool, seed: int, buffer: int) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[], Stream[Any]],
+        shown: str,
+        *,
+        shuffle: bool,
+        seed: int,
+        buffer: int,
+    ) -> None:
         self._open, self.shown = open_stream, shown
         self.shuffle, self.seed, self.buffer = shuffle, seed, buffer if shuffle else 1
         self._at: BlockPlace = {"block": 0, "taken": 0, "stream": None}
@@ -217,7 +236,11 @@ class StreamedRows:
             held = self._block(rows)
             if not held:
                 return
-            order = stable_permutation(len(held), self.seed, block) if self.shuffle else range(len(held))
+            order = (
+                stable_permutation(len(held), self.seed, block)
+                if self.shuffle
+                else range(len(held))
+            )
             for used in range(taken, len(held)):
                 if self.shuffle:
                     self._at = {"block": block, "taken": used + 1, "stream": start}
@@ -238,7 +261,8 @@ class StreamedRows:
                     break
         except OSError as error:
             raise UserError(
-                f"dataset '{self.shown}' broke off ({error}). The same command continues where it stopped."
+                f"dataset '{self.shown}' broke off ({error}). The same command continues where it "
+                "stopped."
             ) from error
         return held
 
@@ -254,7 +278,14 @@ class StreamedRows:
 
 
 def open_rows_streaming(
-    path: str, name: str | None, split: str, revision: str | None, *, shuffle: bool, seed: int, buffer: int
+    path: str,
+    name: str | None,
+    split: str,
+    revision: str | None,
+    *,
+    shuffle: bool,
+    seed: int,
+    buffer: int,
 ) -> StreamedRows:
     """A dataset as a stream; raises `UserError` when it cannot be opened."""
     files = local_files(path)

@@ -1,11 +1,11 @@
 """The interface of training engines: what holds the weights, computes gradients and updates them.
 
-One definition of precision for all engines: weights, gradients and AdamW's state are float32; `bfloat16` runs the
-forward pass under `torch.autocast`. So an update never rounds to bfloat16, and engines can be compared number by
-number.
+One definition of precision for all engines: weights, gradients and AdamW's state are float32;
+`bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to bfloat16, and
+engines can be compared number by number.
 
-One definition of the gradient for all: that of (sum of all losses of the global step) / (its supervised
-tokens), whatever the number of processes and of micro-batches.
+One definition of the gradient for all: that of (sum of all losses of the global step) / (its
+supervised tokens), whatever the number of processes and of micro-batches.
 """
 
 from __future__ import annotations
@@ -36,50 +36,56 @@ class EngineConfig:
     name: Literal["deepspeed", "torch"] = "deepspeed"
     """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3 also
-    weights."""
+    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3
+    also weights."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights and AdamW's state are float32
-    in both.
+    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights
+    and AdamW's state are float32 in both.
     """
     activation_checkpointing: bool = False
-    """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside again in the backward pass: less
-    memory for about a third more time. Nothing else changes.
+    """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside
+    again in the backward pass: less memory for about a third more time. Nothing else changes.
     """
     compile: bool = False
-    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a minute (and a C++ compiler on a CPU)
-    up to some minutes at the start. Not with zero_stage 3, whose weights come and go inside of a layer.
+    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a
+    minute (and a C++ compiler on a CPU) up to some minutes at the start. Not with zero_stage 3,
+    whose weights come and go inside of a layer.
     """
     target_sharding: Literal["none", "zero3"] = "none"
-    """none: every process holds the whole frozen target. zero3: its layers are divided among the processes, each put together only
-    while it runs (train/target/sharding.py), for targets that do not fit one device.
+    """none: every process holds the whole frozen target. zero3: its layers are divided among the
+    processes, each put together only while it runs (train/target/sharding.py), for targets that do
+    not fit one device.
     """
     offload: Literal["none", "optimizer", "all"] = "none"
-    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all` (zero_stage 3) the weights too,
-    while they are not in use.
+    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all`
+    (zero_stage 3) the weights too, while they are not in use.
     """
     offload_path: str = ""
-    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead of CPU memory. Needs libaio.
-    Each process writes there; nothing in it outlives the training. Empty: CPU memory.
+    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead
+    of CPU memory. Needs libaio. Each process writes there; nothing in it outlives the training.
+    Empty: CPU memory.
     """
 
     def __post_init__(self) -> None:
         if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):
-            raise UserError("engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3.")
+            raise UserError(
+                "engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3."
+            )
         if self.offload == "all" and self.zero_stage != 3:
             raise UserError(
-                f"engine.offload=all moves weights that are divided, which needs engine.zero_stage=3; given: {self.zero_stage}. "
-                "Use offload=optimizer."
+                "engine.offload=all moves weights that are divided, which needs "
+                f"engine.zero_stage=3; given: {self.zero_stage}. Use offload=optimizer."
             )
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             raise UserError(
-                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 weights come and go inside of them. "
-                "Use zero_stage 0, 1 or 2, or compile=false."
+                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 "
+                "weights come and go inside of them. Use zero_stage 0, 1 or 2, or compile=false."
             )
         if self.offload_path and (self.offload == "none" or self.zero_stage != 3):
             raise UserError(
-                "engine.offload_path needs engine.offload=optimizer or all, and engine.zero_stage=3; given: "
-                f"offload {self.offload}, zero_stage {self.zero_stage}."
+                "engine.offload_path needs engine.offload=optimizer or all, and "
+                f"engine.zero_stage=3; given: offload {self.offload}, zero_stage "
+                f"{self.zero_stage}."
             )
 
     @property
@@ -94,7 +100,8 @@ class EngineConfig:
 
 
 class TrainEngine(Protocol):
-    """A drafter in training. All methods are collective: every process calls them in the same order."""
+    """A drafter in training. All methods are collective: every process calls them in the same
+    order."""
 
     sharded: bool
     """Whether `optimizer_state` differs from process to process."""
@@ -102,14 +109,14 @@ class TrainEngine(Protocol):
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
         """Add the gradient of one micro-batch; returns its detached loss and metrics.
 
-        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches), the loss's
-        divisor. last: whether it is this process's last micro-batch of the step.
+        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches),
+        the loss's divisor. last: whether it is this process's last micro-batch of the step.
         """
         ...
 
     def step(self, rate: float) -> float:
-        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before clipping, over
-        all processes."""
+        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before
+        clipping, over all processes."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -122,18 +129,19 @@ class TrainEngine(Protocol):
         ...
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """Take over what the `optimizer_state` of all processes returned, of any engine and any number of processes."""
+        """Take over what the `optimizer_state` of all processes returned, of any engine and any
+        number of processes."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain valid
-        where unsharded."""
+        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain
+        valid where unsharded."""
         ...
 
 
 class Objective(nn.Module):
-    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds those of
-    the last batch."""
+    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds
+    those of the last batch."""
 
     def __init__(self, drafter: TrainableDrafter, config: EngineConfig, device_type: str) -> None:
         super().__init__()
@@ -144,15 +152,19 @@ class Objective(nn.Module):
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of the forward pass."""
-        return torch.autocast(self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(
+            self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16"
+        )
 
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
         with self.autocast(), recomputing(self.recompute), compiling(self.compiled):
-            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of tensors.
+            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of
+            # tensors.
             output = self.drafter.loss(batch)
         self.metrics = {
-            name: (total.detach(), count.detach()) for name, (total, count) in output.metrics.items()
+            name: (total.detach(), count.detach())
+            for name, (total, count) in output.metrics.items()
         }
         return output.loss_sum
 
@@ -163,8 +175,8 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give weights that no row has used a gradient of zero, as they get in a process beside one that has used them: so every number
-    of processes makes the same update.
+    """Give weights that no row has used a gradient of zero, as they get in a process beside one
+    that has used them: so every number of processes makes the same update.
     """
     for parameter in parameters:
         if parameter.grad is None:

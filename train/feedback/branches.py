@@ -1,9 +1,9 @@
 """Branches: other answers to the same prompts, from the positions at which drafts were rejected.
 
 The drafter proposed a token there that the target did not pick. Where the target gave that token a
-high probability too, the target continues the text from it. That gives new text, in contexts that the
-drafter produces itself, without new prompts. A branch is a prompt of token ids: the prompt, the answer
-up to the first error, and the rejected token.
+high probability too, the target continues the text from it. That gives new text, in contexts that
+the drafter produces itself, without new prompts. A branch is a prompt of token ids: the prompt, the
+answer up to the first error, and the rejected token.
 """
 
 from __future__ import annotations
@@ -39,18 +39,26 @@ class Branch(TypedDict):
 
 
 def write_branches(
-    folders: Sequence[tuple[Path, Path]], out: Path, config: FeedbackConfig, known: Iterable[Path] = ()
+    folders: Sequence[tuple[Path, Path]],
+    out: Path,
+    config: FeedbackConfig,
+    known: Iterable[Path] = (),
 ) -> int:
     """Write branches to the file `out`, the likeliest refused tokens first; returns how many.
 
-    folders: pairs of answers and the records of their verifications; `config.branches` branches are written per answer of the first
-    one, if there are so many. known: files of earlier branches, which are not written again. A line has `id` (the answer's id, the
-    position and the refused token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused token.
-    Raises `UserError` for damaged input.
+    folders: pairs of answers and the records of their verifications; `config.branches` branches are
+    written per answer of the first one, if there are so many. known: files of earlier branches,
+    which are not written again. A line has `id` (the answer's id, the position and the refused
+    token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused
+    token. Raises `UserError` for damaged input.
     """
     manifest = read_answers(folders[0][0])
     info = TargetInfo.from_dict(manifest["target"])
-    before = {json.loads(line)["id"] for path in known for line in path.read_text(encoding="utf-8").splitlines()}
+    before = {
+        json.loads(line)["id"]
+        for path in known
+        for line in path.read_text(encoding="utf-8").splitlines()
+    }
     found: dict[str, Branch] = {}
     ends = set[int]()
     for answers, records in folders:
@@ -58,26 +66,40 @@ def write_branches(
         for document in AnswerSource(answers, records).documents(info):
             if document.row["finish"] == "stop":
                 ends.add(int(document.tokens[-1]))
-            found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}
+            found |= {
+                item["id"]: item
+                for item in branches_of(document.row, verifications.of(document.row["id"]), config)
+            }
     wanted = config.branches * sum(entry["rows"] for entry in manifest["shards"])
-    fresh = [item for name, item in found.items() if name not in before and item["tokens"][-1] not in ends]
+    fresh = [
+        item
+        for name, item in found.items()
+        if name not in before and item["tokens"][-1] not in ends
+    ]
     chosen = heapq.nlargest(wanted, fresh, key=lambda item: (item["log_p"], item["id"]))
     if len(chosen) < wanted:
         logger.warning(
-            "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). Redacted records, and those of "
-            "drafters without probabilities, hold none; a lower feedback.branch_likely finds more.",
-            wanted, folders[0][1], len(chosen), len(found),
-        )  # fmt: skip
-    write_bytes(out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode())
+            "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). "
+            "Redacted records, and those of drafters without probabilities, hold none; a lower "
+            "feedback.branch_likely finds more.",
+            wanted,
+            folders[0][1],
+            len(chosen),
+            len(found),
+        )
+    write_bytes(
+        out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode()
+    )
     return len(chosen)
 
 
 def branches_of(
     row: AnswerRow, verifications: list[Verification], config: FeedbackConfig
 ) -> Iterator[Branch]:
-    """The branches of one answer (a row of answers), from its verifications: at each first error within the first
-    `config.branch_within` tokens of an answer whose refused token the target held likely enough. A verification that the tokens
-    contradict is of another answer to the same prompt, and left out.
+    """The branches of one answer (a row of answers), from its verifications: at each first error
+    within the first `config.branch_within` tokens of an answer whose refused token the target held
+    likely enough. A verification that the tokens contradict is of another answer to the same
+    prompt, and left out.
     """
     tokens, least = row["tokens"], math.log(config.branch_likely)
     places = [(low, min(high, low + config.branch_within)) for low, high in row["spans"]]
@@ -89,4 +111,9 @@ def branches_of(
         refused, log_p = one["drafted"][depth - 1], one["log_p"][depth - 1]
         if tokens[at] == one["pick"] and log_p is not None and log_p >= least:
             name = f"{row['id']}/{at}-{refused}"
-            yield {"id": name, "domain": row["domain"], "tokens": [*tokens[:at], refused], "log_p": log_p}
+            yield {
+                "id": name,
+                "domain": row["domain"],
+                "tokens": [*tokens[:at], refused],
+                "log_p": log_p,
+            }

@@ -1,12 +1,14 @@
 """`build(...)` makes training data of answers and the records of their verifications: the drafter's
 errors get a higher weight.
 
-    <out>/shards/               answers, as `headstart generate` writes them, with weights per token (docs/formats.md)
+    <out>/shards/               answers, as `headstart generate` writes them, with weights per token
+                                (docs/formats.md)
     <out>/hard_prompts.jsonl    prompts to generate from again
-    <out>/manifest.json         written last; it says "generate", because that is what a training reads
+    <out>/manifest.json         written last; it says "generate", because that is what a training
+                                reads
 
-The records are read twice: once to count them, once to write. In memory: one shard, and the table of verifications of one
-folder of answers at a time.
+The records are read twice: once to count them, once to write. In memory: one shard, and the table
+of verifications of one folder of answers at a time.
 """
 
 from __future__ import annotations
@@ -129,12 +131,16 @@ class AnswerSource:
     records: Path | None
 
     def check(self, info: TargetInfo) -> dict[str, str]:
-        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another target."""
+        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another
+        target."""
         files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
             files = [self.answers / MANIFEST_FILE, *files]
-        return {f"{file.parent.parent.name}/{file.parent.name}/{file.name}": file_sha256(file) for file in files}
+        return {
+            f"{file.parent.parent.name}/{file.parent.name}/{file.name}": file_sha256(file)
+            for file in files
+        }
 
     def documents(self, info: TargetInfo) -> Iterator[Document]:
         """Every document, in order."""
@@ -143,7 +149,9 @@ class AnswerSource:
         for row in rows:
             tokens = np.asarray(row["tokens"], np.int32)
             spans: list[Span] = [(low, high) for low, high in row["spans"]]
-            yield Document(row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"])))
+            yield Document(
+                row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"]))
+            )
 
     def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
@@ -159,16 +167,22 @@ class AnswerSource:
         assert self.records is not None
         if read_facts(self.records).get("redacted"):
             raise UserError(
-                f"the records in '{self.records}' are redacted: they hold no text to train on. Record without redaction, or give "
-                "the answers that they are of."
+                f"the records in '{self.records}' are redacted: they hold no text to train on. "
+                "Record without redaction, or give the answers that they are of."
             )
         for number, row in enumerate(read_table(self.records, SEQUENCES).to_pylist()):
             tokens, begin = row["tokens"], row["prompt_length"]
             if begin < len(tokens) and max(tokens) < info.vocab_size:
                 yield {
-                    "id": row["sequence"], "index": number, "domain": row["domain"], "tokens": tokens,
-                    "spans": [[begin, len(tokens)]], "finish": row["finish"], "seed": row["seed"], "parts": [],
-                }  # fmt: skip
+                    "id": row["sequence"],
+                    "index": number,
+                    "domain": row["domain"],
+                    "tokens": tokens,
+                    "spans": [[begin, len(tokens)]],
+                    "finish": row["finish"],
+                    "seed": row["seed"],
+                    "parts": [],
+                }
 
 
 def build(
@@ -180,14 +194,20 @@ def build(
     *,
     info: TargetInfo | None = None,
 ) -> FeedbackManifest:
-    """Write the answers with what their records teach to `out` and return the manifest; what is complete there is left alone.
+    """Write the answers with what their records teach to `out` and return the manifest; what is
+    complete there is left alone.
 
-    records: folders of records, the first of the first folder of answers and so on; one that is not there says nothing, and answers
-    without records weigh 1. info: the target, needed where config.sequences takes documents from records alone. Call it in the main
-    process only. Raises `UserError` for damaged input, input of several targets, or when nothing is left to train on.
+    records: folders of records, the first of the first folder of answers and so on; one that is not
+    there says nothing, and answers without records weigh 1. info: the target, needed where
+    config.sequences takes documents from records alone. Call it in the main process only. Raises
+    `UserError` for damaged input, input of several targets, or when nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
-    settings = {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name not in STAGE_KEYS}
+    settings = {
+        name: value
+        for name, value in json.loads(json.dumps(asdict(config))).items()
+        if name not in STAGE_KEYS
+    }
     inputs = [source.check(info) for source in sources]
     key: FeedbackKey = {"settings": settings, "inputs": inputs}
     if (out / MANIFEST_FILE).is_file():
@@ -197,10 +217,16 @@ def build(
                 verify_file(out, entry)
             return manifest
         if "feedback" not in manifest:
-            raise UserError(f"'{out}' holds answers that are no feedback, and is not overwritten. Give another folder.")
+            raise UserError(
+                f"'{out}' holds answers that are no feedback, and is not overwritten. Give "
+                "another folder."
+            )
         (out / MANIFEST_FILE).unlink()
     if (out / SETTINGS).is_file():
-        raise UserError(f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give another folder.")
+        raise UserError(
+            f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give "
+            "another folder."
+        )
     for name in (SHARDS, PACKED):
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)
@@ -212,12 +238,18 @@ def build(
     writer.finish()
     if not writer.rows:
         raise UserError(
-            f"nothing is left to train on: {seen} documents, {tally.errors} first errors in them. Without errors there is nothing "
-            "to replay: set feedback.replay=false."
+            f"nothing is left to train on: {seen} documents, {tally.errors} first errors in them. "
+            "Without errors there is nothing to replay: set feedback.replay=false."
         )
     content = {
         **facts,
-        "counts": {"input": seen, DONE: writer.rows, "failed": 0, "skipped": seen - writer.rows, "tokens": writer.supervised},
+        "counts": {
+            "input": seen,
+            DONE: writer.rows,
+            "failed": 0,
+            "skipped": seen - writer.rows,
+            "tokens": writer.supervised,
+        },
         "shards": writer.shards,
         "feedback": {"key": key, **_report(tally, weighing, writer)},
     }
@@ -226,19 +258,32 @@ def build(
 
 
 def _open(
-    records: Sequence[Path], answers: Sequence[Path], config: FeedbackConfig, info: TargetInfo | None
+    records: Sequence[Path],
+    answers: Sequence[Path],
+    config: FeedbackConfig,
+    info: TargetInfo | None,
 ) -> tuple[list[AnswerSource], TargetInfo, InheritedFacts]:
     """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
-            raise UserError("feedback.sequences takes documents from records: give their folders, as feedback.records.")
-        return [AnswerSource(None, folder) for folder in records], info, {
-            "round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"},
-        }  # fmt: skip
+            raise UserError(
+                "feedback.sequences takes documents from records: give their folders, as "
+                "feedback.records."
+            )
+        return (
+            [AnswerSource(None, folder) for folder in records],
+            info,
+            {"round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"}},
+        )
     if not answers:
-        raise UserError("there are no answers to make feedback of: give their folders, as feedback.answers.")
+        raise UserError(
+            "there are no answers to make feedback of: give their folders, as feedback.answers."
+        )
     if len(records) > len(answers):
-        raise UserError(f"{len(records)} folders of records are given for {len(answers)} of answers: one for each, in order.")
+        raise UserError(
+            f"{len(records)} folders of records are given for {len(answers)} of answers: one for "
+            "each, in order."
+        )
     manifests = [read_answers(folder) for folder in answers]
     info = TargetInfo.from_dict(manifests[0]["target"])
     facts: InheritedFacts = {
@@ -250,7 +295,9 @@ def _open(
     return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
 
 
-def _tally(sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig) -> tuple[WeightTotals, list[float], int]:
+def _tally(
+    sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig
+) -> tuple[WeightTotals, list[float], int]:
     """The sums over all documents, the cost of each that has records, and how many there are."""
     tally, costs, seen = WeightTotals(), [], 0
     for source in sources:
@@ -293,7 +340,9 @@ def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> Feedbac
         "verifications": sum(one.passes for one in tally.domains.values()),
         "unfit": tally.unfit,
         "errors": tally.errors,
-        "acceptance": [tally.passed[d] / tally.tested[d] if tally.tested[d] else None for d in depths],
+        "acceptance": [
+            tally.passed[d] / tally.tested[d] if tally.tested[d] else None for d in depths
+        ],
         "cost": [float(weighing.cost[d]) for d in depths],
         "domains": domains,
         "mean_weight": writer.weight / max(1, writer.supervised),
@@ -322,7 +371,10 @@ class _Writer:
     def schema(self) -> pa.Schema:
         """Columns of the shards."""
         schema = SHARD_SCHEMA
-        for name, there in (("weights", self.config.weighs), ("anchors", self.config.anchor_weights)):
+        for name, there in (
+            ("weights", self.config.weighs),
+            ("anchors", self.config.anchor_weights),
+        ):
             if there:
                 schema = schema.append(pa.field(name, pa.list_(pa.float32())))
         return schema
@@ -355,10 +407,19 @@ class _Writer:
 
     def _note_prompt(self, document: Document) -> None:
         row = document.row
-        if document.evidence.passes and document.cost >= self.limit and row["id"] not in self._known:
+        if (
+            document.evidence.passes
+            and document.cost >= self.limit
+            and row["id"] not in self._known
+        ):
             self._known.add(row["id"])
             prompt = row["tokens"][: row["spans"][0][0]]
-            line = {"id": row["id"], "domain": row["domain"], "tokens": list(prompt), "cost": document.cost}
+            line = {
+                "id": row["id"],
+                "domain": row["domain"],
+                "tokens": list(prompt),
+                "cost": document.cost,
+            }
             self._hard.append(json.dumps(line, ensure_ascii=False))
 
     def _flush(self) -> None:
@@ -366,7 +427,9 @@ class _Writer:
             return
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd")
+        pq.write_table(
+            pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd"
+        )
         write_bytes(self.out / name, sink.getvalue().to_pybytes())
         self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
         self._waiting = []

@@ -1,9 +1,10 @@
 """Variations: prompts that the target writes itself, from the first tokens of existing prompts.
 
-A chat model that is given the start of a user's turn continues it as a user would ("Magpie", Xu et al.,
-arXiv 2406.08464). Started with the first tokens of an existing prompt, it keeps to that prompt's kind.
-Prompts are drawn in proportion to the verify passes per token of their answers, so that most new ones
-are of the kinds that decode slowly. A variation is a prompt of token ids like any other.
+A chat model that is given the start of a user's turn continues it as a user would ("Magpie", Xu et
+al., arXiv 2406.08464). Started with the first tokens of an existing prompt, it keeps to that
+prompt's kind. Prompts are drawn in proportion to the verify passes per token of their answers, so
+that most new ones are of the kinds that decode slowly. A variation is a prompt of token ids like
+any other.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: Any, arguments: Mapping[str, object] | None = None) -> Frame:
-        """From two renderings: what they begin and end with alike. arguments: the template's own."""
-        one, two = (render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments) for text in PROBES)
+        """From two renderings: what they begin and end with alike. arguments: the template's
+        own."""
+        one, two = (
+            render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments)
+            for text in PROBES
+        )
         return cls(tuple(_common(one, two)), tuple(reversed(_common(one[::-1], two[::-1]))))
 
     def text_of(self, prompt: Sequence[int]) -> list[int]:
@@ -88,16 +93,21 @@ def write_variations(
     known: Iterable[Path] = (),
     arguments: Mapping[str, object] | None = None,
 ) -> int:
-    """Let the target write `config.variations` prompts per answer of `folders` into the file `out`; returns how many there are.
+    """Let the target write `config.variations` prompts per answer of `folders` into the file `out`;
+    returns how many there are.
 
-    folders: pairs of answers and the records of their verifications. known: files of earlier variations; neither these nor the
-    prompts themselves are written again, nor are texts that do not end. arguments: the chat template's. A line has `id`, `domain`
-    (that of the prompt it begins like) and `tokens`. Raises `UserError` for damaged input.
+    folders: pairs of answers and the records of their verifications. known: files of earlier
+    variations; neither these nor the prompts themselves are written again, nor are texts that do
+    not end. arguments: the chat template's. A line has `id`, `domain` (that of the prompt it begins
+    like) and `tokens`. Raises `UserError` for damaged input.
     """
     frame = Frame.of(target.tokenizer, arguments)
     prompts, seen = list(_prompts(folders, target, frame)), set[tuple[int, ...]]()
     for path in known:
-        seen |= {tuple(json.loads(line)["tokens"]) for line in path.read_text(encoding="utf-8").splitlines()}
+        seen |= {
+            tuple(json.loads(line)["tokens"])
+            for line in path.read_text(encoding="utf-8").splitlines()
+        }
     lines: list[str] = []
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
         seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
@@ -109,7 +119,8 @@ def write_variations(
     else:
         logger.warning(
             "the target writes no variations: %s",
-            "a user's turn does not end with a token that ends its answers, so nothing says where a prompt is over"
+            "a user's turn does not end with a token that ends its answers, so nothing says "
+            "where a prompt is over"
             if prompts
             else "none of the prompts is a single user's text in the target's chat template",
         )
@@ -117,7 +128,9 @@ def write_variations(
     return len(lines)
 
 
-def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame) -> Iterator[KnownPrompt]:
+def _prompts(
+    folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame
+) -> Iterator[KnownPrompt]:
     """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
         for document in AnswerSource(answers, records).documents(target.info):
@@ -135,9 +148,11 @@ def _write(
     wanted: int,
     arguments: Mapping[str, object] | None,
 ) -> Iterator[Variation]:
-    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold special tokens are left out.
+    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold
+    special tokens are left out.
 
-    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the tokenizer chooses.
+    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the
+    tokenizer chooses.
     """
     draw = random.Random(f"variations {seed}")
     chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
@@ -148,13 +163,32 @@ def _write(
         most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
         requests.append(Request(number, start, draw.getrandbits(63), most))
     decode = DecodeConfig(
-        shape="none", temperature=config.variation_temperature, batch_size=BATCH, max_new_tokens=config.variation_tokens
+        shape="none",
+        temperature=config.variation_temperature,
+        batch_size=BATCH,
+        max_new_tokens=config.variation_tokens,
     )
-    done = sorted(Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index)
+    done = sorted(
+        Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index
+    )
     special = set(target.tokenizer.all_special_ids)
     for completion in done:
-        number, ids = completion.request.index, [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]]
+        number, ids = (
+            completion.request.index,
+            [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]],
+        )
         text = target.tokenizer.decode(ids)
-        if completion.finish == "stop" and completion.tokens[-1] == frame.tail[0] and text.strip() and not special & set(ids):
-            tokens = render_prompt(target.tokenizer, [{"role": "user", "content": text}], None, arguments)
-            yield {"id": f"variation-{seed}-{number}", "domain": chosen[number]["domain"], "tokens": tokens}
+        if (
+            completion.finish == "stop"
+            and completion.tokens[-1] == frame.tail[0]
+            and text.strip()
+            and not special & set(ids)
+        ):
+            tokens = render_prompt(
+                target.tokenizer, [{"role": "user", "content": text}], None, arguments
+            )
+            yield {
+                "id": f"variation-{seed}-{number}",
+                "domain": chosen[number]["domain"],
+                "tokens": tokens,
+            }
