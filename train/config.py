@@ -1,10 +1,9 @@
-"""What a training is told, what of it makes no sense together, and what identifies it when it continues."""
+"""The settings of a training, which of them contradict each other, and what identifies it on resumption."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from inference.target.loading import TargetConfig
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.joint.config import JointConfig
+from train.manifest import RunFacts
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
@@ -99,7 +99,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything that one training is told."""
+    """All settings of one training."""
 
     kind: str
     head: Any
@@ -132,7 +132,7 @@ def refuse_senseless(job: TrainingJob) -> None:
         )
 
 
-def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> dict[str, Any]:
+def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     """What a run is: stored with every state, compared when it continues. Plain JSON values."""
     config = job.config
     facts = {
@@ -149,11 +149,11 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> dict[str, Any
     }
     if job.joint.on:
         facts["joint"] = asdict(job.joint)
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    plain: RunFacts = json.loads(json.dumps(facts))
     return plain
 
 
-def require_same(snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
+def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
     """Refuse to continue a state of another drafter, target or engine; warn about other settings that have changed."""
     names = dict.fromkeys([*facts, *MUST_MATCH])
     changed = [name for name in names if snapshot.run.get(name) != facts.get(name)]

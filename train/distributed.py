@@ -74,7 +74,7 @@ class World:
 
 
 def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
-    """This process's `World`, with the process group started when there are several processes or `always` says so.
+    """This process's `World`, with the process group started when there are several processes or `always` is set.
 
     wanted: cpu, cuda or cuda:N. Among several processes each takes the CUDA device of its LOCAL_RANK. The group is left at exit.
     """

@@ -22,6 +22,7 @@ from train.data.loader import PackedBatch, StepLoader
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.features.base import Features
+from train.manifest import RunFacts
 from train.optim import ScheduleConfig
 from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
@@ -88,8 +89,8 @@ class Trainer:
     """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
 
     steps: updates in all. schedule: its begin and end place this training in a whole one, for losses
-    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around
-    what the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
+    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around what
+    the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
     processes serve may not, since they would wait for the rest of it.
     """
 
@@ -106,10 +107,10 @@ class Trainer:
     config: TrainConfig
     schedule: ScheduleConfig
     steps: int
-    run_facts: Mapping[str, Any]
+    run_facts: RunFacts
     progress: Progress
     meter: Meter
-    led: Callable[[], AbstractContextManager[None]] = nullcontext
+    main_alone: Callable[[], AbstractContextManager[None]] = nullcontext
     breakable: bool = True
 
     def __post_init__(self) -> None:
@@ -131,9 +132,9 @@ class Trainer:
             self.request = request
             if progress.step and self.due(config.eval_every) and progress.evaluated_step != progress.step:
                 self.measure()  # broken off when the state was saved
-            reason = self.finished()
+            reason = self.stop_reason()
             for index, batches in self.rows(self.steps if not reason else progress.step):
-                if not self.fetched(index, batches):
+                if not self.wait_for_features(index, batches):
                     self.leave(request)
                 stop = self.step(index, batches, request)
                 if self.due(config.eval_every):
@@ -142,7 +143,7 @@ class Trainer:
                     self.save()
                 if stop:
                     self.leave(request)
-                reason = self.finished()
+                reason = self.stop_reason()
                 if reason:
                     break
             if self.evaluate is not None and progress.evaluated_step != progress.step:
@@ -167,7 +168,7 @@ class Trainer:
         """Whether something that happens every `every` steps happens now."""
         return every > 0 and self.progress.step % every == 0
 
-    def finished(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run is over; empty while it is not. All processes decide alike."""
         config, progress = self.config, self.progress
         if progress.step >= self.steps:
@@ -180,7 +181,7 @@ class Trainer:
             return "seconds"
         return ""
 
-    def fetched(self, index: int, batches: list[PackedBatch]) -> bool:
+    def wait_for_features(self, index: int, batches: list[PackedBatch]) -> bool:
         """Wait until the features of a step are there, where they come from elsewhere; False when a signal came first.
 
         All processes decide alike: none begins a step that another one will not join.
@@ -287,7 +288,7 @@ class Trainer:
         if not measured:
             self.leave(self.request)
 
-    def evaluated(self, weights: dict[str, Tensor]) -> Evaluation | None:
+    def evaluate_unless_stopped(self, weights: dict[str, Tensor]) -> Evaluation | None:
         """The main process's measurement; None when a signal broke it off."""
         assert self.evaluate is not None, "measure without a way to"
         try:
@@ -302,9 +303,9 @@ class Trainer:
         weights = self.engine.weights()
         numbers = [0.0, 0.0, 0.0]
         found: Evaluation | None = None
-        with self.led():
+        with self.main_alone():
             if self.world.is_main:
-                found = self.evaluated(weights)
+                found = self.evaluate_unless_stopped(weights)
                 numbers = [math.nan] * 3 if found is None else [found.tau, *found.ci95]
         tau, low, high = self.world.from_main(numbers)
         if math.isnan(tau):
@@ -318,7 +319,7 @@ class Trainer:
                 progress.step,
                 0,
             )
-            with self.clock.part("saving"), self.led():
+            with self.clock.part("saving"), self.main_alone():
                 if self.world.is_main:
                     self.keep_best(weights)
         else:
@@ -327,7 +328,7 @@ class Trainer:
             self.tracker.write(
                 progress.step, {"tau": tau, "tau_ci95": [low, high], "best": rose, **found.figures}
             )
-            self.display.measured(progress.step, tau, (low, high), rose)
+            self.display.show_tau(progress.step, tau, (low, high), rose)
         return True
 
     def save(self) -> None:
@@ -342,13 +343,13 @@ class Trainer:
         self.saved_step = progress.step
 
     def add_energy(self) -> None:
-        """Read the clocks and put down what all processes used since the last step. Collective."""
+        """Read the clocks and record what all processes used since the last step. Collective."""
         self.meter.take()
         own = torch.tensor(self.meter.own_energy(), dtype=torch.float64, device=self.world.device)
         self.meter.add_energy(*self.world.add(own).tolist())
 
     def leave(self, request: StopRequest) -> None:
-        """Save and raise `Stopped`. A process that got no signal itself goes by the others."""
+        """Save and raise `Stopped`. A process without a signal of its own follows the others."""
         self.save()
         self.add_energy()
         name = request.name or "SIGTERM"

@@ -1,15 +1,16 @@
-"""Records of a generation's verifications: written part by part beside the answers, so that both stay whole together.
+"""Records of a generation's verifications: written part by part beside the answers, so that both
+stay whole together.
 
-Every part file of answers (train/data/answers.py) has its records in files of the same name below <out>/records/, written just
-before it. A kill leaves at most records without a part; they are removed before the generation continues, because their rows are
-answered again. So no verification is lost or doubled, whatever happened in between. A sequence's name is its row's id.
+Every part file of answers (train/data/answers.py) has its records in files of the same name below
+<out>/records/, written just before it. A kill leaves at most records without a part; they are
+removed before the generation continues, because their rows are answered again. So no verification
+is lost or doubled, whatever happened in between. A sequence's name is its row's id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -19,7 +20,6 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
 from inference.verifications import (
-    SCHEMAS,
     SEQUENCES,
     VERIFICATIONS,
     RecordsConfig,
@@ -27,6 +27,7 @@ from inference.verifications import (
     record_facts,
 )
 from train.data.answers import DONE, PARTS, StoredAnswer
+from train.data.manifest import RecordsReport
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
 
@@ -37,19 +38,25 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
     """Raise `UserError` when there is nothing to record: nobody drafts, or not our own decoder."""
     if drafter is None or decode.shape == "none" or backend_of(decode) != "own":
         raise UserError(
-            "generate.records.enabled records what a drafter drafts while our own decoder generates. Set generate.drafter to a "
-            f"checkpoint folder, sampling.shape=chain and sampling.backend=own; given: generate.drafter={drafter}, "
+            "generate.records.enabled records what a drafter drafts while our own decoder "
+            "generates. Set generate.drafter to a checkpoint folder, sampling.shape=chain and "
+            f"sampling.backend=own; given: generate.drafter={drafter}, "
             f"sampling.shape={decode.shape}, sampling.backend={backend_of(decode)}."
         )
 
 
 class PartRecords:
-    """What one process records. world: processes of the generation, which share the size limit evenly."""
+    """What one process records. world: processes of the generation, which share the size limit
+    evenly."""
 
-    def __init__(self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int) -> None:
+    def __init__(
+        self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int
+    ) -> None:
         self.temperature = engine.decode.temperature
         facts = record_facts(engine, drafter, checkpoint_hash(drafter))
-        self.log = VerificationLog(out / RECORDS, facts, config.max_bytes // world, config.redact, held=None)
+        self.log = VerificationLog(
+            out / RECORDS, facts, config.max_bytes // world, config.redact, held=None
+        )
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
 
@@ -67,9 +74,14 @@ class PartRecords:
                 self.log.completion(answer.id, answer.domain, completion, self.temperature, offset)
             begin = answer.spans[0][0]
             self.log.sequence(
-                answer.id, answer.domain, answer.tokens[:begin], answer.tokens[begin:], answer.seed, self.temperature,
+                answer.id,
+                answer.domain,
+                answer.tokens[:begin],
+                answer.tokens[begin:],
+                answer.seed,
+                self.temperature,
                 answer.finish,
-            )  # fmt: skip
+            )
         self.log.flush(name)
 
 
@@ -78,14 +90,23 @@ def drop_unanswered(out: Path) -> None:
     parts = {path.stem for path in (out / PARTS).glob("*.parquet")}
     for path in (out / RECORDS).glob("*.parquet*"):
         name = path.name.split(".")[0]
-        if path.suffix != ".parquet" or name.removeprefix(f"{VERIFICATIONS}-").removeprefix(f"{SEQUENCES}-") not in parts:
+        if (
+            path.suffix != ".parquet"
+            or name.removeprefix(f"{VERIFICATIONS}-").removeprefix(f"{SEQUENCES}-") not in parts
+        ):
             path.unlink()
 
 
-def recorded(out: Path, answered: int) -> dict[str, Any]:
-    """The manifest's entry: rows of both tables, and answers that are not on record (the size limit, or recording was off)."""
-    rows = {
-        table: sum(pq.read_metadata(path).num_rows for path in sorted((out / RECORDS).glob(f"{table}-*.parquet")))
-        for table in SCHEMAS
+def count_records(out: Path, answered: int) -> RecordsReport:
+    """The manifest's entry: rows of both tables, and answers that are not on record (the size
+    limit, or recording was off)."""
+    verifications, sequences = (
+        sum(pq.read_metadata(path).num_rows for path in (out / RECORDS).glob(f"{table}-*.parquet"))
+        for table in (VERIFICATIONS, SEQUENCES)
+    )
+    return {
+        "folder": RECORDS,
+        "verifications": verifications,
+        "sequences": sequences,
+        "missing": answered - sequences,
     }
-    return {"folder": RECORDS, **rows, "missing": answered - rows[SEQUENCES]}

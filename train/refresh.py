@@ -193,7 +193,7 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def merged(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
+def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
     """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates it is the state itself."""
     found = {}
     for name, value in state.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, read_manifest
+from inference.manifest import MANIFEST_FILE
 from inference.target.loading import TargetConfig, pick_device
 from train.config import TrainConfig, TrainingJob, refuse_senseless
 from train.distributed import join_world
@@ -27,6 +27,7 @@ from train.features.config import FeaturesConfig
 from train.features.group import run_in_group
 from train.joint.config import JointConfig
 from train.joint.run import JointRun
+from train.manifest import TrainManifest, read_training
 from train.memory import keep_freed_memory
 from train.optim import OptimConfig, ScheduleConfig
 from train.setup import Run
@@ -47,8 +48,8 @@ def train(
     schedule: ScheduleConfig,
     decode: DecodeConfig,
     joint: JointConfig | None = None,
-    provenance: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    provenance: Mapping[str, object] | None = None,
+) -> TrainManifest:
     """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
 
     Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
@@ -72,7 +73,7 @@ def train(
         joint or JointConfig(),
     )
     if (out / MANIFEST_FILE).is_file():
-        return read_manifest(out, "train")
+        return read_training(out)
     refuse_senseless(job)
     refuse_parts(job)
     world = join_world(pick_device(target.device))
@@ -85,5 +86,3 @@ def train(
         return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
     return Run(job, world, begun).run(provenance)
 
-
-# ---- pieces ------------------------------------------------------------------------------------------------------------

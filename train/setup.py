@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from heads.api.checkpoint import new_drafter, refuse_unset, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.requests import Request
-from inference.manifest import read_manifest, write_manifest
+from inference.manifest import write_manifest
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
@@ -35,9 +34,10 @@ from train.features.base import Features, in_use
 from train.features.make import make_features, require_logits_only
 from train.feedback.check import require_weighed
 from train.loop import Evaluation, Progress, Trainer
+from train.manifest import BestFacts, TrainManifest, TrainOutcome, read_training
 from train.on_policy import OnPolicyFeatures
 from train.optim import learning_rate
-from train.refresh import merged, prepare_start, require_reached, trial_loss
+from train.refresh import merge_updates, prepare_start, require_reached, trial_loss
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch
@@ -115,7 +115,7 @@ class Run:
             )
         return requests
 
-    def run(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    def run(self, provenance: Mapping[str, object] | None) -> TrainManifest:
         """Train from where the folder stands, check, and write the manifest."""
         job, world, config = self.job, self.world, self.job.config
         store = StateStore(job.out / CHECKPOINTS, config.keep, world)
@@ -148,7 +148,7 @@ class Run:
                     weights = engine.weights()
                     self.check(weights, display)
             if not self.requests:
-                with clock.part("saving"), self.access.led():
+                with clock.part("saving"), self.access.main_alone():
                     if world.is_main:
                         self.keep_best(weights)
             engine.close()
@@ -157,7 +157,7 @@ class Run:
         if world.is_main:
             write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
         world.wait()
-        return read_manifest(job.out, "train")
+        return read_training(job.out)
 
     def conclude(self, progress: Progress, reason: str, display: Display) -> None:
         """Write the summary and show it, also of a run that a signal has stopped."""
@@ -247,7 +247,7 @@ class Run:
                 rate=lambda step: learning_rate(step, self.steps, job.optim.lr, job.schedule),
                 evaluate=self.evaluate if self.requests else None,
                 keep_best=self.keep_best,
-                led=self.access.led,
+                main_alone=self.access.main_alone,
                 breakable=not self.access.served,
                 store=store,
                 tracker=tracker,
@@ -273,7 +273,7 @@ class Run:
         with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
             drafter = cls(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
-        drafter.load_state_dict(merged(weights, self.job.config.refresh))
+        drafter.load_state_dict(merge_updates(weights, self.job.config.refresh))
         refuse_unset(drafter)
         drafter.bind(self.target.weights)
         return drafter.eval()
@@ -320,7 +320,7 @@ class Run:
         """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
         if not self.job.config.parity:
             return
-        with self.access.led():
+        with self.access.main_alone():
             if self.world.is_main:
                 self.compare_paths(weights, display)
 
@@ -340,22 +340,20 @@ class Run:
             f"{max(report.worst, default=0.0):.1e}, allowed {report.tolerance:.0e})"
         )
 
-    def manifest(self, progress: Progress, reason: str) -> dict[str, Any]:
+    def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
         """What the next stage reads."""
-        measured = {
-            "step": progress.best_step,
-            "tau": progress.tau,
-            "tau_ci95": list(progress.tau_ci95),
-        }
+        best: BestFacts = {"step": progress.step, "tau": None, "tau_ci95": None}
+        if progress.tau is not None:
+            interval = list(progress.tau_ci95)
+            best = {"step": progress.best_step, "tau": progress.tau, "tau_ci95": interval}
+        facts = self.facts
         return {
             "kind": self.job.kind,
-            "head": self.facts["head"],
+            "head": facts["head"],
             "target": self.target.info.to_dict(),
-            "data": {"path": str(self.job.data), "manifest_sha256": self.facts["data"]},
+            "data": {"path": str(self.job.data), "manifest_sha256": facts["data"]},
             "checkpoint": BEST,
-            "best": measured
-            if progress.tau is not None
-            else {"step": progress.step, "tau": None, "tau_ci95": None},
+            "best": best,
             "steps": progress.step,
             "ended_by": reason,
             "tokens": progress.tokens,
@@ -364,7 +362,10 @@ class Run:
             "history": LOG_FILE,
             "summary": SUMMARY_FILE,
             "settings": {
-                name: self.facts[name] for name in ("engine", "optim", "schedule", "train")
+                "engine": facts["engine"],
+                "optim": facts["optim"],
+                "schedule": facts["schedule"],
+                "train": facts["train"],
             },
         }
 

@@ -1,16 +1,21 @@
 """The whole state of a training run on disk, so that a killed run continues bit for bit.
 
     checkpoints/step_00000120/
-      state.json                  step, best tau and early-stop counters, who wrote it, size and SHA-256 of all files
+      state.json                  step, best tau and early-stop counters, who wrote it, size and
+                                  SHA-256 of all files
       model.safetensors           the drafter's weights, whole, float32
-      optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or one per process where it is divided
-      random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and numpy
+      optimizer-<rank>.safetensors   AdamW's state by weight (train/engines/shards.py); one file, or
+                                     one per process where it is divided
+      random-<rank>.safetensors, random-<rank>.json   generators of torch (CPU, CUDA), Python and
+                                                      numpy
 
-A folder is written under another name, flushed to the disk and then renamed: what bears the name is complete. Nothing is pickled.
+A folder is written under another name, flushed to the disk and then renamed: what bears the name is
+complete. Nothing is pickled.
 
-Any number of processes can continue a state, under any engine. With as many as before every bit is as if it had not stopped. With
-another number, process r goes on with the generators of process r where there was one; a new process seeds its own from those of
-process 0 and its rank. Nothing in a training depends on them: rows, losses and their draws follow from step and row alone.
+Any number of processes can continue a state, under any engine. With as many as before every bit is
+as if it had not stopped. With another number, process r goes on with the generators of process r
+where there was one; a new process seeds its own from those of process 0 and its rank. Nothing in a
+training depends on them: rows, losses and their draws follow from step and row alone.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -38,6 +43,7 @@ from inference.manifest import file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.engines.shards import FilePart, StatePart
+from train.manifest import RunFacts
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +54,31 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
+FileFacts = tuple[int, str]
+"""Size in bytes and SHA-256."""
+
+
+class StateContent(TypedDict):
+    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
+
+    format: int
+    step: int
+    processes: int
+    sharded: bool
+    record: dict[str, object]
+    run: RunFacts
+    files: dict[str, FileFacts]
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """A readable state on disk. step: updates done; record: what the loop remembers; run: what was being trained."""
+    """A readable state on disk. step: updates done; record: where the loop stands; run: what is
+    trained."""
 
     directory: Path
     step: int
-    record: dict[str, Any]
-    run: dict[str, Any]
+    record: dict[str, object]
+    run: RunFacts
     processes: int
     sharded: bool
 
@@ -64,9 +87,12 @@ class Snapshot:
         return load_file(str(self.directory / WEIGHTS_FILE))
 
     def restore(self, engine: TrainEngine, world: World) -> None:
-        """Put AdamW's state and the random generators back. Raises `UserError` when the state is of other weights."""
+        """Put AdamW's state and the random generators back. Raises `UserError` when the state is of
+        other weights."""
         ranks = range(self.processes if self.sharded else 1)
-        engine.load_optimizer_state([FilePart(self.directory / _optimizer_file(rank)) for rank in ranks])
+        engine.load_optimizer_state(
+            [FilePart(self.directory / _optimizer_file(rank)) for rank in ranks]
+        )
         set_random_state(self.directory, world.rank, self.processes)
 
 
@@ -76,7 +102,9 @@ class StateStore:
     def __init__(self, directory: Path, keep: int, world: World) -> None:
         self.directory, self.keep, self.world = directory, keep, world
 
-    def save(self, step: int, engine: TrainEngine, record: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
+    def save(
+        self, step: int, engine: TrainEngine, record: Mapping[str, object], run: RunFacts
+    ) -> Path:
         """Write the state after `step` updates and return its folder. Collective."""
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
@@ -85,19 +113,25 @@ class StateStore:
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
         own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
-        told = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
-        self._require_written([text for _, text in told], partial)
-        content = {
-            "format": FORMAT, "step": step, "processes": self.world.size, "sharded": engine.sharded, "record": dict(record),
-            "run": dict(run), "files": {name: entry for files, _ in told for name, entry in files.items()},
-        }  # fmt: skip
+        outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
+        self._require_written([text for _, text in outcomes], partial)
+        content: StateContent = {
+            "format": FORMAT,
+            "step": step,
+            "processes": self.world.size,
+            "sharded": engine.sharded,
+            "record": dict(record),
+            "run": run,
+            "files": {name: entry for files, _ in outcomes for name, entry in files.items()},
+        }
         self._require_written(self.world.gather(self._complete(partial, final, content)), partial)
         return final
 
     def _write_own(
         self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
-    ) -> tuple[dict[str, list[Any]], str]:
-        """Write this process's files; returns size and SHA-256 of each, and what went wrong, if anything."""
+    ) -> tuple[dict[str, FileFacts], str]:
+        """Write this process's files; returns size and SHA-256 of each, and what went wrong, if
+        anything."""
         rank = self.world.rank
         names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
         try:
@@ -110,18 +144,23 @@ class StateStore:
                 _flush_file(partial / _optimizer_file(rank))
                 names.append(_optimizer_file(rank))
             save_random_state(partial, rank)
-            return {name: [(partial / name).stat().st_size, file_sha256(partial / name)] for name in names}, ""
+            return {
+                name: ((partial / name).stat().st_size, file_sha256(partial / name))
+                for name in names
+            }, ""
         except (OSError, SafetensorError) as error:
             return {}, f"process {rank}: {error}"
 
-    def _complete(self, partial: Path, final: Path, content: dict[str, Any]) -> str:
-        """Main process: write state.json and give the folder its name; returns what went wrong, if anything."""
+    def _complete(self, partial: Path, final: Path, content: StateContent) -> str:
+        """Main process: write state.json and give the folder its name; returns what went wrong, if
+        anything."""
         if not self.world.is_main:
             return ""
         try:
             write_json(partial / STATE_FILE, content)
             _flush_folder(partial)
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one that this run has been over again
+            # a damaged one, whose steps this run has repeated
+            shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _flush_folder(self.directory)
             self._prune()
@@ -137,14 +176,16 @@ class StateStore:
         if self.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier states are kept; make room and "
-            "run the same command again."
+            f"the state cannot be written to '{self.directory}' ({'; '.join(found[:3])}). Earlier "
+            "states are kept; make room and run the same command again."
         )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None; a damaged one is passed over with a warning. Half-written folders are removed.
+        """The newest complete state, or None; a damaged one is passed over with a warning.
+        Half-written folders are removed.
 
-        Collective: every process reads through its share of the files, and all go by what any of them found.
+        Collective: every process reads through its share of the files, and all go by what any of
+        them found.
         """
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.glob(f"*{PARTIAL}"):
@@ -182,16 +223,21 @@ class StateStore:
 def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     """Check a state folder and describe it; raises `UserError` saying what is damaged.
 
-    Of all sizes, and of the contents of every `shares`-th file from number `share` on: the processes divide the reading.
+    Of all sizes, and of the contents of every `shares`-th file from number `share` on: the
+    processes divide the reading.
     """
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise UserError(f"'{folder}' has format {content['format']}; this version reads format {FORMAT}.")
+            raise UserError(
+                f"'{folder}' has format {content['format']}; this version reads format {FORMAT}."
+            )
         for place, (name, (size, sha256)) in enumerate(sorted(content["files"].items())):
             path = safe_path(folder, name)
             if path.stat().st_size != size:
-                raise UserError(f"'{path}' is damaged: it has another size than when it was written.")
+                raise UserError(
+                    f"'{path}' is damaged: it has another size than when it was written."
+                )
             if place % shares == share and file_sha256(path) != sha256:
                 raise UserError(f"'{path}' is damaged: its contents are not what was written.")
         fields = {key: content[key] for key in ("step", "record", "run", "processes", "sharded")}
@@ -200,26 +246,29 @@ def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
     return Snapshot(folder, **fields)
 
 
-# ---- random generators -------------------------------------------------------------------------------------------------
+# Random generators
 
 
 def save_random_state(folder: Path, rank: int) -> None:
-    """Write this process's generators: torch's (CPU and current CUDA device), Python's and numpy's global ones."""
+    """Write this process's generators: torch's (CPU and current CUDA device), Python's and numpy's
+    global ones."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     _save_tensors(states, folder / f"random-{rank}.safetensors")
     version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # the global generator is meant
+    # the global generator is meant
+    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_state = [str(name), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)]
     write_json(
-        folder / f"random-{rank}.json", {"python": [version, list(words), gauss], "numpy": numpy_state}
+        folder / f"random-{rank}.json",
+        {"python": [version, list(words), gauss], "numpy": numpy_state},
     )
 
 
 def set_random_state(folder: Path, rank: int, processes: int) -> None:
-    """Put back what `save_random_state` wrote in this process; one that was not among the `processes` then seeds its own from those
-    of process 0 and its rank.
+    """Put back what `save_random_state` wrote in this process; one that was not among the
+    `processes` then seeds its own from those of process 0 and its rank.
     """
     if rank >= processes:
         known = (folder / "random-0.safetensors").read_bytes()
@@ -236,10 +285,11 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, place, has_gauss, cached = plain["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))  # as above
+    # as above
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def _optimizer_file(rank: int) -> str:

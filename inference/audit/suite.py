@@ -51,7 +51,7 @@ DISTRIBUTION_ROWS = 64
 class Changes(TypedDict, total=False):
     """Settings of `DecodeConfig` that differ from the user's."""
 
-    shape: str
+    shape: Shape
     batch_size: int
     max_new_tokens: int
     temperature: float

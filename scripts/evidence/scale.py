@@ -27,9 +27,9 @@ from scripts.evidence.common import DOCS, REPORTS, read_json
 from scripts.stages.plan import job_of
 from scripts.tools.common import Section, make_parser, run
 from train.engines.base import Objective
-from train.planning.dry_run import dry_batch, dry_step, planned_drafter
+from train.planning.dry_run import dry_batch, dry_step, plan_drafter
 from train.planning.footprint import Footprint
-from train.planning.plan import Speed, make_plan
+from train.planning.plan import Plan, Speed, make_plan
 from train.planning.target import plan_target
 
 REPORT, PAGE = REPORTS / "scale.json", DOCS / "scale.md"
@@ -84,7 +84,7 @@ def content() -> dict[str, Any]:
     return {"format": 1, "tokens": TOKENS, "gpu": GPU, "plans": plans, "backing": checks}
 
 
-def planned(target: str, head: str, changes: Sequence[str], count: int) -> dict[str, Any]:
+def planned(target: str, head: str, changes: Sequence[str], count: int) -> Plan:
     """`headstart train --plan` for one row."""
     overrides = ["target=local", f"target.path=assets/configs/{target}", "target.device=cpu"]
     overrides += [*HEADS[head], "engine=deepspeed", f"train.sequence_length={LENGTH}"]
@@ -100,7 +100,7 @@ def counted(head: str) -> dict[str, Any]:
     settings = load_settings(STAGES["train"], overrides)
     rows, length, kind, config = 2, 512, settings.head.kind, settings.head.config
     target = plan_target(settings.target)
-    drafter = planned_drafter(kind, config, target)
+    drafter = plan_drafter(kind, config, target)
     dry = dry_step(drafter, target, settings.engine, rows, length, 0.7)
     real = TargetModel.load(settings.target)
     seen = torch.ones(real.info.vocab_size)

@@ -35,8 +35,10 @@ from scripts.run.folder import read_config as read_stage_config
 from scripts.run.process import is_main_process, prepare_process, shown
 from scripts.stages.generate import with_benches
 from scripts.stages.measure import prompts
+from train.data.manifest import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
+from train.manifest import TrainManifest
 from train.refresh import RefreshConfig
 from train.run import train
 
@@ -154,7 +156,7 @@ class PartSeconds:
 
 def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> AnswersManifest:
     """The new target's answers to some of the prompts, drafted for by the old drafter; returns the
     manifest."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
@@ -181,7 +183,7 @@ def answer(
 
 def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
-) -> dict[str, Any]:
+) -> TrainManifest:
     """Train from the old checkpoint; returns the manifest. The folder is a train stage's: other
     stages find the drafter in it."""
     assert old.checkpoint is not None

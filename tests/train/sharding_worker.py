@@ -72,14 +72,14 @@ def compare(folder: str, world: World) -> None:
     assert set(target.weights.state) == set(whole.weights.state)
     for name, value in whole.weights.state.items():
         assert torch.equal(target.weights.state[name], value), name
-    with access.led():
+    with access.main_alone():
         if world.is_main:
             assert answers(target) == answers(whole)
             name = next(name for name in whole.weights.state if ".layers.1." in name)
             assert torch.equal(target.weights.state[name], whole.weights.state[name])
-    with access.led():
+    with access.main_alone():
         pass
-    assert torch.equal(features(target, 5)[0], features(whole, 5)[0]), "other features after being led"
+    assert torch.equal(features(target, 5)[0], features(whole, 5)[0]), "other features after the main process ran alone"
     outside = held_bytes(target.model)
     layers = sum(p.numel() * p.element_size() for p in whole.model.parameters()) - outside
     pieces = sum(group.piece.nbytes for unit in access.units for group in unit)
@@ -108,7 +108,7 @@ def stop_early(folder: str, world: World) -> None:
     handle.remove()
     target.taps.want(())
     assert all(torch.equal(a, b) for a, b in zip(features(target, 1), expected, strict=True))
-    with access.led():
+    with access.main_alone():
         pass
     world.wait()
 

@@ -25,7 +25,7 @@ from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.train import micro_run
 from tests.train.micro_run import prepare, settings
 from train.loop import Trainer
-from train.refresh import RefreshConfig, load_start, merged, prepare_start, require_reached
+from train.refresh import RefreshConfig, load_start, merge_updates, prepare_start, require_reached
 from train.run import train
 from train.stopping import Stopped
 
@@ -168,7 +168,7 @@ def test_merged_weights_compute_what_the_updates_do(
                 parameter.copy_(
                     0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
                 )
-    plain.load_state_dict(merged(drafter.state_dict(), config), strict=True)
+    plain.load_state_dict(merge_updates(drafter.state_dict(), config), strict=True)
     torch.testing.assert_close(
         drafter.train_logits(batch, 2), plain.train_logits(batch, 2), rtol=1e-4, atol=1e-4
     )

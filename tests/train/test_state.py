@@ -17,7 +17,8 @@ import train.state as state
 from heads.api.errors import UserError
 from tests.train.toy import OPTIM, Toy, train_steps
 from train.distributed import World
-from train.engines.base import EngineConfig, TorchEngine
+from train.engines.base import EngineConfig
+from train.engines.torch_engine import TorchEngine
 from train.state import STATE_FILE, StateStore, read_snapshot
 
 RUN = {"kind": "toy"}

@@ -85,7 +85,7 @@ def train_steps(engine: TrainEngine, world: World, micro: int, first: int, last:
 def parse(text: str) -> EngineConfig:
     """NAME:STAGE:PRECISION[:OFFLOAD]."""
     name, stage, precision, *offload = text.split(":")
-    return EngineConfig(name, int(stage), precision, *offload)
+    return EngineConfig(name, int(stage), precision, offload=offload[0] if offload else "none")
 
 
 def gather_everything() -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,22 @@ from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, FileEntry, file_entry, write_bytes
 from inference.target.chat import Span
 from train.memory import give_back_freed_memory
+
+
+class AnswerRow(TypedDict):
+    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave them."""
+
+    id: str
+    index: int
+    domain: str
+    tokens: list[int]
+    spans: list[list[int]]
+    finish: str
+    seed: int
+    parts: list[int]
+    weights: NotRequired[NDArray[np.float32]]
+    anchors: NotRequired[NDArray[np.float32]]
+
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -56,7 +72,7 @@ PACKED, INPUT = "packed", "input"
 
 
 Watch = Callable[[str, int], None]
-"""Told how far a phase is: its name and how many rows it has done."""
+"""Called with the name of a phase and how many rows it has done."""
 
 
 def ignore(phase: str, rows: int) -> None:
@@ -65,7 +81,7 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """What became of one input row. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
+    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
     tokens the second and later documents begin, when turns had to become documents of their own; reason: if not done; cut: tokens
     that a truncation policy took away."""
 
@@ -129,7 +145,7 @@ class PartWriter:
         self._last = time.monotonic()
         if not self._waiting:
             return
-        with _signals_held():
+        with _hold_signals():
             table = pa.Table.from_pylist([vars(answer) for answer in self._waiting], schema=PART_SCHEMA)
             name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
             if self.before is not None:
@@ -186,8 +202,8 @@ def clear_output(out: Path) -> None:
 
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; the system lets go of it when the process dies, however it
-    dies.
+    """Hold the folder's lock while generating; the system releases it when the process ends, however it
+    ends.
 
     exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run, say)
     writes here; it is then shared with the run's other processes. Raises `UserError` when another run holds
@@ -310,7 +326,7 @@ def _parquet(table: pa.Table) -> bytes:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def _hold_signals() -> Iterator[None]:
     """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:

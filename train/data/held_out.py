@@ -1,8 +1,9 @@
-"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is watched on during training.
+"""Keeps held-out prompts out of the training data: those of the benchmarks, and those that tau is
+watched on during training.
 
-A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of it (case, signs and spaces do
-not count; about eight words), or is the whole of it. Runs that many held-out prompts share are their template, not their content,
-and do not count.
+A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of
+it (case, signs and spaces do not count; about eight words), or is the whole of it. Runs that many
+held-out prompts share are their template, not their content, and do not count.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from inference.measure.datasets import load_bench_prompts
 from inference.measure.prompts import Prompt, load_prompts
 from train.data.config import DataConfig
-from train.data.dedup.shingles import Bytes, normalised, shingles, whole
+from train.data.dedup.shingles import Bytes, normalise, shingles, whole
 
 WIDTH = 50
 """Bytes of a run."""
@@ -40,7 +41,9 @@ class Repeat:
 class HeldOutIndex:
     """Held-out prompts, ready to be looked for. In memory: some twenty bytes per letter of them."""
 
-    def __init__(self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False) -> None:
+    def __init__(
+        self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False
+    ) -> None:
         """prompts: (source, id, texts). exact: only whole prompts count."""
         self.exact = exact
         self.names: list[tuple[str, str]] = []
@@ -48,7 +51,7 @@ class HeldOutIndex:
         hashes, owners, sources = [], [], []
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
-            for content in map(normalised, texts):
+            for content in map(normalise, texts):
                 if len(content):
                     self._whole.setdefault(whole(content), number)
                 hashes.append(np.unique(shingles(content, WIDTH)))
@@ -67,11 +70,11 @@ class HeldOutIndex:
     def find(self, texts: Iterable[str]) -> Repeat | None:
         """The first held-out prompt that one of a row's texts repeats."""
         for text in texts:
-            content = normalised(text)
+            content = normalise(text)
             number = self._whole.get(whole(content))
             if number is not None:
                 source, prompt = self.names[number]
-                return Repeat(source, prompt, _shown(content))
+                return Repeat(source, prompt, _excerpt(content))
             if not self.exact and len(self._hashes):
                 found = self._run(content)
                 if found is not None:
@@ -86,12 +89,12 @@ class HeldOutIndex:
             return None
         first = int(hits[0])
         source, prompt = self.names[self._owners[places[first]]]
-        return Repeat(source, prompt, _shown(content[first : first + WIDTH]))
+        return Repeat(source, prompt, _excerpt(content[first : first + WIDTH]))
 
 
 def load_held_out(data: DataConfig) -> HeldOutIndex | None:
-    """The held-out prompts that a configuration names; None when it names none or asks for no decontamination. Raises `UserError`
-    for what cannot be read."""
+    """The held-out prompts that a configuration names; None when it names none or asks for no
+    decontamination. Raises `UserError` for what cannot be read."""
     if data.decontaminate == "none":
         return None
     prompts: list[tuple[str, str, Sequence[str]]] = []
@@ -108,10 +111,17 @@ def texts_of(prompt: Prompt) -> list[str]:
     return [message["content"] for message in prompt.messages or () if message["role"] == "user"]
 
 
+class FindingsState(TypedDict):
+    """Repeats as `input/state.json` and the report hold them: counts by source, and examples."""
+
+    counts: dict[str, int]
+    examples: list[dict[str, str]]
+
+
 class Findings:
     """Counts of repeats by source, and some of them with their text."""
 
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, state: FindingsState | None = None) -> None:
         self.counts: dict[str, int] = dict(state["counts"]) if state else {}
         self.examples: list[dict[str, str]] = list(state["examples"]) if state else []
 
@@ -122,12 +132,13 @@ class Findings:
                 {"row": row, "source": repeat.source, "prompt": repeat.prompt, "text": repeat.text}
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> FindingsState:
         return {"counts": self.counts, "examples": self.examples}
 
 
 def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> tuple[Any, Any]:
-    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one source share."""
+    """Sorted hashes and one owner of each, without those that more than `TEMPLATE` prompts of one
+    source share."""
     if not hashes:
         return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
     every, owner = np.concatenate(hashes), np.concatenate(owners)
@@ -141,5 +152,5 @@ def _content_only(hashes: list[Any], owners: list[Any], sources: list[str]) -> t
     return values, owner[kept][first]
 
 
-def _shown(content: Bytes) -> str:
+def _excerpt(content: Bytes) -> str:
     return content[: 2 * WIDTH].tobytes().decode("utf-8", "replace")

@@ -1,12 +1,16 @@
-"""Reads all sources once and leaves their rows on disk: judged, in order, ready for any number of processes.
+"""Reads all sources once and leaves their rows on disk: judged, in order, ready for any number of
+processes.
 
     input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being made
     input/keys/, *.bin             what judging the rows needs, until it is done
-    input/state.json               where reading stands: an interrupted reading continues after its last complete block
+    input/state.json               where reading stands: an interrupted reading continues after its
+                                   last complete block
     input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
-    input/input.json               what was read and what was left out; stays when the rows are removed
+    input/input.json               what was read and what was left out; stays when the rows are
+                                   removed
 
-Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and content of every row, in order.
+Memory: one block, one partition of keys, one byte per row. The fingerprint covers id, domain and
+content of every row, in order.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -30,29 +34,70 @@ from heads.api.errors import UserError
 from inference.manifest import PARTIAL, write_bytes, write_json
 from train.data.config import DataConfig
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
-from train.data.dedup.shingles import SIGNATURE, band_keys, normalised, signature, whole
-from train.data.held_out import Findings, HeldOutIndex
-from train.data.sources import Mixture, Row, SkippedRow, content_hash
+from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
+from train.data.held_out import Findings, FindingsState, HeldOutIndex
+from train.data.sources import (
+    Mixture,
+    MixturePlace,
+    Row,
+    RowContent,
+    SkippedRow,
+    SourceReport,
+    content_hash,
+)
 from train.data.tables import local_files
 
 BLOCK = 4096
 """Rows that are read and written together."""
 FORMAT = 1
-ROWS, KEYS, STATE, VERDICT, SUMMARY = "rows-{:05d}.parquet", "keys", "state.json", "verdict.bin", "input.json"
+ROWS, KEYS, STATE, VERDICT, SUMMARY = (
+    "rows-{:05d}.parquet",
+    "keys",
+    "state.json",
+    "verdict.bin",
+    "input.json",
+)
 SIGNATURES, HELD = "signatures.bin", "held_out.bin"
 SCHEMA = pa.schema(
-    [("id", pa.string()), ("domain", pa.string()), ("reason", pa.string()), ("hash", pa.string()), ("content", pa.string())]
+    [
+        ("id", pa.string()),
+        ("domain", pa.string()),
+        ("reason", pa.string()),
+        ("hash", pa.string()),
+        ("content", pa.string()),
+    ]
 )
+
+
+class InputReport(TypedDict):
+    """What manifests say of the rows read. left_out: rows by reason; held_out: repeated prompts."""
+
+    rows: int
+    sources: list[SourceReport]
+    left_out: dict[str, int]
+    held_out: NotRequired[FindingsState | None]
+
+
+class ReadingState(TypedDict):
+    """`input/state.json`. identity: of the rows; rows: read so far; held_out: repeats among
+    them."""
+
+    identity: str
+    rows: int
+    place: MixturePlace | None
+    findings: FindingsState | None
+    held_out: int
 
 
 @dataclass(frozen=True)
 class Input:
-    """What was read: number of rows, fingerprint of all, hash of which were left out ("" for none), and a report for manifests."""
+    """What was read: number of rows, fingerprint of all, hash of those that were left out ("" for
+    none), and a report for manifests."""
 
     total: int
     fingerprint: str
     left_out: str
-    report: dict[str, Any]
+    report: InputReport
 
 
 @dataclass
@@ -79,10 +124,11 @@ def ingest(
     progress: Progress = lambda rows: None,
     answered: bool = False,
 ) -> Input:
-    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for pre-tokenised rows.
+    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids, for
+    pre-tokenised rows.
 
-    Raises `UserError` for sources that cannot be read. progress is told how many rows have been read. answered: the rows
-    themselves are not needed any more.
+    Raises `UserError` for sources that cannot be read. progress: called with the number of rows
+    read. answered: the rows themselves are not needed any more.
     """
     identity = identity_of(data, held_out)
     known = read_input(folder)
@@ -110,8 +156,9 @@ class Reader:
         self.data, self.folder, self.held_out, self.decode = data, folder, held_out, decode
         self.keys = KeyFiles(folder / KEYS)
 
-    def read(self, state: dict[str, Any], progress: Progress) -> tuple[int, Mixture]:
-        """Read from where `state` stands to the end; `state` is kept up to date, on disk as well."""
+    def read(self, state: ReadingState, progress: Progress) -> tuple[int, Mixture]:
+        """Read from where `state` stands to the end; `state` is kept up to date, on disk as
+        well."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
@@ -139,7 +186,7 @@ class Reader:
     def _block(self, rows: list[Row | SkippedRow], findings: Findings) -> InputBlock:
         made = InputBlock()
         for row in rows:
-            content = {} if isinstance(row, SkippedRow) else row.content
+            content: RowContent = {} if isinstance(row, SkippedRow) else row.content
             made.table.append(
                 {
                     "id": row.id,
@@ -173,7 +220,7 @@ class Reader:
         made.ids.append(_hash(row.id))
         if self.data.deduplicate == "none":
             return
-        content = normalised("\n".join(texts))
+        content = normalise("\n".join(texts))
         # A text of signs alone has no letters to compare.
         made.texts.append(whole(content) if len(content) else _hash("\n".join(texts)))
         if self.data.deduplicate == "near":
@@ -196,16 +243,20 @@ class Reader:
 
 
 def _finish(
-    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: Mapping[str, Any]
+    data: DataConfig, folder: Path, identity: str, total: int, mixture: Mixture, state: ReadingState
 ) -> Input:
     """Judge the rows, write the summary, remove what is not needed any more."""
-    signatures = folder / SIGNATURES if data.deduplicate == "near" and (folder / SIGNATURES).is_file() else None
+    signatures = (
+        folder / SIGNATURES
+        if data.deduplicate == "near" and (folder / SIGNATURES).is_file()
+        else None
+    )
     held = np.fromfile(folder / HELD, dtype=np.int64) if total else np.zeros(0, dtype=np.int64)
     verdict = judge(KeyFiles(folder / KEYS), signatures, total, data.near_share, held)
     write_bytes(folder / VERDICT, verdict.tobytes())
     counts = Counter(verdict[verdict != KEPT].tolist())
     left_out = hashlib.sha256(verdict.tobytes()).hexdigest()[:32] if counts else ""
-    report: dict[str, Any] = {
+    report: InputReport = {
         "rows": total,
         "sources": mixture.report(),
         "left_out": {REASONS[code]: count for code, count in sorted(counts.items())},
@@ -220,8 +271,11 @@ def _finish(
     return result
 
 
-def read_rows(folder: Path, rank: int, world: int, done: NDArray[np.bool_]) -> Iterator[Row | SkippedRow]:
-    """This process's rows that are not done yet (index % world == rank), in order, a block in memory."""
+def read_rows(
+    folder: Path, rank: int, world: int, done: NDArray[np.bool_]
+) -> Iterator[Row | SkippedRow]:
+    """This process's rows that are not done yet (index % world == rank), in order, a block in
+    memory."""
     verdict = np.fromfile(folder / VERDICT, dtype=np.uint8)
     for first in range(0, len(verdict), BLOCK):
         wanted = [
@@ -238,11 +292,15 @@ def read_rows(folder: Path, rank: int, world: int, done: NDArray[np.bool_]) -> I
 
 
 def require_own_input(folder: Path) -> None:
-    """Raise `UserError` where `folder` holds something that reading never writes: reading other rows replaces the folder."""
+    """Raise `UserError` where `folder` holds something that reading never writes: reading other
+    rows replaces the folder."""
     ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (path.name in ours or path.name.startswith("rows-") or path.name.endswith(PARTIAL)):
-            raise UserError(f"'{path}' was not written by generation, which would replace '{folder}'. Give another folder.")
+            raise UserError(
+                f"'{path}' was not written by generation, which would replace '{folder}'. Give "
+                "another folder."
+            )
 
 
 def remove_rows(folder: Path) -> None:
@@ -252,7 +310,8 @@ def remove_rows(folder: Path) -> None:
 
 
 def read_input(folder: Path) -> tuple[str, Input] | None:
-    """Identity and summary of what was read completely into `folder`, None when there is no such thing."""
+    """Identity and summary of what was read completely into `folder`, None when there is no such
+    thing."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -263,23 +322,37 @@ def read_input(folder: Path) -> tuple[str, Input] | None:
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
-    """Hash of what decides the rows: sources with their files' sizes and times, and what is left out."""
-    content: list[Any] = [data.deduplicate, data.near_share, data.decontaminate, data.seed, data.limit]
+    """Hash of what decides the rows: sources with their files' sizes and times, and what is left
+    out."""
+    content: list[Any] = [
+        data.deduplicate,
+        data.near_share,
+        data.decontaminate,
+        data.seed,
+        data.limit,
+    ]
     for source in data.sources:
-        own = {name: getattr(source, name) for name in source.__dataclass_fields__ if name in _SOURCE_FIELDS}
+        own = {
+            name: getattr(source, name)
+            for name in source.__dataclass_fields__
+            if name in _SOURCE_FIELDS
+        }
         if source.share != (0, 1):  # folders of before there were shares stay what they are
             own["share"] = source.share
         files = local_files(source.path)
         paths = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
-        content += [own, [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]]
+        content += [
+            own,
+            [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
+        ]
     if held_out is not None:
         content.append(held_out.digest())
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 _SOURCE_FIELDS = frozenset(
-    "path name split revision kind column spans_column tools_column id_column domain_column domain weight limit shuffle seed "
-    "streaming buffer".split()
+    "path name split revision kind column spans_column tools_column id_column domain_column "
+    "domain weight limit shuffle seed streaming buffer".split()
 )
 
 
@@ -290,12 +363,12 @@ def _cut(path: Path, size: int) -> None:
             file.truncate(size)
 
 
-def _state(folder: Path, identity: str) -> dict[str, Any] | None:
+def _state(folder: Path, identity: str) -> ReadingState | None:
     """Where an interrupted reading of the same rows stands."""
     path = folder / STATE
     if not path.is_file():
         return None
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    state: ReadingState = json.loads(path.read_text(encoding="utf-8"))
     return state if state["identity"] == identity else None
 
 
@@ -310,7 +383,9 @@ def _fingerprint(folder: Path) -> str:
 
 def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRow:
     if stored["reason"] or verdict != KEPT:
-        return SkippedRow(index, stored["id"], stored["domain"], stored["reason"] or REASONS[verdict])
+        return SkippedRow(
+            index, stored["id"], stored["domain"], stored["reason"] or REASONS[verdict]
+        )
     content = json.loads(stored["content"])
     spans = content["spans"]
     return Row(
@@ -325,7 +400,9 @@ def _row(index: int, stored: Mapping[str, str], verdict: int) -> Row | SkippedRo
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+    )
 
 
 def _parquet(table: pa.Table) -> bytes:

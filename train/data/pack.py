@@ -28,9 +28,10 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, verify_file
+from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
 from inference.target.chat import Span
 from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore
+from train.data.manifest import read_answers
 from train.data.masks import require_supervised
 from train.data.packed_file import (
     EXTRAS,
@@ -40,6 +41,7 @@ from train.data.packed_file import (
     Document,
     Flat,
     Indexes,
+    PackKey,
     is_whole,
     pack_in_memory,
     read_packed,
@@ -111,7 +113,7 @@ class PackedData:
         """
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
-        key = {
+        key: PackKey = {
             "answers": file_sha256(directory / MANIFEST_FILE),
             "sequence_length": sequence_length,
             "vocab_size": info.vocab_size,
@@ -190,7 +192,7 @@ def read_documents(directory: Path, info: TargetInfo) -> Iterator[tuple[NDArray[
 
 def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
     """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises `UserError` otherwise."""
-    manifest = read_manifest(directory, "generate")
+    manifest = read_answers(directory)
     _require_target(directory, manifest.get("target"), info)
     if not manifest.get("shards"):
         raise UserError(

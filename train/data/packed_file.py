@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,16 @@ Weights = Mapping[str, NDArray[np.float32]]
 Document = tuple[Tokens, Sequence[Span]] | tuple[Tokens, Sequence[Span], Weights]
 Flat = Mapping[str, "FlatFile"]
 """The files that have an entry per token, by name."""
+
+
+class PackKey(TypedDict):
+    """What decides the packed rows. answers: SHA-256 of the manifest; windows: documents, tokens."""
+
+    answers: str
+    sequence_length: int
+    vocab_size: int
+    windows: list[int]
+    extras: NotRequired[list[str]]
 
 
 @dataclass
@@ -176,7 +186,7 @@ def pack_in_memory(
 
 
 def write_packed(
-    folder: Path, documents: Iterable[Document], length: int, key: Mapping[str, Any], extras: Sequence[str] = ()
+    folder: Path, documents: Iterable[Document], length: int, key: PackKey, extras: Sequence[str] = ()
 ) -> None:
     """Pack documents into `folder`, which appears whole or not at all. Several processes may do it at once: the first one wins."""
     names = (*PARTS, *extras)
@@ -204,7 +214,7 @@ def write_packed(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def is_whole(folder: Path, key: Mapping[str, Any], *, thorough: bool = False) -> bool:
+def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
     """Whether `folder` holds the packed rows of `key` and no file of them is missing or short (thorough: or changed)."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""Where prompts and conversations come from: any dataset, turned into rows with a stable id, or a reason why
-one was skipped.
+"""Turns any dataset of prompts or conversations into rows with a stable id.
 
-Nothing disappears: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset (after shuffle and limit), in an order
-that depends on the configuration alone, and can continue from any place. A `Mixture` interleaves several sources by weight: which
-one is asked for row i is a function of (seed, i) and of which sources have run out by then.
+No row is dropped silently: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset
+(after shuffle and limit), in an order that depends on the configuration alone, and can continue
+from any place. A `Mixture` interleaves several sources by weight: which one is asked for row i is a
+function of (seed, i) and of which sources have run out by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from heads.api.errors import UserError, suggest
 from inference.target.chat import Message, Span, check_messages, check_unicode
 from train.data.config import DataConfig, SourceConfig
 from train.data.permute import stable_permutation, unit_interval
-from train.data.streams import Place, Rows, TableRows, open_rows_streaming
-from train.data.tables import BadRowError, open_table
+from train.data.streams import Rows, TableRows, open_rows_streaming
+from train.data.tables import BadRowError, RawRow, open_table
 
 __all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
 
@@ -49,10 +49,45 @@ KIND_PROBE = 1000
 """Rows that are looked at to find what a column holds."""
 
 
+class RowContent(TypedDict, total=False):
+    """What a row's hash covers, in the order in which it is stored."""
+
+    messages: tuple[Message, ...] | None
+    tokens: tuple[int, ...] | None
+    spans: tuple[Span, ...] | None
+    tools: tuple[dict[str, object], ...] | None
+
+
+class SourcePlace(TypedDict):
+    """A position in a source: rows taken, and the position in its dataset."""
+
+    taken: int
+    rows: Any
+
+
+class MixturePlace(TypedDict):
+    """A position in a mixture: rows given, where sources ran out, the position in each source."""
+
+    index: int
+    ended: dict[int, int]
+    sources: list[SourcePlace | None]
+
+
+class SourceReport(TypedDict):
+    """What was read of one source. ran_out_at: the row at which it ended, None: it had more."""
+
+    name: str
+    path: str
+    rows: int
+    share_asked: float
+    share: float
+    ran_out_at: int | None
+
+
 @dataclass(frozen=True)
 class Row:
-    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring them, `tools` only for
-    conversations that do."""
+    """One usable row. `messages` or `tokens` is set; `spans` only for pre-tokenised rows that bring
+    them, `tools` only for conversations that do."""
 
     index: int
     id: str
@@ -60,12 +95,16 @@ class Row:
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
     spans: tuple[Span, ...] | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, object], ...] | None = None
 
     @property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> RowContent:
         """What the row's hash covers."""
-        content: dict[str, Any] = {"messages": self.messages, "tokens": self.tokens, "spans": self.spans}
+        content: RowContent = {
+            "messages": self.messages,
+            "tokens": self.tokens,
+            "spans": self.spans,
+        }
         return {**content, "tools": self.tools} if self.tools else content
 
 
@@ -80,11 +119,12 @@ class SkippedRow:
 
 
 class Source:
-    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may be repeated."""
+    """An opened dataset. `read` yields `Row` and `SkippedRow`, one per row, from any place; it may
+    be repeated."""
 
     def __init__(self, config: SourceConfig, label: str = "") -> None:
         self.config, self.label = config, label
-        self.rows: Rows = self._open()
+        self.rows: Rows[Any] = self._open()
         self.column = self._find_column()
         self.kind = self._find_kind()
         self.taken = 0
@@ -92,7 +132,7 @@ class Source:
     def __iter__(self) -> Iterator[Row | SkippedRow]:
         return self.read(None)
 
-    def read(self, place: Place | None) -> Iterator[Row | SkippedRow]:
+    def read(self, place: SourcePlace | None) -> Iterator[Row | SkippedRow]:
         """Rows from a place on; `index` counts this source's rows."""
         self.taken = place["taken"] if place else 0
         if self.taken == self.config.limit:
@@ -111,11 +151,11 @@ class Source:
         part, parts = self.config.share
         return max(0, -(-(self.taken - part) // parts))
 
-    def place(self) -> Place:
+    def place(self) -> SourcePlace:
         """Where the last row that `read` gave ends, for `read` to continue from."""
         return {"taken": self.taken, "rows": self.rows.place()}
 
-    def _open(self) -> Rows:
+    def _open(self) -> Rows[Any]:
         config = self.config
         if config.streaming:
             return open_rows_streaming(
@@ -133,7 +173,9 @@ class Source:
                 f"dataset '{config.path}' is empty: it has no rows. Check data.path, data.name and "
                 "data.split."
             )
-        numbers = stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
+        numbers = (
+            stable_permutation(len(table), config.seed) if config.shuffle else np.arange(len(table))
+        )
         return TableRows(table, numbers[: config.limit])
 
     def _find_column(self) -> str:
@@ -148,7 +190,9 @@ class Source:
         if self.config.column is not None:
             return self.config.column
         kinds = (
-            COLUMN_NAMES if self.config.kind == "auto" else {self.config.kind: COLUMN_NAMES[self.config.kind]}
+            COLUMN_NAMES
+            if self.config.kind == "auto"
+            else {self.config.kind: COLUMN_NAMES[self.config.kind]}
         )
         for name in (name for names in kinds.values() for name in names):
             if name in columns:
@@ -160,8 +204,8 @@ class Source:
         )
 
     def _find_kind(self) -> str:
-        """The configured kind, or that of the first row whose value is text, a list of ids or a list of
-        messages."""
+        """The configured kind, or that of the first row whose value is text, a list of ids or a
+        list of messages."""
         if self.config.kind != "auto":
             return self.config.kind
         for _, row in islice(self.rows.read(None), KIND_PROBE):
@@ -173,44 +217,49 @@ class Source:
             if isinstance(value, Sequence) and value and isinstance(value[0], (int, Mapping)):
                 return "tokens" if isinstance(value[0], int) else "messages"
         raise UserError(
-            f"column '{self.column}' of dataset '{self.config.path}' holds neither text, token ids nor "
-            "messages in any row."
+            f"column '{self.column}' of dataset '{self.config.path}' holds neither text, token "
+            "ids nor messages in any row."
         )
 
-    def _read(self, index: int, number: int, raw: Mapping[str, Any] | BadRowError) -> Row | SkippedRow:
+    def _read(self, index: int, number: int, raw: RawRow | BadRowError) -> Row | SkippedRow:
         identity, domain = f"{self.label}row-{number}", self.config.domain
         try:
             if isinstance(raw, BadRowError):
                 raise raw
             if self.config.domain_column is not None:
-                domain = check_unicode(str(raw.get(self.config.domain_column) or domain), "the domain")
+                domain = check_unicode(
+                    str(raw.get(self.config.domain_column) or domain), "the domain"
+                )
             content = self._content(raw)
             identity = self._identity(raw, content)
         except (BadRowError, UserError) as error:
             return SkippedRow(index, identity, domain, str(error))
         return Row(index, identity, domain, **content)
 
-    def _content(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _content(self, raw: RawRow) -> RowContent:
         value = raw.get(self.column)
         if value is None:
             raise BadRowError(f"column '{self.column}' is missing or null")
         if self.kind == "messages":
             tools = read_tools(raw.get(self.config.tools_column))
-            return {"messages": tuple(check_messages(from_sharegpt(value))), "tools": tools}
+            content: RowContent = {"messages": tuple(check_messages(from_sharegpt(value)))}
+            # Without tools the id is that of versions that did not know them.
+            return {**content, "tools": tools} if tools else content
         if self.kind == "tokens":
             tokens = read_tokens(value)
-            return {"tokens": tokens, "spans": read_spans(raw.get(self.config.spans_column), len(tokens))}
+            return {
+                "tokens": tokens,
+                "spans": read_spans(raw.get(self.config.spans_column), len(tokens)),
+            }
         if not isinstance(value, str):
             raise BadRowError(f"the prompt is {type(value).__name__}, not text")
         if not check_unicode(value, "the prompt").strip():
             raise BadRowError("the prompt is empty")
         return {"messages": ({"role": "user", "content": value},)}
 
-    def _identity(self, raw: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    def _identity(self, raw: RawRow, content: RowContent) -> str:
         if self.config.id_column is None:
-            # What a row had before it could bring tools: ids stay what they were.
-            hashed = {key: value for key, value in content.items() if key != "tools" or value}
-            return content_hash(hashed)[:32]
+            return content_hash(content)[:32]
         given = raw.get(self.config.id_column)
         if given is None or given == "":
             raise BadRowError(f"column '{self.config.id_column}' (the row's id) is empty")
@@ -218,24 +267,28 @@ class Source:
 
 
 class Mixture:
-    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at among those that are left."""
+    """Several sources as one: row i comes from the source that `unit_interval(seed, i)` points at
+    among those that are left."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
         labels = [Path(source.path).stem for source in data.sources]
         self.labels = [
-            label if labels.count(label) == 1 else f"{label}{number}" for number, label in enumerate(labels)
+            label if labels.count(label) == 1 else f"{label}{number}"
+            for number, label in enumerate(labels)
         ]
         named = [f"{label}/" if data.mixture else "" for label in self.labels]
-        self.sources = [Source(config, label) for config, label in zip(data.sources, named, strict=True)]
+        self.sources = [
+            Source(config, label) for config, label in zip(data.sources, named, strict=True)
+        ]
         self.index = 0
         self.ended: dict[int, int] = {}
 
-    def read(self, place: Place | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
+    def read(self, place: MixturePlace | None = None) -> Iterator[tuple[int, Row | SkippedRow]]:
         """(number of the source, row) from a place on; `index` counts all rows."""
         self.index = place["index"] if place else 0
         self.ended = {int(number): at for number, at in place["ended"].items()} if place else {}
-        places = place["sources"] if place else [None] * len(self.sources)
+        places: list[SourcePlace | None] = place["sources"] if place else [None] * len(self.sources)
         open_rows = [source.read(at) for source, at in zip(self.sources, places, strict=True)]
         for source, at in zip(self.sources, places, strict=True):
             source.taken = at["taken"] if at else 0
@@ -251,7 +304,7 @@ class Mixture:
             self.index += 1
             yield number, replace(row, index=self.index - 1)
 
-    def place(self) -> Place:
+    def place(self) -> MixturePlace:
         """Where the last row that `read` gave ends."""
         places = [
             kept if kept is not None or not source.taken else source.place()
@@ -259,8 +312,9 @@ class Mixture:
         ]
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
-    def report(self) -> list[dict[str, Any]]:
-        """Per source: path, rows taken, its share asked for and found, and the row at which it ran out (None: it had more)."""
+    def report(self) -> list[SourceReport]:
+        """Per source: path, rows taken, its share asked for and found, and the row at which it ran
+        out (None: it had more)."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {
@@ -282,7 +336,7 @@ class Mixture:
         return left[min(int(np.searchsorted(edges, place, side="right")), len(left) - 1)]
 
 
-def content_hash(content: Mapping[str, Any]) -> str:
+def content_hash(content: RowContent) -> str:
     """Hex SHA-256 of a row's messages, tokens and spans; the same on every machine."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -293,8 +347,8 @@ def from_sharegpt(messages: Any) -> Any:
     """ShareGPT {from, value} entries as {role, content}; anything else is returned as it is, for
     `check_messages` to judge.
 
-    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned back into
-    records first.
+    Columns that `datasets` stores as a mapping of lists (its older sequences of records) are turned
+    back into records first.
     """
     if (
         isinstance(messages, Mapping)
@@ -302,24 +356,32 @@ def from_sharegpt(messages: Any) -> Any:
         and all(isinstance(value, list) for value in messages.values())
     ):
         messages = [
-            dict(zip(messages, entry, strict=False)) for entry in zip(*messages.values(), strict=False)
+            dict(zip(messages, entry, strict=False))
+            for entry in zip(*messages.values(), strict=False)
         ]
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         return messages
     converted = []
     for message in messages:
-        if isinstance(message, Mapping) and message.get("from") is not None and message.get("role") is None:
+        if (
+            isinstance(message, Mapping)
+            and message.get("from") is not None
+            and message.get("role") is None
+        ):
             role = SHAREGPT_ROLES.get(message["from"])
             if role is None:
-                raise BadRowError(f"speaker {message['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}")
+                raise BadRowError(
+                    f"speaker {message['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}"
+                )
             converted.append({"role": role, "content": message.get("value")})
         else:
             converted.append(message)
     return converted
 
 
-def read_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError` for anything else."""
+def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
+    """Descriptions of tools, given as a list or as its JSON; None for none. Raises `BadRowError`
+    for anything else."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -333,8 +395,11 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def read_tokens(value: Any) -> tuple[int, ...]:
-    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative integers."""
-    tokens = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    """A row's token ids; raises `BadRowError` unless it is a non-empty list of non-negative
+    integers."""
+    tokens = (
+        tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    )
     if not tokens:
         raise BadRowError("tokens are empty or not a list")
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
@@ -343,8 +408,8 @@ def read_tokens(value: Any) -> tuple[int, ...]:
 
 
 def read_spans(value: Any, length: int) -> tuple[Span, ...] | None:
-    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless ascending and
-    inside the tokens."""
+    """Answer spans of a pre-tokenised row, None when it has none; raises `BadRowError` unless
+    ascending and inside the tokens."""
     if value is None:
         return None
     try:

@@ -28,6 +28,10 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COLUMN_PROBE = 100
 
 
+RawRow = Mapping[str, object]
+"""A row as a dataset has it, by column; which columns there are and what they hold is checked later."""
+
+
 class BadRowError(Exception):
     """A row that cannot be used; the text is the reason that is reported, without the row's content."""
 
@@ -39,7 +43,7 @@ class Table(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int) -> RawRow: ...
 
 
 def open_table(path: str, name: str | None, split: str, revision: str | None) -> Table:
@@ -75,7 +79,7 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> RawRow:
         number, begin, end = self._lines[index].tolist()
         try:
             row = json.loads(os.pread(self._opened[number].fileno(), end - begin, begin))
@@ -105,8 +109,8 @@ class HubTable:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        row: Mapping[str, Any] = self.dataset[int(index)]
+    def __getitem__(self, index: int) -> RawRow:
+        row: RawRow = self.dataset[int(index)]
         return row
 
 

@@ -1,18 +1,16 @@
-"""What holds the weights while they are trained: gradients, updates, and nothing else. Plain torch here,
-DeepSpeed in its own file.
+"""The interface of training engines: what holds the weights, computes gradients and updates them.
 
-One definition of precision for both: weights, gradients and AdamW's state are float32; `bfloat16` runs the
-forward pass under `torch.autocast`. So an update never rounds to bfloat16, and both engines can be compared
-number by number.
+One definition of precision for all engines: weights, gradients and AdamW's state are float32;
+`bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to bfloat16, and
+engines can be compared number by number.
 
-One definition of the gradient for both: that of (sum of all losses of the global step) / (its supervised
-tokens), whatever the number of processes and of micro-batches.
+One definition of the gradient for all: that of (sum of all losses of the global step) / (its
+supervised tokens), whatever the number of processes and of micro-batches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -25,9 +23,7 @@ from heads.api.config import config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.nn.checkpointing import compiling, recomputing
-from train.distributed import World
-from train.engines.shards import AnyPart, StatePart, collect, distribute, whole_spans
-from train.optim import OptimConfig, make_optimizer, set_rate
+from train.engines.shards import AnyPart, StatePart
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,50 +36,56 @@ class EngineConfig:
     name: Literal["deepspeed", "torch"] = "deepspeed"
     """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3 also
-    weights."""
+    """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3
+    also weights."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights and AdamW's state are float32
-    in both.
+    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights
+    and AdamW's state are float32 in both.
     """
     activation_checkpointing: bool = False
-    """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside again in the backward pass: less
-    memory for about a third more time. Nothing else changes.
+    """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside
+    again in the backward pass: less memory for about a third more time. Nothing else changes.
     """
     compile: bool = False
-    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a minute (and a C++ compiler on a CPU)
-    up to some minutes at the start. Not with zero_stage 3, whose weights come and go inside of a layer.
+    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a
+    minute (and a C++ compiler on a CPU) up to some minutes at the start. Not with zero_stage 3,
+    whose weights come and go inside of a layer.
     """
     target_sharding: Literal["none", "zero3"] = "none"
-    """none: every process holds the whole frozen target. zero3: its layers are divided among the processes, each put together only
-    while it runs (train/target/sharding.py), for targets that do not fit one device.
+    """none: every process holds the whole frozen target. zero3: its layers are divided among the
+    processes, each put together only while it runs (train/target/sharding.py), for targets that do
+    not fit one device.
     """
     offload: Literal["none", "optimizer", "all"] = "none"
-    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all` (zero_stage 3) the weights too,
-    while they are not in use.
+    """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all`
+    (zero_stage 3) the weights too, while they are not in use.
     """
     offload_path: str = ""
-    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead of CPU memory. Needs libaio.
-    Each process writes there; nothing in it outlives the training. Empty: CPU memory.
+    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead
+    of CPU memory. Needs libaio. Each process writes there; nothing in it outlives the training.
+    Empty: CPU memory.
     """
 
     def __post_init__(self) -> None:
         if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):
-            raise UserError("engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3.")
+            raise UserError(
+                "engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3."
+            )
         if self.offload == "all" and self.zero_stage != 3:
             raise UserError(
-                f"engine.offload=all moves weights that are divided, which needs engine.zero_stage=3; given: {self.zero_stage}. "
-                "Use offload=optimizer."
+                "engine.offload=all moves weights that are divided, which needs "
+                f"engine.zero_stage=3; given: {self.zero_stage}. Use offload=optimizer."
             )
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             raise UserError(
-                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 weights come and go inside of them. "
-                "Use zero_stage 0, 1 or 2, or compile=false."
+                "engine.compile makes programs of whole layers, but under engine.zero_stage=3 "
+                "weights come and go inside of them. Use zero_stage 0, 1 or 2, or compile=false."
             )
         if self.offload_path and (self.offload == "none" or self.zero_stage != 3):
             raise UserError(
-                "engine.offload_path needs engine.offload=optimizer or all, and engine.zero_stage=3; given: "
-                f"offload {self.offload}, zero_stage {self.zero_stage}."
+                "engine.offload_path needs engine.offload=optimizer or all, and "
+                f"engine.zero_stage=3; given: offload {self.offload}, zero_stage "
+                f"{self.zero_stage}."
             )
 
     @property
@@ -98,7 +100,8 @@ class EngineConfig:
 
 
 class TrainEngine(Protocol):
-    """A drafter in training. All methods are collective: every process calls them in the same order."""
+    """A drafter in training. All methods are collective: every process calls them in the same
+    order."""
 
     sharded: bool
     """Whether `optimizer_state` differs from process to process."""
@@ -106,14 +109,14 @@ class TrainEngine(Protocol):
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
         """Add the gradient of one micro-batch; returns its detached loss and metrics.
 
-        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches), the loss's
-        divisor. last: whether it is this process's last micro-batch of the step.
+        supervised: supervised tokens of the WHOLE global step (all processes and micro-batches),
+        the loss's divisor. last: whether it is this process's last micro-batch of the step.
         """
         ...
 
     def step(self, rate: float) -> float:
-        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before clipping, over
-        all processes."""
+        """Clip, update with learning rate `rate`, clear the gradient. Returns its norm before
+        clipping, over all processes."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -126,18 +129,19 @@ class TrainEngine(Protocol):
         ...
 
     def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """Take over what the `optimizer_state` of all processes returned, of any engine and any number of processes."""
+        """Take over what the `optimizer_state` of all processes returned, of any engine and any
+        number of processes."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain valid
-        where unsharded."""
+        """Release what the engine holds. It cannot be used afterwards; the drafter's weights remain
+        valid where unsharded."""
         ...
 
 
 class Objective(nn.Module):
-    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds those of
-    the last batch."""
+    """A drafter as engines see it: batch in, loss out, in the configured precision. `metrics` holds
+    those of the last batch."""
 
     def __init__(self, drafter: TrainableDrafter, config: EngineConfig, device_type: str) -> None:
         super().__init__()
@@ -148,75 +152,21 @@ class Objective(nn.Module):
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of the forward pass."""
-        return torch.autocast(self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(
+            self.device_type, torch.bfloat16, enabled=self.precision == "bfloat16"
+        )
 
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
         with self.autocast(), recomputing(self.recompute), compiling(self.compiled):
-            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of tensors.
+            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of
+            # tensors.
             output = self.drafter.loss(batch)
         self.metrics = {
-            name: (total.detach(), count.detach()) for name, (total, count) in output.metrics.items()
+            name: (total.detach(), count.detach())
+            for name, (total, count) in output.metrics.items()
         }
         return output.loss_sum
-
-
-class TorchEngine:
-    """Plain torch: every process has everything, gradients are added up once per step."""
-
-    sharded = False
-
-    def __init__(
-        self, drafter: TrainableDrafter, config: EngineConfig, optim: OptimConfig, world: World
-    ) -> None:
-        self.drafter, self.world, self.clip = drafter, world, optim.clip
-        self.objective = Objective(drafter, config, world.device.type)
-        self.trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained.values(), optim)
-
-    def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        """See `TrainEngine`."""
-        loss = self.objective(batch)
-        (loss / supervised).backward()
-        return LossOutput(loss.detach(), self.objective.metrics)
-
-    def step(self, rate: float) -> float:
-        """See `TrainEngine`. A norm that is not finite is returned without an update."""
-        self._add_gradients()
-        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.clip or math.inf))
-        if math.isfinite(norm):
-            set_rate(self.optimizer, rate)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _add_gradients(self) -> None:
-        """Sum the gradients of all processes, as one message."""
-        fill_gradients(self.trained.values())
-        if self.world.size == 1:
-            return
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        flat = self.world.add(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
-        return cpu_copies(self.drafter.state_dict()) if self.world.is_main else {}
-
-    def optimizer_state(self) -> StatePart:
-        """See `TrainEngine`: everything, in every process."""
-        return collect(self.optimizer, whole_spans(self.trained))
-
-    def load_optimizer_state(self, parts: Sequence[AnyPart]) -> None:
-        """See `TrainEngine`."""
-        distribute(self.optimizer, whole_spans(self.trained), shapes(self.trained), parts)
-
-    def close(self) -> None:
-        """See `TrainEngine`."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-
 
 
 def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -224,14 +174,9 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
 
 
-def shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor."""
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}
-
-
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give weights that no row has used a gradient of zero, as they get in a process beside one that has used them: so every number
-    of processes makes the same update.
+    """Give weights that no row has used a gradient of zero, as they get in a process beside one
+    that has used them: so every number of processes makes the same update.
     """
     for parameter in parameters:
         if parameter.grad is None:

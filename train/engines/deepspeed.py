@@ -199,7 +199,7 @@ class DeepSpeedEngine:
         return groups
 
     @contextmanager
-    def _at_hand(self, group: int, *, changed: bool) -> Iterator[None]:
+    def _in_memory(self, group: int, *, changed: bool) -> Iterator[None]:
         """AdamW's state of a group in memory inside the block, read from disk where it is kept there, and written if `changed`."""
         zero = self.engine.optimizer
         if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
@@ -226,7 +226,7 @@ class DeepSpeedEngine:
         """See `TrainEngine`."""
         whole = StatePart()
         for group, spans in enumerate(self._spans()):
-            with self._at_hand(group, changed=False):
+            with self._in_memory(group, changed=False):
                 part = collect(self._adam(), spans)
             whole.tensors |= part.tensors
             whole.runs |= part.runs
@@ -236,7 +236,7 @@ class DeepSpeedEngine:
         """See `TrainEngine`."""
         whole = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items()}
         for group, spans in enumerate(self._spans()):
-            with self._at_hand(group, changed=True):
+            with self._in_memory(group, changed=True):
                 distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from heads.api.drafter import TrainableDrafter
 from train.distributed import World
-from train.engines.base import EngineConfig, TorchEngine, TrainEngine
+from train.engines.base import EngineConfig, TrainEngine
 from train.engines.deepspeed import DeepSpeedEngine
+from train.engines.torch_engine import TorchEngine
 from train.optim import OptimConfig
 
 

@@ -17,7 +17,7 @@ from heads.api.batch import TrainBatch
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from train.data.loader import PackedBatch
-from train.features.store.batches import moved
+from train.features.store.batches import batch_on
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -59,18 +59,15 @@ class OnlineFeatures:
         every step of the training.
         """
         device = self.target.device
-        tensors = moved(packed, device)
+        batch = batch_on(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             taps, last_hidden = self.target.features(
-                tensors["tokens"], tensors["positions"], tensors["segments"], self.needs
+                batch.tokens, batch.positions, batch.segments, self.needs
             )
-        return TrainBatch(
-            **tensors,
-            taps=None if taps is None else taps.to(self.dtype),
-            last_hidden=None if last_hidden is None else last_hidden.to(self.dtype),
-            target_logits=self.logits if self.needs.logits else None,
-            seeds=packed.seeds,
-        )
+        batch.taps = None if taps is None else taps.to(self.dtype)
+        batch.last_hidden = None if last_hidden is None else last_hidden.to(self.dtype)
+        batch.target_logits = self.logits if self.needs.logits else None
+        return batch
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -81,7 +78,7 @@ class OnlineFeatures:
 
 @contextmanager
 def in_use(features: Features) -> Iterator[Features]:
-    """Features for as long as a training uses them; then files, connections and threads behind them are let go of."""
+    """Features while a training uses them; their files, connections and threads are closed at the end."""
     try:
         yield features
     finally:

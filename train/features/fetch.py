@@ -53,7 +53,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files, connections and threads."""
+        """Close files, connections and threads."""
         ...
 
 
@@ -181,7 +181,7 @@ class ThreadedSource:
             future, packed = asked
             try:
                 future.set_result(self.fetch(packed))
-            except Exception as error:  # noqa: BLE001 - whoever waits for it is told
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 future.set_exception(error)
 
     def close(self) -> None:

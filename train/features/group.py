@@ -23,7 +23,6 @@ from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.manifest import read_manifest
 from inference.target.model import TargetModel
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
@@ -35,13 +34,12 @@ from train.features.remote.wire import Ask, key_of
 from train.features.store.batches import Content, Form, encode_batch
 from train.features.store.codec import parts_of
 from train.features.store.layout import LAST, TOP, precision_of
+from train.manifest import TrainManifest, read_training
 from train.stopping import StopRequest
 
 HELLO, ROWS, BYE = 0, 1, 2
 HEADER_TAG, ROWS_TAG, ANSWER_TAG = 1, 2, 3
 TEXT_BYTES = 512
-_links: dict[str, Any] = {}
-"""The group that carries features, once per process, as the default group is."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ class Division:
 
 
 def run_in_group(
-    job: TrainingJob, world: World, train: Callable[[World], dict[str, Any]]
-) -> dict[str, Any]:
+    job: TrainingJob, world: World, train: Callable[[World], TrainManifest]
+) -> TrainManifest:
     """Train in the first processes, run the target in the last ones; returns the manifest in all of them.
 
     train: trains with the given world. Raises `UserError` where processes cannot be divided like this.
@@ -75,8 +73,8 @@ def run_in_group(
     division = divide(job, world)
     ranks = list(range(division.trainers))
     group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)
-    _links["group"] = dist.new_group(list(range(world.size)), backend="gloo", timeout=JOIN_TIMEOUT)
-    _links["division"] = division
+    everyone = dist.new_group(list(range(world.size)), backend="gloo", timeout=JOIN_TIMEOUT)
+    _links[:] = [Link(everyone, division)]
     if world.rank in ranks:
         finished = False
         try:
@@ -88,7 +86,7 @@ def run_in_group(
             send_header(BYE, division.target_of(world.rank), status=int(not finished))
         return manifest
     target = TargetModel.load(job.target)
-    with StopRequest() as request:  # the trainers are told too; they save, and then say good-bye
+    with StopRequest() as request:  # trainers get the signal too; they save, then send BYE
         try:
             complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
         except RuntimeError:
@@ -97,7 +95,19 @@ def run_in_group(
             complete = False  # a trainer left without a word: it had not begun to train
     if not complete:
         raise SystemExit(0)  # the trainers say why they ended
-    return read_manifest(job.out, "train")
+    return read_training(job.out)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The process group that carries features, and who does what in it."""
+
+    group: dist.ProcessGroup
+    division: Division
+
+
+_links: list[Link] = []
+"""The one link of this process; empty unless features.mode=group."""
 
 
 def divide(job: TrainingJob, world: World) -> Division:
@@ -152,12 +162,12 @@ class GroupSource:
         needs: FeatureSpec,
         form: Form,
     ) -> None:
-        if "group" not in _links:
+        if not _links:
             raise UserError(
                 "features.mode=group works within `headstart train` under torchrun only."
             )
         self.form, self.timeout = form, timedelta(seconds=config.timeout_seconds)
-        self.target = _links["division"].target_of(dist.get_rank())
+        self.target = _links[0].division.target_of(dist.get_rank())
         self.taps = needs.taps
         self.last = needs.last_hidden or needs.logits
         self._sent: list[tuple[Any, Tensor]] = []
@@ -170,7 +180,7 @@ class GroupSource:
 
     def ask(self, packed: PackedBatch) -> Coming:
         """Send a request and prepare for its answer, both without waiting."""
-        group = _links["group"]
+        group = _links[0].group
         rows, length = packed.tokens.shape
         header = torch.tensor([ROWS, rows, length, 0])
         body = torch.stack(
@@ -211,7 +221,7 @@ class GroupSource:
 
 def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
     """Answer requests in the order in which they come until every trainer has said good-bye; returns whether all were content."""
-    group = _links["group"]
+    group = _links[0].group
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
     ends: dict[int, int] = {}
@@ -298,7 +308,7 @@ def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], cou
 
 def send_header(operation: int, rank: int, status: int = 0) -> None:
     """A message without a body."""
-    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links["group"], tag=HEADER_TAG)
+    dist.send(torch.tensor([operation, 0, 0, status]), rank, group=_links[0].group, tag=HEADER_TAG)
 
 
 def send_text(text: str, rank: int) -> None:
@@ -313,11 +323,11 @@ def send_body(text: str, rank: int) -> None:
     assert len(raw) <= TEXT_BYTES, f"{len(raw)} bytes of greeting"
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     body[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    dist.send(body, rank, group=_links["group"], tag=ROWS_TAG)
+    dist.send(body, rank, group=_links[0].group, tag=ROWS_TAG)
 
 
 def receive_body(rank: int) -> str:
     """The text that `send_body` sent."""
     body = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    dist.recv(body, src=rank, group=_links["group"], tag=ROWS_TAG)
+    dist.recv(body, src=rank, group=_links[0].group, tag=ROWS_TAG)
     return bytes(body.tolist()).rstrip(b"\0").decode()

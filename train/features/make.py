@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from heads.api.batch import TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -17,7 +16,7 @@ from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
 from train.features.remote.client import RemoteClient
-from train.features.store.batches import moved, top_word
+from train.features.store.batches import batch_on, top_word
 from train.features.store.layout import identity_of, precision_of
 from train.features.store.reader import StoreReader
 
@@ -61,7 +60,7 @@ def require_logits_only(
     features.top_logits cannot stand in for it: its loss is tried once on states of zeros.
     """
     form, needs = config.form(target.info), drafter.needs
-    batch = TrainBatch(**moved(packed, target.device), seeds=packed.seeds)
+    batch = batch_on(packed, target.device)
     shape, device = batch.tokens.shape, target.device
     if needs.taps:
         batch.taps = torch.zeros(*shape, len(needs.taps), form.hidden, device=device)

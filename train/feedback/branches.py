@@ -1,9 +1,9 @@
-"""Branches: other answers to the same prompts, from the places where drafts failed.
+"""Branches: other answers to the same prompts, from the positions at which drafts were rejected.
 
-A drafter that fails guesses a token that the target did not pick. Where the target held that token likely too, the text might well
-have gone on with it; so the target is asked to answer on from there. That gives text that no answer holds yet, in contexts that the
-drafter leads into by itself, without a single new prompt. A branch is a prompt of token ids: the prompt, the answer up to the first
-error, and the refused token.
+The drafter proposed a token there that the target did not pick. Where the target gave that token a
+high probability too, the target continues the text from it. That gives new text, in contexts that
+the drafter produces itself, without new prompts. A branch is a prompt of token ids: the prompt, the
+answer up to the first error, and the rejected token.
 """
 
 from __future__ import annotations
@@ -14,56 +14,92 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from heads.api.target_info import TargetInfo
-from inference.manifest import read_manifest, write_bytes
+from inference.manifest import write_bytes
+from train.data.answers import AnswerRow
+from train.data.manifest import read_answers
 from train.feedback.build import AnswerSource
 from train.feedback.config import FeedbackConfig
-from train.feedback.evidence import VerificationRecords
+from train.feedback.evidence import Verification, VerificationRecords
 
 logger = logging.getLogger(__name__)
 
 BRANCHES = "branches.jsonl"
 
 
+class Branch(TypedDict):
+    """A line of branches.jsonl; log_p: the target's log-probability (natural) of the last token."""
+
+    id: str
+    domain: str
+    tokens: list[int]
+    log_p: float
+
+
 def write_branches(
-    folders: Sequence[tuple[Path, Path]], out: Path, config: FeedbackConfig, known: Iterable[Path] = ()
+    folders: Sequence[tuple[Path, Path]],
+    out: Path,
+    config: FeedbackConfig,
+    known: Iterable[Path] = (),
 ) -> int:
     """Write branches to the file `out`, the likeliest refused tokens first; returns how many.
 
-    folders: pairs of answers and the records of their verifications; `config.branches` branches are written per answer of the first
-    one, if there are so many. known: files of earlier branches, which are not written again. A line has `id` (the answer's id, the
-    position and the refused token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused token.
-    Raises `UserError` for damaged input.
+    folders: pairs of answers and the records of their verifications; `config.branches` branches are
+    written per answer of the first one, if there are so many. known: files of earlier branches,
+    which are not written again. A line has `id` (the answer's id, the position and the refused
+    token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused
+    token. Raises `UserError` for damaged input.
     """
-    info = TargetInfo.from_dict(read_manifest(folders[0][0], "generate")["target"])
-    before = {json.loads(line)["id"] for path in known for line in path.read_text(encoding="utf-8").splitlines()}
-    found: dict[str, dict[str, Any]] = {}
+    manifest = read_answers(folders[0][0])
+    info = TargetInfo.from_dict(manifest["target"])
+    before = {
+        json.loads(line)["id"]
+        for path in known
+        for line in path.read_text(encoding="utf-8").splitlines()
+    }
+    found: dict[str, Branch] = {}
     ends = set[int]()
     for answers, records in folders:
         verifications = VerificationRecords(records, info)
         for document in AnswerSource(answers, records).documents(info):
             if document.row["finish"] == "stop":
                 ends.add(int(document.tokens[-1]))
-            found |= {item["id"]: item for item in branches_of(document.row, verifications.of(document.row["id"]), config)}
-    wanted = config.branches * sum(entry["rows"] for entry in read_manifest(folders[0][0], "generate")["shards"])
-    fresh = [item for name, item in found.items() if name not in before and item["tokens"][-1] not in ends]
+            found |= {
+                item["id"]: item
+                for item in branches_of(document.row, verifications.of(document.row["id"]), config)
+            }
+    wanted = config.branches * sum(entry["rows"] for entry in manifest["shards"])
+    fresh = [
+        item
+        for name, item in found.items()
+        if name not in before and item["tokens"][-1] not in ends
+    ]
     chosen = heapq.nlargest(wanted, fresh, key=lambda item: (item["log_p"], item["id"]))
     if len(chosen) < wanted:
         logger.warning(
-            "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). Redacted records, and those of "
-            "drafters without probabilities, hold none; a lower feedback.branch_likely finds more.",
-            wanted, folders[0][1], len(chosen), len(found),
-        )  # fmt: skip
-    write_bytes(out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode())
+            "%d branches were asked for, '%s' holds %d new ones (of %d likely refused tokens). "
+            "Redacted records, and those of drafters without probabilities, hold none; a lower "
+            "feedback.branch_likely finds more.",
+            wanted,
+            folders[0][1],
+            len(chosen),
+            len(found),
+        )
+    write_bytes(
+        out, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in chosen).encode()
+    )
     return len(chosen)
 
 
-def branches_of(row: dict[str, Any], verifications: list[dict[str, Any]], config: FeedbackConfig) -> Iterator[dict[str, Any]]:
-    """The branches of one answer (a row of answers), from its verifications: at each first error within the first
-    `config.branch_within` tokens of an answer whose refused token the target held likely enough. A verification that the tokens
-    contradict is of another answer to the same prompt, and left out.
+def branches_of(
+    row: AnswerRow, verifications: list[Verification], config: FeedbackConfig
+) -> Iterator[Branch]:
+    """The branches of one answer (a row of answers), from its verifications: at each first error
+    within the first `config.branch_within` tokens of an answer whose refused token the target held
+    likely enough. A verification that the tokens contradict is of another answer to the same
+    prompt, and left out.
     """
     tokens, least = row["tokens"], math.log(config.branch_likely)
     places = [(low, min(high, low + config.branch_within)) for low, high in row["spans"]]
@@ -75,4 +111,9 @@ def branches_of(row: dict[str, Any], verifications: list[dict[str, Any]], config
         refused, log_p = one["drafted"][depth - 1], one["log_p"][depth - 1]
         if tokens[at] == one["pick"] and log_p is not None and log_p >= least:
             name = f"{row['id']}/{at}-{refused}"
-            yield {"id": name, "domain": row["domain"], "tokens": [*tokens[:at], refused], "log_p": log_p}
+            yield {
+                "id": name,
+                "domain": row["domain"],
+                "tokens": [*tokens[:at], refused],
+                "log_p": log_p,
+            }

@@ -1,11 +1,14 @@
-"""`build(...)`: from answers and the records of their verifications to answers that teach what the drafter got wrong.
+"""`build(...)` makes training data of answers and the records of their verifications: the drafter's
+errors get a higher weight.
 
-    <out>/shards/               answers, as `headstart generate` writes them, with weights per token (docs/formats.md)
+    <out>/shards/               answers, as `headstart generate` writes them, with weights per token
+                                (docs/formats.md)
     <out>/hard_prompts.jsonl    prompts to generate from again
-    <out>/manifest.json         written last; it says "generate", because that is what a training reads
+    <out>/manifest.json         written last; it says "generate", because that is what a training
+                                reads
 
-The records are gone through twice: once to tally them, once to write. In memory: one shard, and the table of verifications of one
-folder of answers at a time.
+The records are read twice: once to count them, once to write. In memory: one shard, and the table
+of verifications of one folder of answers at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -31,33 +34,85 @@ from inference.manifest import (
     FileEntry,
     file_entry,
     file_sha256,
-    read_manifest,
     verify_file,
     write_bytes,
     write_manifest,
 )
 from inference.target.chat import Span
 from inference.verifications import SEQUENCES, read_facts, read_table
-from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS
+from train.data.answers import DONE, PACKED, SETTINGS, SHARD_SCHEMA, SHARDS, AnswerRow
+from train.data.manifest import AnswersManifest, read_answers
 from train.data.masks import mask_of
 from train.data.pack import checked_shards
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence, VerificationRecords, evidence_of
-from train.feedback.weights import Weighing, WeightTotals, replayed
+from train.feedback.weights import Weighing, WeightTotals, replay_mask
 
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 4096
 HARD_PROMPTS = "hard_prompts.jsonl"
 STAGE_KEYS = ("records", "answers")
-"""Settings that say where to read; what was read is told by its checksums."""
+"""Settings that say where to read; the checksums say what was read."""
+
+
+class DomainReport(TypedDict):
+    """A domain's supervised tokens and their share, verify passes, tau, and mean weight."""
+
+    supervised: int
+    share: float
+    passes: int
+    tau: float | None
+    weight: float
+
+
+class FeedbackReport(TypedDict):
+    """What the records say. acceptance, cost: by depth from 1 on; unfit: verifications left out."""
+
+    documents: int
+    verifications: int
+    unfit: int
+    errors: int
+    acceptance: list[float | None]
+    cost: list[float]
+    domains: dict[str, DomainReport]
+    mean_weight: float
+    hard_prompts: int
+
+
+class FeedbackKey(TypedDict):
+    """What decides the result: settings, and per source the SHA-256 of every file read."""
+
+    settings: dict[str, object]
+    inputs: list[dict[str, str]]
+
+
+class FeedbackFacts(FeedbackReport):
+    """The manifest's entry `feedback`."""
+
+    key: FeedbackKey
+
+
+class FeedbackManifest(AnswersManifest):
+    """A folder of answers with feedback."""
+
+    feedback: NotRequired[FeedbackFacts]
+
+
+class InheritedFacts(TypedDict):
+    """What the new manifest takes over from the first folder of answers."""
+
+    round: int
+    target: dict[str, object]
+    sampling: dict[str, object]
+    data: dict[str, object]
 
 
 @dataclass
 class Document:
     """One answer (a row of `SHARD_SCHEMA`) with what is known of it."""
 
-    row: dict[str, Any]
+    row: AnswerRow
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
     evidence: TokenEvidence
@@ -76,45 +131,58 @@ class AnswerSource:
     records: Path | None
 
     def check(self, info: TargetInfo) -> dict[str, str]:
-        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another target."""
+        """What was read, as name to SHA-256; raises `UserError` for what is damaged or of another
+        target."""
         files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
             files = [self.answers / MANIFEST_FILE, *files]
-        return {f"{file.parent.parent.name}/{file.parent.name}/{file.name}": file_sha256(file) for file in files}
+        return {
+            f"{file.parent.parent.name}/{file.parent.name}/{file.name}": file_sha256(file)
+            for file in files
+        }
 
     def documents(self, info: TargetInfo) -> Iterator[Document]:
         """Every document, in order."""
         records = VerificationRecords(self.records, info)
-        rows = self._answers(info) if self.answers is not None else self._sequences(info)
+        rows = self._answers() if self.answers is not None else self._sequences(info)
         for row in rows:
             tokens = np.asarray(row["tokens"], np.int32)
             spans: list[Span] = [(low, high) for low, high in row["spans"]]
-            yield Document(row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"])))
+            yield Document(
+                row, tokens, mask_of(spans, len(tokens)), evidence_of(tokens, records.of(row["id"]))
+            )
 
-    def _answers(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+    def _answers(self) -> Iterator[AnswerRow]:
         assert self.answers is not None
-        for entry in read_manifest(self.answers, "generate")["shards"]:
+        for entry in read_answers(self.answers)["shards"]:
             file = pq.ParquetFile(verify_file(self.answers, entry))
             known = [name for name in SHARD_SCHEMA.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=SHARD_ROWS, columns=known):
                 for row in batch.to_pylist():
-                    yield {name: row.get(name) for name in SHARD_SCHEMA.names} | {"parts": row.get("parts") or []}
+                    whole = {name: row.get(name) for name in SHARD_SCHEMA.names}
+                    yield cast(AnswerRow, whole | {"parts": row.get("parts") or []})
 
-    def _sequences(self, info: TargetInfo) -> Iterator[dict[str, Any]]:
+    def _sequences(self, info: TargetInfo) -> Iterator[AnswerRow]:
         assert self.records is not None
         if read_facts(self.records).get("redacted"):
             raise UserError(
-                f"the records in '{self.records}' are redacted: they hold no text to train on. Record without redaction, or give "
-                "the answers that they are of."
+                f"the records in '{self.records}' are redacted: they hold no text to train on. "
+                "Record without redaction, or give the answers that they are of."
             )
         for number, row in enumerate(read_table(self.records, SEQUENCES).to_pylist()):
             tokens, begin = row["tokens"], row["prompt_length"]
             if begin < len(tokens) and max(tokens) < info.vocab_size:
                 yield {
-                    "id": row["sequence"], "index": number, "domain": row["domain"], "tokens": tokens,
-                    "spans": [[begin, len(tokens)]], "finish": row["finish"], "seed": row["seed"], "parts": [],
-                }  # fmt: skip
+                    "id": row["sequence"],
+                    "index": number,
+                    "domain": row["domain"],
+                    "tokens": tokens,
+                    "spans": [[begin, len(tokens)]],
+                    "finish": row["finish"],
+                    "seed": row["seed"],
+                    "parts": [],
+                }
 
 
 def build(
@@ -122,31 +190,43 @@ def build(
     answers: Sequence[Path],
     out: Path,
     config: FeedbackConfig,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
     *,
     info: TargetInfo | None = None,
-) -> dict[str, Any]:
-    """Write the answers with what their records teach to `out` and return the manifest; what is complete there is left alone.
+) -> FeedbackManifest:
+    """Write the answers with what their records teach to `out` and return the manifest; what is
+    complete there is left alone.
 
-    records: folders of records, the first of the first folder of answers and so on; one that is not there says nothing, and answers
-    without records weigh 1. info: the target, needed where config.sequences takes documents from records alone. Call it in the main
-    process only. Raises `UserError` for damaged input, input of several targets, or when nothing is left to train on.
+    records: folders of records, the first of the first folder of answers and so on; one that is not
+    there says nothing, and answers without records weigh 1. info: the target, needed where
+    config.sequences takes documents from records alone. Call it in the main process only. Raises
+    `UserError` for damaged input, input of several targets, or when nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
-    settings = {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name not in STAGE_KEYS}
+    settings = {
+        name: value
+        for name, value in json.loads(json.dumps(asdict(config))).items()
+        if name not in STAGE_KEYS
+    }
     inputs = [source.check(info) for source in sources]
-    key = {"settings": settings, "inputs": inputs}
+    key: FeedbackKey = {"settings": settings, "inputs": inputs}
     if (out / MANIFEST_FILE).is_file():
-        manifest = read_manifest(out, "generate")
-        if manifest.get("feedback", {}).get("key") == key:
+        manifest = cast(FeedbackManifest, read_answers(out))
+        if "feedback" in manifest and manifest["feedback"].get("key") == key:
             for entry in manifest["shards"]:
                 verify_file(out, entry)
             return manifest
         if "feedback" not in manifest:
-            raise UserError(f"'{out}' holds answers that are no feedback, and is not overwritten. Give another folder.")
+            raise UserError(
+                f"'{out}' holds answers that are no feedback, and is not overwritten. Give "
+                "another folder."
+            )
         (out / MANIFEST_FILE).unlink()
     if (out / SETTINGS).is_file():
-        raise UserError(f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give another folder.")
+        raise UserError(
+            f"'{out}' is a folder of `headstart generate`, whose answers are not replaced. Give "
+            "another folder."
+        )
     for name in (SHARDS, PACKED):
         shutil.rmtree(out / name, ignore_errors=True)
     tally, costs, seen = _tally(sources, info, config)
@@ -158,41 +238,66 @@ def build(
     writer.finish()
     if not writer.rows:
         raise UserError(
-            f"nothing is left to train on: {seen} documents, {tally.errors} first errors in them. Without errors there is nothing "
-            "to replay: set feedback.replay=false."
+            f"nothing is left to train on: {seen} documents, {tally.errors} first errors in them. "
+            "Without errors there is nothing to replay: set feedback.replay=false."
         )
     content = {
         **facts,
-        "counts": {"input": seen, DONE: writer.rows, "failed": 0, "skipped": seen - writer.rows, "tokens": writer.supervised},
+        "counts": {
+            "input": seen,
+            DONE: writer.rows,
+            "failed": 0,
+            "skipped": seen - writer.rows,
+            "tokens": writer.supervised,
+        },
         "shards": writer.shards,
         "feedback": {"key": key, **_report(tally, weighing, writer)},
     }
     write_manifest(out, "generate", content, provenance)
-    return read_manifest(out, "generate")
+    return cast(FeedbackManifest, read_answers(out))
 
 
 def _open(
-    records: Sequence[Path], answers: Sequence[Path], config: FeedbackConfig, info: TargetInfo | None
-) -> tuple[list[AnswerSource], TargetInfo, dict[str, Any]]:
+    records: Sequence[Path],
+    answers: Sequence[Path],
+    config: FeedbackConfig,
+    info: TargetInfo | None,
+) -> tuple[list[AnswerSource], TargetInfo, InheritedFacts]:
     """What to read, of which target, and what the new manifest takes over."""
     if config.sequences:
         if info is None or not records:
-            raise UserError("feedback.sequences takes documents from records: give their folders, as feedback.records.")
-        return [AnswerSource(None, folder) for folder in records], info, {
-            "round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"},
-        }  # fmt: skip
+            raise UserError(
+                "feedback.sequences takes documents from records: give their folders, as "
+                "feedback.records."
+            )
+        return (
+            [AnswerSource(None, folder) for folder in records],
+            info,
+            {"round": 1, "target": info.to_dict(), "sampling": {}, "data": {"answers": "records"}},
+        )
     if not answers:
-        raise UserError("there are no answers to make feedback of: give their folders, as feedback.answers.")
+        raise UserError(
+            "there are no answers to make feedback of: give their folders, as feedback.answers."
+        )
     if len(records) > len(answers):
-        raise UserError(f"{len(records)} folders of records are given for {len(answers)} of answers: one for each, in order.")
-    manifests = [read_manifest(folder, "generate") for folder in answers]
+        raise UserError(
+            f"{len(records)} folders of records are given for {len(answers)} of answers: one for "
+            "each, in order."
+        )
+    manifests = [read_answers(folder) for folder in answers]
     info = TargetInfo.from_dict(manifests[0]["target"])
-    facts = {name: manifests[0].get(name, {}) for name in ("target", "sampling", "data")}
-    facts = {"round": 1 + max(manifest.get("round", 0) for manifest in manifests), **facts}
+    facts: InheritedFacts = {
+        "round": 1 + max(manifest.get("round", 0) for manifest in manifests),
+        "target": manifests[0]["target"],
+        "sampling": manifests[0].get("sampling", {}),
+        "data": manifests[0].get("data", {}),
+    }
     return [AnswerSource(folder, own) for folder, own in zip_longest(answers, records)], info, facts
 
 
-def _tally(sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig) -> tuple[WeightTotals, list[float], int]:
+def _tally(
+    sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig
+) -> tuple[WeightTotals, list[float], int]:
     """The sums over all documents, the cost of each that has records, and how many there are."""
     tally, costs, seen = WeightTotals(), [], 0
     for source in sources:
@@ -200,7 +305,7 @@ def _tally(sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackCo
             seen += 1
             mask = document.supervised
             if config.replay:
-                mask = replayed(document.evidence, mask, config)
+                mask = replay_mask(document.evidence, mask, config)
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
                 costs.append(document.cost)
@@ -217,9 +322,9 @@ def _limit(costs: list[float], share: float) -> float:
     return sorted(costs, reverse=True)[count - 1] if count else float("inf")
 
 
-def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> dict[str, Any]:
+def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> FeedbackReport:
     total = max(1, sum(one.supervised for one in tally.domains.values()))
-    domains = {
+    domains: dict[str, DomainReport] = {
         name: {
             "supervised": one.supervised,
             "share": one.supervised / total,
@@ -235,7 +340,9 @@ def _report(tally: WeightTotals, weighing: Weighing, writer: _Writer) -> dict[st
         "verifications": sum(one.passes for one in tally.domains.values()),
         "unfit": tally.unfit,
         "errors": tally.errors,
-        "acceptance": [tally.passed[d] / tally.tested[d] if tally.tested[d] else None for d in depths],
+        "acceptance": [
+            tally.passed[d] / tally.tested[d] if tally.tested[d] else None for d in depths
+        ],
         "cost": [float(weighing.cost[d]) for d in depths],
         "domains": domains,
         "mean_weight": writer.weight / max(1, writer.supervised),
@@ -256,7 +363,7 @@ class _Writer:
     weight: float = 0.0
     prompts: int = 0
     shards: list[FileEntry] = field(default_factory=list)
-    _waiting: list[dict[str, Any]] = field(default_factory=list)
+    _waiting: list[AnswerRow] = field(default_factory=list)
     _hard: list[str] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
 
@@ -264,7 +371,10 @@ class _Writer:
     def schema(self) -> pa.Schema:
         """Columns of the shards."""
         schema = SHARD_SCHEMA
-        for name, there in (("weights", self.config.weighs), ("anchors", self.config.anchor_weights)):
+        for name, there in (
+            ("weights", self.config.weighs),
+            ("anchors", self.config.anchor_weights),
+        ):
             if there:
                 schema = schema.append(pa.field(name, pa.list_(pa.float32())))
         return schema
@@ -272,9 +382,9 @@ class _Writer:
     def add(self, document: Document) -> None:
         """Take a document; what is left of it waits for its shard."""
         self._note_prompt(document)
-        row, mask, length = dict(document.row), document.supervised, len(document.tokens)
+        row, mask, length = document.row.copy(), document.supervised, len(document.tokens)
         if self.config.replay:
-            mask = replayed(document.evidence, mask, self.config)
+            mask = replay_mask(document.evidence, mask, self.config)
             if not mask.any():
                 return
             length = int(np.flatnonzero(mask)[-1]) + 1
@@ -297,10 +407,19 @@ class _Writer:
 
     def _note_prompt(self, document: Document) -> None:
         row = document.row
-        if document.evidence.passes and document.cost >= self.limit and row["id"] not in self._known:
+        if (
+            document.evidence.passes
+            and document.cost >= self.limit
+            and row["id"] not in self._known
+        ):
             self._known.add(row["id"])
             prompt = row["tokens"][: row["spans"][0][0]]
-            line = {"id": row["id"], "domain": row["domain"], "tokens": list(prompt), "cost": document.cost}
+            line = {
+                "id": row["id"],
+                "domain": row["domain"],
+                "tokens": list(prompt),
+                "cost": document.cost,
+            }
             self._hard.append(json.dumps(line, ensure_ascii=False))
 
     def _flush(self) -> None:
@@ -308,7 +427,9 @@ class _Writer:
             return
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd")
+        pq.write_table(
+            pa.Table.from_pylist(self._waiting, schema=self.schema), sink, compression="zstd"
+        )
         write_bytes(self.out / name, sink.getvalue().to_pybytes())
         self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
         self._waiting = []

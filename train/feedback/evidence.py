@@ -1,8 +1,10 @@
-"""What records say of each token of a document: whether it was drafted rightly, at which depth, and how surely.
+"""What the records of verifications say of each token of a document: whether its draft was right,
+at which depth, and with which probability.
 
-A verification begins at its root; the token d places behind it was tested at depth d, up to the first error. Each token of an
-answer stands behind exactly one root, so that it was tested once at most; not tested are an answer's first token and the ones that
-the target adds behind a draft of which nothing was refused.
+A verification begins at its root; the token d positions behind it was tested at depth d, up to the
+first error. Each token of an answer stands behind exactly one root, so that it was tested once at
+most. An answer's first token was not tested, nor was the token that the target adds behind a draft
+of which nothing was rejected.
 
 Legend: N tokens of a document.
 """
@@ -13,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,17 +23,36 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.verifications import FACTS_FILE, VERIFICATIONS, RecordFacts, read_facts, read_table
+from inference.verifications import FACTS_FILE, VERIFICATIONS, read_facts, read_table
 
-COLUMNS = ("position", "drafted", "accepted", "error_depth", "pick", "log_q", "log_p", "pick_log_q", "pick_log_p")
+
+class Verification(TypedDict):
+    """One verification of a sequence: position of its root, drafted tokens, accepted ones, depth of
+    the first error (0: none), the target's token there, and log-probabilities (natural) of drafter
+    (q) and target (p)."""
+
+    position: int
+    drafted: list[int] | None
+    accepted: int
+    error_depth: int
+    pick: int | None
+    log_q: list[float | None]
+    log_p: list[float | None]
+    pick_log_q: float | None
+    pick_log_p: float | None
+
+
+COLUMNS = tuple(Verification.__annotations__)
 
 
 @dataclass
 class TokenEvidence:
-    """Of one document. depth [N] int16: at which depth a token was tested (0: it was not); failed [N] bool: it was the first error
-    there; chance [N] float32: the chance that rejection sampling would have kept it, min(1, q / p) (1 where not tested);
-    roots [N] int16: error depth of the draft behind a root, -1 where nothing failed, 0 where no draft began; passes, committed:
-    verifications, and tokens that they committed within the document; unfit: verifications that do not fit the document.
+    """Of one document. depth [N] int16: at which depth a token was tested (0: it was not); failed
+    [N] bool: it was the first error there; chance [N] float32: the chance that rejection sampling
+    would have kept it, min(1, q / p) (1 where not tested); roots [N] int16: error depth of the
+    draft behind a root, -1 where nothing failed, 0 where no draft began; passes, committed:
+    verifications, and tokens that they committed within the document; unfit: verifications that do
+    not fit the document.
     """
 
     depth: NDArray[np.int16]
@@ -46,7 +67,10 @@ class TokenEvidence:
     def nothing(cls, length: int) -> TokenEvidence:
         """Of a document without records."""
         return cls(
-            np.zeros(length, np.int16), np.zeros(length, bool), np.ones(length, np.float32), np.zeros(length, np.int16)
+            np.zeros(length, np.int16),
+            np.zeros(length, bool),
+            np.ones(length, np.float32),
+            np.zeros(length, np.int16),
         )
 
     def part(self, begin: int, end: int) -> TokenEvidence:
@@ -55,9 +79,9 @@ class TokenEvidence:
         return TokenEvidence(self.depth[own], self.failed[own], self.chance[own], self.roots[own])
 
 
-def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> TokenEvidence:
-    """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens contradict is left out and counted:
-    it is of another answer to the same prompt.
+def evidence_of(tokens: NDArray[np.int32], rows: list[Verification]) -> TokenEvidence:
+    """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
+    contradict is left out and counted: it is of another answer to the same prompt.
     """
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
@@ -81,30 +105,30 @@ def evidence_of(tokens: NDArray[np.int32], rows: list[dict[str, Any]]) -> TokenE
 
 
 def _chance(log_q: float | None, log_p: float | None) -> float:
-    """min(1, q / p); without a distribution of the drafter: 0, since it gave this token no chance that anybody knows of."""
+    """min(1, q / p); without a distribution of the drafter: 0, since it gave this token no chance
+    that anybody knows of."""
     if log_q is None or log_p is None:
         return 0.0
     return math.exp(min(0.0, log_q - log_p))
 
 
 class VerificationRecords:
-    """The verifications of a folder by sequence. A folder that is not there is empty. Raises `UserError` for damaged records, or
-    those of a target with another tokenizer.
+    """The verifications of a folder by sequence. A folder that is not there is empty. Raises
+    `UserError` for damaged records, or those of a target with another tokenizer.
     """
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:
-        self.facts: RecordFacts = {}
         self._table = pa.table({})
         self._places: dict[str, NDArray[np.int64]] = {}
         self.files: list[Path] = []
         if folder is None or not (folder / FACTS_FILE).is_file():
             return
-        self.facts = read_facts(folder)
-        theirs = self.facts.get("target", {})
+        theirs = read_facts(folder).get("target", {})
         if theirs.get("tokenizer_hash") != info.tokenizer_hash:
             raise UserError(
-                f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer differs from that of '{info.id}', "
-                "which gave the answers. Give the records of these answers."
+                f"the records in '{folder}' are of target '{theirs.get('id')}', whose tokenizer "
+                f"differs from that of '{info.id}', which gave the answers. Give the records of "
+                "these answers."
             )
         self.files = sorted([folder / FACTS_FILE, *folder.glob("*.parquet")])
         table = read_table(folder, VERIFICATIONS)
@@ -113,18 +137,19 @@ class VerificationRecords:
         places = np.lexsort((table.column("position").to_numpy(), codes))
         bounds = np.searchsorted(codes[places], np.arange(len(names) + 1))
         self._table = table.select(COLUMNS)
-        self._places = {name: places[bounds[code] : bounds[code + 1]] for code, name in enumerate(names)}
+        self._places = {
+            name: places[bounds[code] : bounds[code + 1]] for code, name in enumerate(names)
+        }
 
     def __len__(self) -> int:
         return len(self._table) if self._places else 0
 
-    def of(self, sequence: str) -> list[dict[str, Any]]:
+    def of(self, sequence: str) -> list[Verification]:
         """The verifications of a sequence, by position of their roots."""
         places = self._places.get(sequence)
         if places is None:
             return []
-        rows: list[dict[str, Any]] = self._table.take(pa.array(places)).to_pylist()
-        return rows
+        return cast(list[Verification], self._table.take(pa.array(places)).to_pylist())
 
     def sequences(self) -> Iterator[str]:
         """The names of all sequences."""

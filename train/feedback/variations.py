@@ -1,8 +1,10 @@
-"""Variations: prompts that the target writes itself, begun as the prompts begin whose answers cost the most.
+"""Variations: prompts that the target writes itself, from the first tokens of existing prompts.
 
-A chat model that is given the start of a user's turn goes on as a user would ("Magpie", Xu et al., arXiv 2406.08464). Started with
-the first tokens of a prompt that is there, it keeps to that prompt's kind; prompts are drawn in proportion to the verify passes per
-token that their answers took, so that new ones come where speed is lost. What it writes is a prompt of token ids like any other.
+A chat model that is given the start of a user's turn continues it as a user would ("Magpie", Xu et
+al., arXiv 2406.08464). Started with the first tokens of an existing prompt, it keeps to that
+prompt's kind. Prompts are drawn in proportion to the verify passes per token of their answers, so
+that most new ones are of the kinds that decode slowly. A variation is a prompt of token ids like
+any other.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -31,6 +33,22 @@ BATCH = 64
 PROBES = ("x", "Another text, of 7 words or so.")
 
 
+class KnownPrompt(TypedDict):
+    """A prompt of one user's text (token ids); cost: verify passes per token of its answer."""
+
+    domain: str
+    text: list[int]
+    cost: float
+
+
+class Variation(TypedDict):
+    """A line of variations.jsonl."""
+
+    id: str
+    domain: str
+    tokens: list[int]
+
+
 @dataclass(frozen=True)
 class Frame:
     """What the chat template writes before and behind a single user's text, as token ids."""
@@ -39,9 +57,13 @@ class Frame:
     tail: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Frame:
-        """From two renderings: what they begin and end with alike. arguments: the template's own."""
-        one, two = (render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments) for text in PROBES)
+    def of(cls, tokenizer: Any, arguments: Mapping[str, object] | None = None) -> Frame:
+        """From two renderings: what they begin and end with alike. arguments: the template's
+        own."""
+        one, two = (
+            render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments)
+            for text in PROBES
+        )
         return cls(tuple(_common(one, two)), tuple(reversed(_common(one[::-1], two[::-1]))))
 
     def text_of(self, prompt: Sequence[int]) -> list[int]:
@@ -69,30 +91,36 @@ def write_variations(
     config: FeedbackConfig,
     seed: int,
     known: Iterable[Path] = (),
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> int:
-    """Let the target write `config.variations` prompts per answer of `folders` into the file `out`; returns how many there are.
+    """Let the target write `config.variations` prompts per answer of `folders` into the file `out`;
+    returns how many there are.
 
-    folders: pairs of answers and the records of their verifications. known: files of earlier variations; neither these nor the
-    prompts themselves are written again, nor are texts that do not end. arguments: the chat template's. A line has `id`, `domain`
-    (that of the prompt it begins like) and `tokens`. Raises `UserError` for damaged input.
+    folders: pairs of answers and the records of their verifications. known: files of earlier
+    variations; neither these nor the prompts themselves are written again, nor are texts that do
+    not end. arguments: the chat template's. A line has `id`, `domain` (that of the prompt it begins
+    like) and `tokens`. Raises `UserError` for damaged input.
     """
     frame = Frame.of(target.tokenizer, arguments)
     prompts, seen = list(_prompts(folders, target, frame)), set[tuple[int, ...]]()
     for path in known:
-        seen |= {tuple(json.loads(line)["tokens"]) for line in path.read_text(encoding="utf-8").splitlines()}
+        seen |= {
+            tuple(json.loads(line)["tokens"])
+            for line in path.read_text(encoding="utf-8").splitlines()
+        }
     lines: list[str] = []
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
         seen |= {(*frame.head, *item["text"], *frame.tail) for item in prompts}
         wanted = config.variations * len(prompts)
-        for item in _written(target, frame, prompts, config, seed, wanted, arguments):
+        for item in _write(target, frame, prompts, config, seed, wanted, arguments):
             if tuple(item["tokens"]) not in seen:
                 seen.add(tuple(item["tokens"]))
                 lines.append(json.dumps(item, ensure_ascii=False) + "\n")
     else:
         logger.warning(
             "the target writes no variations: %s",
-            "a user's turn does not end with a token that ends its answers, so nothing says where a prompt is over"
+            "a user's turn does not end with a token that ends its answers, so nothing says "
+            "where a prompt is over"
             if prompts
             else "none of the prompts is a single user's text in the target's chat template",
         )
@@ -100,7 +128,9 @@ def write_variations(
     return len(lines)
 
 
-def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame) -> Iterator[dict[str, Any]]:
+def _prompts(
+    folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: Frame
+) -> Iterator[KnownPrompt]:
     """Prompts of one user's text, and what their answers cost."""
     for answers, records in folders:
         for document in AnswerSource(answers, records).documents(target.info):
@@ -109,18 +139,20 @@ def _prompts(folders: Sequence[tuple[Path, Path]], target: TargetModel, frame: F
                 yield {"domain": document.row["domain"], "text": text, "cost": document.cost or 1.0}
 
 
-def _written(
+def _write(
     target: TargetModel,
     frame: Frame,
-    prompts: list[dict[str, Any]],
+    prompts: list[KnownPrompt],
     config: FeedbackConfig,
     seed: int,
     wanted: int,
-    arguments: Mapping[str, Any] | None,
-) -> Iterator[dict[str, Any]]:
-    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold special tokens are left out.
+    arguments: Mapping[str, object] | None,
+) -> Iterator[Variation]:
+    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold
+    special tokens are left out.
 
-    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the tokenizer chooses.
+    They are tokenised anew, as a user's text is: a model's own tokens need not be those that the
+    tokenizer chooses.
     """
     draw = random.Random(f"variations {seed}")
     chosen = draw.choices(prompts, [item["cost"] for item in prompts], k=wanted)
@@ -131,13 +163,32 @@ def _written(
         most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
         requests.append(Request(number, start, draw.getrandbits(63), most))
     decode = DecodeConfig(
-        shape="none", temperature=config.variation_temperature, batch_size=BATCH, max_new_tokens=config.variation_tokens
+        shape="none",
+        temperature=config.variation_temperature,
+        batch_size=BATCH,
+        max_new_tokens=config.variation_tokens,
     )
-    done = sorted(Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index)
+    done = sorted(
+        Engine(target, None, decode).run(requests), key=lambda completion: completion.request.index
+    )
     special = set(target.tokenizer.all_special_ids)
     for completion in done:
-        number, ids = completion.request.index, [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]]
+        number, ids = (
+            completion.request.index,
+            [*completion.request.tokens[len(frame.head) :], *completion.tokens[:-1]],
+        )
         text = target.tokenizer.decode(ids)
-        if completion.finish == "stop" and completion.tokens[-1] == frame.tail[0] and text.strip() and not special & set(ids):
-            tokens = render_prompt(target.tokenizer, [{"role": "user", "content": text}], None, arguments)
-            yield {"id": f"variation-{seed}-{number}", "domain": chosen[number]["domain"], "tokens": tokens}
+        if (
+            completion.finish == "stop"
+            and completion.tokens[-1] == frame.tail[0]
+            and text.strip()
+            and not special & set(ids)
+        ):
+            tokens = render_prompt(
+                target.tokenizer, [{"role": "user", "content": text}], None, arguments
+            )
+            yield {
+                "id": f"variation-{seed}-{number}",
+                "domain": chosen[number]["domain"],
+                "tokens": tokens,
+            }

@@ -156,7 +156,7 @@ def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, flo
     return factors
 
 
-def replayed(found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
+def replay_mask(found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
     """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end from their roots on, and what is
     near. (A block is drafted from its root, so a head that drafts blocks sees the error only where the root counts.) A document
     without records keeps all.

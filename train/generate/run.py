@@ -1,15 +1,17 @@
 """`headstart generate`: the target answers prompts, and its answers become the training data.
 
-Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a held-out prompt is left out
-(`train/data/ingest.py`). Answers are sampled by our own decoder, optionally sped up by a drafter, which changes nothing in them; by
-servers that return token ids; or by vLLM in this process. With our decoder an answer depends on its prompt, the sampling settings
-and the prompt's own seed: not on the number of processes, nor on the order or the batch. (The last holds as far as the target's
-arithmetic does: in float32 a batch may round differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
-Continuing after a kill repeats nothing that was written, so a finished folder is consistent.)
+Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a
+held-out prompt is left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
+optionally sped up by a drafter, which changes nothing in them; by servers that return token ids; or
+by vLLM in this process. With our decoder an answer depends on its prompt, the sampling settings and
+the prompt's own seed: not on the number of processes, nor on the order or the batch. (The last
+holds as far as the target's arithmetic does: in float32 a batch may round differently by some 1e-6,
+which can turn a near-tie; in bfloat16 near-ties are common. Continuing after a kill repeats nothing
+that was written, so a finished folder is consistent.)
 
-Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files, see
-`train/data/answers.py`. Running the same command again continues; another configuration in the same folder is
-refused.
+Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files,
+see `train/data/answers.py`. Running the same command again continues; another configuration in the
+same folder is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.manifest import MANIFEST_FILE, read_manifest, verify_file, write_json, write_manifest
+from inference.manifest import MANIFEST_FILE, verify_file, write_json, write_manifest
 from inference.target.loading import TargetConfig
 from train.data.answers import (
     DONE,
@@ -46,21 +48,36 @@ from train.data.answers import (
 from train.data.config import DataConfig
 from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, remove_rows, require_own_input
+from train.data.manifest import AnswersManifest, read_answers
 from train.generate.backends.base import Backend
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import AnyTarget, answer_rows, console_of, load_target
 from train.generate.sampling import sampling_of
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
-from train.recording import RECORDS, drop_unanswered, recorded, require_drafts
+from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
 
 SHOWN_REASONS = 5
 SHOWN_ROWS = 25
-"""Blocks of input after which their number is said."""
+"""Blocks of input after which the number of rows is printed."""
 
 
+class TargetSettings(TypedDict):
+    """What of a target an answer depends on; chat_template: its SHA-256, shortened."""
+
+    revision: str
+    tokenizer_hash: str
+    chat_template: str
+    dtype: NotRequired[str]
 
 
+class AnswerSettings(TypedDict):
+    """generate.json: everything that an answer depends on."""
+
+    answers: str
+    target: TargetSettings
+    data: dict[str, object]
+    sampling: NotRequired[dict[str, object]]
 
 
 def generate(
@@ -69,17 +86,18 @@ def generate(
     decode: DecodeConfig,
     target: TargetConfig,
     out: Path,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
     *,
     backend: Backend | None = None,
     watch: Watch = ignore,
-) -> dict[str, Any]:
-    """Answer every row of `data` and return the manifest written to `out`; continues an interrupted run of
-    the same settings.
+) -> AnswersManifest:
+    """Answer every row of `data` and return the manifest written to `out`; continues an interrupted
+    run of the same settings.
 
-    backend: who samples, instead of what `decode` says. watch: told how far each phase is.
-    Call it in every process of a distributed launch. Raises `UserError` for an unusable source or target, for
-    a folder that holds another configuration's answers, or when nothing at all could be answered.
+    backend: who samples, instead of what `decode` says. watch: called with the progress of each
+    phase. Call it in every process of a distributed launch. Raises `UserError` for an unusable
+    source or target, for a folder that holds another configuration's answers, or when nothing at
+    all could be answered.
     """
     if config.records.enabled:
         require_drafts(decode, config.drafter)
@@ -96,11 +114,13 @@ def generate(
         done = on_main(state, lambda: prepare_output(out, settings, config.overwrite, read.total))
         manifest = on_main(state, lambda: finished_manifest(out))
         if manifest is None:
-            on_main(state, lambda: read_input(job, model, again=True))  # a finished folder has lost its rows
+            # a finished folder has lost its rows
+            on_main(state, lambda: read_input(job, model, again=True))
             give_back_freed_memory()
             answer_rows(job, model, done)
             give_back_freed_memory()
-            gather_object([state.process_index])  # returns once every process has written its last part
+            # returns once every process has written its last part
+            gather_object([state.process_index])
             manifest = on_main(state, lambda: finish(job, model, settings, read, provenance))
         if state.is_main_process:
             console_of().print(summary(manifest, out))
@@ -108,7 +128,8 @@ def generate(
 
 
 def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Input:
-    """Read the sources into the output folder, once; says what was left out. again: once more, quietly, for missing answers."""
+    """Read the sources into the output folder, once; says what was left out. again: once more,
+    quietly, for missing answers."""
     console = console_of(again)
     held_out = load_held_out(job.data)
 
@@ -125,22 +146,22 @@ def read_input(job: GenerateJob, target: AnyTarget, again: bool = False) -> Inpu
     for source in read.report["sources"]:
         if source["ran_out_at"] is not None and len(read.report["sources"]) > 1:
             console.print(
-                f"source '{source['name']}' ran out after {source['rows']} rows: it is {source['share']:.1%} of the mixture, "
-                f"{source['share_asked']:.1%} were asked for"
+                f"source '{source['name']}' ran out after {source['rows']} rows: it is "
+                f"{source['share']:.1%} of the mixture, {source['share_asked']:.1%} were asked for"
             )
     for reason, count in read.report["left_out"].items():
         console.print(f"left out: {count} of {read.total} rows, {reason}")
     return read
 
 
-# ---- the input, and whether the output folder belongs to it ------------------------------------------------
+# The input, and whether the output folder belongs to it
 
 
-def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
-    """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they may change
-    between resumptions."""
+def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> AnswerSettings:
+    """Everything an answer depends on. Batch size, drafter, processes and paths are absent: they
+    may change between resumptions."""
     template = str(model.tokenizer.chat_template or "")
-    settings: dict[str, Any] = {
+    settings: AnswerSettings = {
         "answers": job.config.answers,
         "target": {
             "revision": model.info.revision,
@@ -165,19 +186,19 @@ def refuse_foreign(out: Path) -> None:
     """Raise `UserError` for a folder that another stage has written."""
     if (out / MANIFEST_FILE).exists() and not (out / SETTINGS).is_file():
         raise UserError(
-            f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not write. Give "
-            "another folder."
+            f"'{out}' belongs to another stage: it has a {MANIFEST_FILE} that generation did not "
+            "write. Give another folder."
         )
     require_own_input(out / INPUT)
 
 
 def prepare_output(
-    out: Path, settings: Mapping[str, Any], overwrite: bool, total: int
+    out: Path, settings: AnswerSettings, overwrite: bool, total: int
 ) -> NDArray[np.bool_]:
     """Make `out` ready for `settings` and return which of the `total` rows are done already.
 
-    Raises `UserError` naming the differences when the folder holds another configuration's answers, unless
-    `overwrite`.
+    Raises `UserError` naming the differences when the folder holds another configuration's answers,
+    unless `overwrite`.
     """
     path = out / SETTINGS
     if path.is_file():
@@ -185,9 +206,9 @@ def prepare_output(
         differences = _differences(stored, settings)
         if differences and not overwrite:
             raise UserError(
-                f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Give another "
-                "output folder, restore the "
-                "configuration to continue, or set overwrite=true to replace them."
+                f"'{out}' holds answers of another configuration: {'; '.join(differences)}. Give "
+                "another output folder, restore the configuration to continue, or set "
+                "overwrite=true to replace them."
             )
         if differences:
             clear_output(out)
@@ -197,15 +218,17 @@ def prepare_output(
         drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
     found = read_done(out)
-    done[found[(found >= 0) & (found < total)]] = True  # others are refused when all is put together
+    # others are refused when all is put together
+    done[found[(found >= 0) & (found < total)]] = True
     return done
 
 
-def finished_manifest(out: Path) -> dict[str, Any] | None:
-    """The manifest of a folder whose generation is complete and undamaged, None when there is work left."""
+def finished_manifest(out: Path) -> AnswersManifest | None:
+    """The manifest of a folder whose generation is complete and undamaged, None when there is work
+    left."""
     if not (out / MANIFEST_FILE).is_file():
         return None
-    manifest = read_manifest(out, "generate")
+    manifest = read_answers(out)
     for entry in manifest["shards"]:
         verify_file(out, entry)
     remove_parts(out)
@@ -213,8 +236,9 @@ def finished_manifest(out: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _unusual(data: DataConfig) -> dict[str, Any]:
-    """Settings that change what is rendered, where they are not the defaults: those that older versions did not have."""
+def _unusual(data: DataConfig) -> dict[str, object]:
+    """Settings that change what is rendered, where they are not the defaults: those that older
+    versions did not have."""
     names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
     usual = asdict(DataConfig("-"))
     chosen = asdict(data)
@@ -237,18 +261,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:14] + '..."'
 
 
-# ---- the end -----------------------------------------------------------------------------------------------
+# The end
 
 
 def finish(
     job: GenerateJob,
     model: AnyTarget,
-    settings: Mapping[str, Any],
+    settings: AnswerSettings,
     read: Input,
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError` when nothing
-    was answered."""
+    provenance: Mapping[str, object] | None,
+) -> AnswersManifest:
+    """Merge all part files into shards, write the manifest, remove the parts. Raises `UserError`
+    when nothing was answered."""
     total = read.total
     merged = merge_parts(job.out, total, job.config.shard_rows, job.watch)
     if not merged.counts[DONE]:
@@ -257,7 +281,11 @@ def finish(
         "round": job.config.round,
         "target": model.info.to_dict(),
         "sampling": settings.get("sampling", {}),
-        "data": {**asdict(job.data), "answers": job.config.answers, "fingerprint": settings["data"]["rows"]},
+        "data": {
+            **asdict(job.data),
+            "answers": job.config.answers,
+            "fingerprint": read.fingerprint,
+        },
         "input": read.report,
         "counts": merged.counts,
         "truncated": merged.truncated,
@@ -266,15 +294,16 @@ def finish(
         "failures": merged.failures,
     }
     if (job.out / RECORDS).is_dir():
-        content["records"] = recorded(job.out, merged.counts[DONE])
+        content["records"] = count_records(job.out, merged.counts[DONE])
     write_manifest(job.out, "generate", content, provenance)
     remove_parts(job.out)
     remove_rows(job.out / INPUT)
-    return read_manifest(job.out, "generate")
+    return read_answers(job.out)
 
 
-def summary(manifest: Mapping[str, Any], out: Path) -> str:
-    """One or two lines for people: done + failed + skipped = input, and the most frequent reasons."""
+def summary(manifest: AnswersManifest, out: Path) -> str:
+    """One or two lines for people: done + failed + skipped = input, and the most frequent
+    reasons."""
     counts = manifest["counts"]
     line = (
         f"{counts['done']} done + {counts['failed']} failed + {counts['skipped']} skipped = "
@@ -284,7 +313,9 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
     cut = manifest.get("truncated", {})
     if cut.get("rows"):
         line += f"; {cut['rows']} rows were cut by {cut['tokens']} tokens"
-    return line + (f"\nnot answered: {_reasons(manifest['reasons'])}" if manifest["reasons"] else "")
+    return line + (
+        f"\nnot answered: {_reasons(manifest['reasons'])}" if manifest["reasons"] else ""
+    )
 
 
 def _reasons(reasons: Mapping[str, int]) -> str:

@@ -75,7 +75,7 @@ def backend_of(decode: DecodeConfig) -> str:
     return decode.chosen_backend if isinstance(decode, SamplingConfig) else "own"
 
 
-def sampling_of(decode: DecodeConfig) -> dict[str, Any]:
+def sampling_of(decode: DecodeConfig) -> dict[str, object]:
     """The part of a decode configuration that decides the text. Seeds mean something else to each backend, so it is part of it."""
     backend = backend_of(decode)
     return {

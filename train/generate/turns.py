@@ -44,7 +44,7 @@ class Refused:
 
 
 class Talk:
-    """One row on its way to an answer: asked for the target's words once per place, each time with its own earlier answers before.
+    """The conversation of one row: a request per turn to answer, each with the earlier answers before it.
 
     Turns whose prompt begins with the document so far, token by token, go on in that document; where a template writes earlier
     turns differently once others follow (it drops their reasoning, say), a turn becomes a document of its own. So every supervised
@@ -109,12 +109,12 @@ class Talk:
             self.messages[: place + 1] = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")[:-1]
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
-        """The row's answer; a row with at least one answered turn is done, whatever became of later ones."""
+        """The row's answer; a row with at least one answered turn is done, even if later turns failed."""
         row = self.row
         seed = prompt_seed(self.decode.seed, row.id)
         if not self.documents:
             return StoredAnswer(row.id, row.index, row.domain, seed=seed, status=status, reason=reason)
-        tokens, spans, parts = joined(list(zip(self.documents, self.spans, strict=True)))
+        tokens, spans, parts = join_documents(list(zip(self.documents, self.spans, strict=True)))
         return StoredAnswer(row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut)
 
     def _prompt(self) -> tuple[list[int], int]:
@@ -177,11 +177,11 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
         fitted = [fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found]
         cut = sum(removed for _, _, removed in fitted)
         found = [(tokens, spans) for tokens, spans, _ in fitted]
-    tokens, spans, parts = joined(found)
+    tokens, spans, parts = join_documents(found)
     return StoredAnswer(row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut)
 
 
-def joined(documents: Sequence[tuple[list[int], list[Span]]]) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
+def join_documents(documents: Sequence[tuple[list[int], list[Span]]]) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
     """Documents as one row: all tokens, the spans in them, and where the second and later documents begin."""
     tokens: list[int] = []
     spans: list[Span] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ class Backbone:
             part.__dict__.pop("forward", None) if type(part) is nn.Linear else None
         names = self._choose()
         self._inject(names)
-        self.layers: dict[str, Any] = {name: target.model.get_submodule(name) for name in names}
+        self.layers = {name: target.model.get_submodule(name) for name in names}
         self.parameters = self._initialise(torch.Generator().manual_seed(seed))
 
     def _choose(self) -> list[str]:

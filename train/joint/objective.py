@@ -27,7 +27,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.nn import losses
 from train.data.loader import PackedBatch
-from train.features.store.batches import moved
+from train.features.store.batches import batch_on
 from train.joint.backbone import Backbone
 from train.joint.config import JointConfig
 from train.optim import set_rate_scale
@@ -44,7 +44,7 @@ class PlainTokens:
 
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
         """`packed` on the device; the same in every step."""
-        return TrainBatch(**moved(packed, self.device), seeds=packed.seeds)
+        return batch_on(packed, self.device)
 
 
 class JointDrafter(TrainableDrafter):
@@ -79,13 +79,13 @@ class JointDrafter(TrainableDrafter):
         with torch.no_grad(), self.backbone.original():
             original = self._features(batch)
         if weight is None:
-            output = self._drafted(batch, *original, 0.0)
+            output = self._drafter_loss(batch, *original, 0.0)
             # Both engines shall see a gradient of zero, not none.
             nothing = torch.stack([value.sum() for value in self.updates.values()]).sum() * 0.0
             return LossOutput(output.loss_sum + nothing, output.metrics)
         taps, hidden = self._features(batch)
         drift, count = self._drift(batch, original[1], hidden)
-        output = self._drafted(batch, taps, hidden, weight)
+        output = self._drafter_loss(batch, taps, hidden, weight)
         return LossOutput(drift + output.loss_sum, {**output.metrics, "target_kl": (drift.detach(), count)})
 
     def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
@@ -99,7 +99,7 @@ class JointDrafter(TrainableDrafter):
         assert hidden is not None
         return None if taps is None else taps.to(self._dtype), hidden.to(self._dtype)
 
-    def _drafted(self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float) -> LossOutput:
+    def _drafter_loss(self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float) -> LossOutput:
         """The drafter's loss on these features, of whose gradient `weight` flows on into the target."""
         needs = self.needs
         return self.drafter.loss(

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,6 +32,7 @@ from train.joint.backbone import Backbone
 from train.joint.objective import JointDrafter, PlainTokens, require_trainable_features, split_state
 from train.joint.target import label, plain, save_changed_target
 from train.loop import Evaluation, Progress
+from train.manifest import JointFacts, TrainOutcome
 from train.setup import BEST, Run
 from train.tracking.display import Display
 
@@ -114,7 +114,7 @@ class JointRun(Run):
 
     # ---- the new target ------------------------------------------------------------------------------------------------
 
-    def manifest(self, progress: Progress, reason: str) -> dict[str, Any]:
+    def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
         """See `Run`. On the way the best target is saved, its drafter bound to it, and the drift measured."""
         folder = self.job.out / TARGET
         self.backbone.load(load_file(str(self.job.out / BEST / UPDATES_FILE)))
@@ -130,8 +130,8 @@ class JointRun(Run):
             original, changed, self.requests or self.make_requests(), self.job.config.eval_batch
         )
         label(folder, self.original, self.job.kind, self.job.joint, drift)
-        joint = {
-            "settings": dict(plain(self.job.joint)),
+        joint: JointFacts = {
+            "settings": plain(self.job.joint),
             "original": self.original.to_dict(),
             "target": TARGET,
             "drift": drift.to_dict(),

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from heads.api.target_info import TargetInfo
 from inference.manifest import write_bytes, write_json
 from inference.measure.drift import Drift
 from inference.target.model import TargetModel
 from train.joint.config import JointConfig
+from train.manifest import Settings
 
 CONFIG_FILE, CARD_FILE, DRIFT_FILE = "config.json", "README.md", "drift.json"
 ENTRY = "headstart"
@@ -75,7 +74,7 @@ def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, dri
     write_json(
         folder / DRIFT_FILE, {"original": original.id, "revision": original.revision, **drift.to_dict()}
     )
-    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config[ENTRY] = {
         "changed_from": original.id,
         "revision": original.revision,
@@ -110,7 +109,7 @@ def card(original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> s
     )
 
 
-def plain(joint: JointConfig) -> Mapping[str, Any]:
+def plain(joint: JointConfig) -> Settings:
     """The settings as JSON values."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(joint)))
+    found: Settings = json.loads(json.dumps(asdict(joint)))
     return found

@@ -95,13 +95,13 @@ def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> P
 def _probe(dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of several products."""
     left, right = (torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype) for _ in range(2))
-    best = _timed(left, right)  # also warms up
+    best = _time_product(left, right)  # also warms up
     for _ in range(PROBE_REPEATS if best < SLOW_PROBE else 0):
-        best = min(best, _timed(left, right))
+        best = min(best, _time_product(left, right))
     return 2 * PROBE_SIZE**3 / best
 
 
-def _timed(left: torch.Tensor, right: torch.Tensor) -> float:
+def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
     begun = time.perf_counter()
     left @ right
     return time.perf_counter() - begun

@@ -40,7 +40,7 @@ class DryStep:
     largest_shape: tuple[int, ...]
 
 
-def planned_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
+def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
     """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds that are not trained."""
     if not get_kind(kind).trainable:
         raise UserError(f"a drafter of kind '{kind}' has no weights of its own, so there is no training to plan.")
@@ -78,7 +78,7 @@ def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
     weights of layers that the drafter goes on using (kinds that run the target's own layers).
     """
     asked = _Asked(target.weights.state)
-    planned_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
+    plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
     ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}  # one where they are tied
     return sum(ends.values()) + sum(asked.state[name].nbytes for name in asked.names)
 

@@ -1,11 +1,13 @@
-"""`headstart train --plan`: what a training will take, before it is started: memory, disk, hours. Nothing is trained.
+"""`headstart train --plan`: memory, disk space and time of a training, before it is started.
 
-The target's config is all that is read of it (train/planning/target.py); the drafter's step is counted by its own code without memory
-(train/planning/dry_run.py). Time is FLOPs over (peak x utilisation), the utilisation being that of a finished run, of a few real steps
-here, or an assumption for a given GPU; communication is added from the links' bandwidths. docs/scale.md has the formulas.
+Of the target only its config is read (train/planning/target.py); the drafter's step is counted by
+its own code without memory (train/planning/dry_run.py). Time is FLOPs over (peak x utilisation):
+the utilisation of a finished run, of a few real steps on this machine, or an assumption for a given
+GPU. Communication is added from the links' bandwidths. docs/scale.md has the formulas.
 
-Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online in every process; with group in
-the last ones, ahead of the others, which train; with store and remote not in this launch.
+Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online
+in every process; with group in the last ones, ahead of the others, which train; with store and
+remote not in this launch.
 
 Legend: P trained weights, W processes that train.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
@@ -28,17 +30,111 @@ from train.engines.deepspeed import BUCKET_ELEMENTS, LIVE_BUCKETS
 from train.features.group import Division, divide
 from train.features.store.size import FORMATS, bytes_per_token, store_bytes
 from train.planning.devices import GIGA, TERA, gpu
-from train.planning.dry_run import DryStep, dry_step, held_in_parts, planned_drafter
+from train.planning.dry_run import DryStep, dry_step, held_in_parts, plan_drafter
 from train.planning.target import PlannedTarget, plan_target
 from train.target.parts import refuse_parts
 from train.tracking.summary import Summary
 
 ASSUMED_MFU = 0.35
-"""Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this size report 0.3 to 0.5)."""
+"""Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this
+size report 0.3 to 0.5)."""
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: an assumption."""
 RUNTIME_BYTES = 2 * GIGA
 """What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
+
+
+class PlannedTargetFacts(TypedDict):
+    """The target: parameters, those of its layers that a token uses, bytes of its weights."""
+
+    path: str
+    parameters: int
+    active: int
+    bytes: int
+
+
+class DrafterFacts(TypedDict):
+    """The drafter and how many weights are trained."""
+
+    kind: str
+    trained_weights: int
+
+
+class PlanSettings(TypedDict):
+    """Settings that the plan depends on."""
+
+    processes: int
+    trainers: int
+    engine: dict[str, object]
+    features: str
+    trainer_target: str
+    global_batch: int
+    micro_batch: int
+    sequence_length: int
+
+
+class TensorFacts(TypedDict):
+    """The largest tensor of a step."""
+
+    bytes: int
+    shape: list[int]
+
+
+class DiskBytes(TypedDict):
+    """Bytes on disk; feature_store: by format, where there is a store."""
+
+    states: int
+    best: int
+    feature_store: dict[str, int]
+
+
+class StepFlops(TypedDict):
+    """FLOPs of one micro-batch."""
+
+    target: float
+    drafter: float
+    per: str
+
+
+class TargetPass(TypedDict):
+    """Where the target runs, and one pass of it over all tokens."""
+
+    where: str
+    flops: float
+    device_hours: float
+
+
+class SpeedFacts(TypedDict):
+    """FLOP/s of one process, and where the figure comes from."""
+
+    flops: float
+    source: str
+
+
+class Plan(TypedDict):
+    """The plan of a training. Values by part (`memory_bytes`, `step_seconds`, ...) have a total."""
+
+    format: int
+    target: PlannedTargetFacts
+    drafter: DrafterFacts
+    settings: PlanSettings
+    memory_bytes: dict[str, int]
+    memory_capacity: float | None
+    target_process_bytes: dict[str, int] | None
+    fits: bool | None
+    largest_tensor: TensorFacts
+    disk_bytes: DiskBytes
+    flops: StepFlops
+    target_pass: TargetPass
+    reading: dict[str, float] | None
+    speed: SpeedFacts
+    step_seconds: dict[str, float]
+    tokens: int
+    supervised: float
+    steps: int
+    hours: float
+    device_hours: float
+    tokens_per_second: float
 
 
 @config("plan")
@@ -47,7 +143,8 @@ class PlanConfig:
     """On what a planned training shall run, and what its time is worked out from."""
 
     gpu: str = ""
-    """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or by a few steps here."""
+    """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or
+    by a few steps here."""
     count: PositiveInt = 1
     """Processes, one per GPU."""
     per_machine: PositiveInt = 8
@@ -55,13 +152,15 @@ class PlanConfig:
     network_gbytes: PositiveFloat = 50.0
     """GB/s that one GPU sends to other machines (400 Gbit/s are 50)."""
     mfu: Fraction = ASSUMED_MFU
-    """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see docs/scale.md."""
+    """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see
+    docs/scale.md."""
     tokens: NonNegativeInt = 0
     """Tokens of the answers, once through; 0: those of the run's packed answers."""
     supervised: Fraction = 0.7
     """Share of the tokens that are supervised, where no packed answers say so (0 to 1)."""
     measured: str = ""
-    """summary.json of a run (or its folder) with the same target and head on the hardware that is planned for."""
+    """summary.json of a run (or its folder) with the same target and head on the hardware that is
+    planned for."""
     steps: PositiveInt = 3
     """Real steps that are taken here and now where neither `gpu` nor `measured` is given."""
 
@@ -72,7 +171,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s that one process reaches in training; fixed: share of a run's time that measuring and saving take."""
+    """FLOP/s that one process reaches in training; fixed: share of a run's time that measuring and
+    saving take."""
 
     flops: float
     source: str
@@ -83,25 +183,31 @@ class Speed:
         """From a GPU's figures."""
         figures = gpu(config.gpu)
         basis = "assumed" if config.mfu == ASSUMED_MFU else "given"
-        return cls(figures.peak * config.mfu, f"{config.gpu}: {figures.peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})")
+        return cls(
+            figures.peak * config.mfu,
+            f"{config.gpu}: {figures.peak / TERA:g} TFLOP/s x {config.mfu:g} ({basis})",
+        )
 
     @classmethod
     def read(cls, summary: Summary, source: str) -> Speed:
         """From a run's summary."""
         if not summary.mfu:
-            raise UserError(f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that run, or plan.gpu.")
+            raise UserError(
+                f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that "
+                "run, or plan.gpu."
+            )
         peak, aside = summary.peak, summary.seconds
         fixed = (aside["evaluation"] + aside["saving"]) / summary.wall_seconds
         about = f"measured: {source} ({summary.mfu:.1%} of {peak.source})"
         return cls(summary.mfu * peak.tflops * TERA, about, fixed)
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
-    """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments), and `working` (copies and buffers
-    that the engine keeps or needs beside them).
+    """Bytes of training P weights on one process: `weights`, `gradients`, `adam` (both moments),
+    and `working` (copies and buffers that the engine keeps or needs beside them).
     """
     whole, part = 4 * weights, -(-4 * weights // processes)
     if engine.name == "torch" or engine.zero_stage == 0:
@@ -109,7 +215,9 @@ def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str,
         return {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": message}
     stage, bucket = engine.zero_stage, 4 * min(weights, BUCKET_ELEMENTS)
     gathered = min(whole, LIVE_BUCKETS * bucket) if stage == 3 and processes > 1 else 0
-    on_device = {"adam": 2 * part, "master": part} if engine.offload == "none" else {"adam": 0, "master": 0}
+    on_device = (
+        {"adam": 2 * part, "master": part} if engine.offload == "none" else {"adam": 0, "master": 0}
+    )
     return {
         "weights": (0 if engine.offload == "all" else part) if stage == 3 else whole,
         "gradients": whole if stage == 1 else part,
@@ -127,15 +235,27 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
 
 
 def memory(
-    job: TrainingJob, target: PlannedTarget, parts: int, drafter_weights: int, dry: DryStep, needs: FeatureSpec, trainers: int
+    job: TrainingJob,
+    target: PlannedTarget,
+    parts: int,
+    drafter_weights: int,
+    dry: DryStep,
+    needs: FeatureSpec,
+    trainers: int,
 ) -> dict[str, int]:
-    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the target held in parts."""
+    """Bytes at the peak of a step on one process that trains, by what they are for. parts: of the
+    target held in parts."""
     rows, length = job.config.micro_batch, job.config.sequence_length
     online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
-    found |= {f"drafter {name}": count for name, count in state_bytes(drafter_weights, job.engine, trainers).items()}
+    found |= {
+        f"drafter {name}": count
+        for name, count in state_bytes(drafter_weights, job.engine, trainers).items()
+    }
     # The target's own pass and the drafter's follow each other; the features are there in both.
-    features = rows * length * (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
+    features = (
+        rows * length * (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
+    )
     passes = [features + dry.peak, *([target.activations(rows, length, needs)] if online else [])]
     return {**found, "activations": max(passes)}
 
@@ -146,7 +266,7 @@ def serving_bytes(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec) -
     return {"target": target.weight_bytes, "activations": target.activations(rows, length, needs)}
 
 
-# ---- time --------------------------------------------------------------------------------------------------------------
+# Time
 
 
 def bandwidth(config: PlanConfig) -> float:
@@ -158,10 +278,16 @@ def bandwidth(config: PlanConfig) -> float:
 
 
 def step_seconds(
-    job: TrainingJob, target: PlannedTarget, weights: int, dry: DryStep, config: PlanConfig, speed: Speed
+    job: TrainingJob,
+    target: PlannedTarget,
+    weights: int,
+    dry: DryStep,
+    config: PlanConfig,
+    speed: Speed,
 ) -> dict[str, float]:
-    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is what it waits for the target's
-    processes: what they need longer than it, as they work `features.ahead` steps ahead.
+    """Seconds of one step on one process that trains, by part. In features.mode=group `target` is
+    what it waits for the target's processes: what they need longer than it, as they work
+    `features.ahead` steps ahead.
     """
     division, online = division_of(job, config), job.features.mode == "online"
     trainers = division.trainers
@@ -183,55 +309,76 @@ def step_seconds(
 
 
 def division_of(job: TrainingJob, config: PlanConfig) -> Division:
-    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot be divided so."""
-    return divide(job, World(size=config.count)) if job.features.mode == "group" else Division(config.count, 0)
+    """Who trains, and who runs the target for the others; raises `UserError` where processes cannot
+    be divided so."""
+    return (
+        divide(job, World(size=config.count))
+        if job.features.mode == "group"
+        else Division(config.count, 0)
+    )
 
 
-# ---- features ----------------------------------------------------------------------------------------------------------
+# Features
 
 
-def target_pass(job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed) -> dict[str, Any]:
-    """Where the target runs, and what one pass of it over all tokens takes on devices of this speed."""
+def target_pass(
+    job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
+) -> TargetPass:
+    """Where the target runs, and what one pass of it over all tokens takes on devices of this
+    speed."""
     where = {
         "online": "in every process; it is in the time",
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
         "remote": "on feature servers; neither their time nor their memory is counted",
-        "group": f"in the last {division.targets} of {division.size} processes, ahead of the {division.trainers} that train; the "
-                 "time has what these wait for it",
-    }[job.features.mode]  # fmt: skip
+        "group": f"in the last {division.targets} of {division.size} processes, ahead of the "
+        f"{division.trainers} that train; the time has what these wait for it",
+    }[job.features.mode]
     length = job.config.sequence_length
     flops = -(-tokens // length) * target.flops(1, length)
     return {"where": where, "flops": flops, "device_hours": flops / speed.flops / 3600}
 
 
-def reading(job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float) -> dict[str, float] | None:
-    """What features that come from elsewhere take of disks or network, when a step takes `seconds`; None where there are none."""
+def reading(
+    job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float
+) -> dict[str, float] | None:
+    """What features that come from elsewhere take of disks or network, when a step takes `seconds`;
+    None where there are none."""
     if job.features.mode == "online":
         return None
     per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
     step = per_token * job.config.global_batch * job.config.sequence_length
     return {
-        "bytes_per_token": per_token, "bytes_per_step": step,
-        "process_bytes_per_second": step / seconds / trainers, "total_bytes_per_second": step / seconds,
-    }  # fmt: skip
+        "bytes_per_token": per_token,
+        "bytes_per_step": step,
+        "process_bytes_per_second": step / seconds / trainers,
+        "total_bytes_per_second": step / seconds,
+    }
 
 
-# ---- the plan ----------------------------------------------------------------------------------------------------------
+# The plan
 
 
-def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, Any]:
-    """The whole plan as plain values. Raises `UserError` for what cannot be dealt out or is not known."""
+def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
+    """The whole plan as JSON values. Raises `UserError` for a batch that cannot be divided, or
+    unknown tokens."""
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
     if train.global_batch % (train.micro_batch * trainers):
         raise UserError(
-            f"train.global_batch={train.global_batch} cannot be dealt to {trainers} processes in micro-batches of "
-            f"{train.micro_batch}: it must be a multiple of {train.micro_batch * trainers}."
+            f"train.global_batch={train.global_batch} cannot be dealt to {trainers} processes in "
+            f"micro-batches of {train.micro_batch}: it must be a multiple of "
+            f"{train.micro_batch * trainers}."
         )
     tokens, supervised = amount(job, config)
-    target, needs, weights, parts_held, dry = counted(
-        job.kind, job.head, job.target, job.engine, train.micro_batch, train.sequence_length, round(supervised, 2)
+    target, needs, weights, parts_held, dry = count_step(
+        job.kind,
+        job.head,
+        job.target,
+        job.engine,
+        train.micro_batch,
+        train.sequence_length,
+        round(supervised, 2),
     )
     held = memory(job, target, parts_held, weights, dry, needs, trainers)
     beside = serving_bytes(job, target, needs) if division.targets else None
@@ -244,60 +391,95 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> dict[str, A
     states = 12 * weights
     return {
         "format": 1,
-        "target": {"path": job.target.path, "parameters": target.info.parameters, "active": target.active,
-                   "bytes": target.weight_bytes},
+        "target": {
+            "path": job.target.path,
+            "parameters": target.info.parameters,
+            "active": target.active,
+            "bytes": target.weight_bytes,
+        },
         "drafter": {"kind": job.kind, "trained_weights": weights},
-        "settings": {"processes": config.count, "trainers": trainers, "engine": asdict(job.engine),
-                     "features": job.features.mode, "trainer_target": job.features.trainer_target,
-                     "global_batch": train.global_batch, "micro_batch": train.micro_batch,
-                     "sequence_length": train.sequence_length},
+        "settings": {
+            "processes": config.count,
+            "trainers": trainers,
+            "engine": asdict(job.engine),
+            "features": job.features.mode,
+            "trainer_target": job.features.trainer_target,
+            "global_batch": train.global_batch,
+            "micro_batch": train.micro_batch,
+            "sequence_length": train.sequence_length,
+        },
         "memory_bytes": {**held, "total": sum(held.values())},
         "memory_capacity": capacity,
-        "target_process_bytes": None if beside is None else {**beside, "total": sum(beside.values())},
+        "target_process_bytes": None
+        if beside is None
+        else {**beside, "total": sum(beside.values())},
         "fits": None if capacity is None else largest <= capacity,
         "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
         "disk_bytes": {
             "states": states * (train.keep + 1),
             "best": 2 * weights * target.dtype.itemsize,
             "feature_store": {
-                fmt: store_bytes(bytes_per_token(needs, target.info, fmt), tokens, rows, 1, 1) for fmt in FORMATS
+                fmt: store_bytes(bytes_per_token(needs, target.info, fmt), tokens, rows, 1, 1)
+                for fmt in FORMATS
             },
         },
-        "flops": {"target": target.flops(train.micro_batch, train.sequence_length), "drafter": dry.flops,
-                  "per": "micro-batch"},
+        "flops": {
+            "target": target.flops(train.micro_batch, train.sequence_length),
+            "drafter": dry.flops,
+            "per": "micro-batch",
+        },
         "target_pass": target_pass(job, target, tokens, division, speed),
         "reading": reading(job, target, needs, trainers, sum(parts.values())),
         "speed": {"flops": speed.flops, "source": speed.source},
         "step_seconds": {**parts, "total": sum(parts.values())},
-        "tokens": tokens, "supervised": supervised, "steps": steps, "hours": hours, "device_hours": hours * config.count,
+        "tokens": tokens,
+        "supervised": supervised,
+        "steps": steps,
+        "hours": hours,
+        "device_hours": hours * config.count,
         "tokens_per_second": train.global_batch * train.sequence_length / sum(parts.values()),
-    }  # fmt: skip
+    }
 
 
 @lru_cache(maxsize=32)
-def counted(
-    kind: str, head: Any, target: TargetConfig, engine: EngineConfig, rows: int, length: int, supervised: float
+def count_step(
+    kind: str,
+    head: Any,
+    target: TargetConfig,
+    engine: EngineConfig,
+    rows: int,
+    length: int,
+    supervised: float,
 ) -> tuple[PlannedTarget, FeatureSpec, int, int, DryStep]:
-    """The target, what the drafter needs of it, its trained weights, the bytes of the target that are held in parts for it, and its
-    step. Kept: plans for several sizes share them.
+    """The target, what the drafter needs of it, its trained weights, the bytes of the target that
+    are held in parts for it, and its step. Kept: plans for several sizes share them.
     """
     described = plan_target(target)
-    drafter = planned_drafter(kind, head, described)
+    drafter = plan_drafter(kind, head, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     parts = held_in_parts(kind, head, described)
-    return described, drafter.needs, weights, parts, dry_step(drafter, described, engine, rows, length, supervised)
+    return (
+        described,
+        drafter.needs,
+        weights,
+        parts,
+        dry_step(drafter, described, engine, rows, length, supervised),
+    )
 
 
 def amount(job: TrainingJob, config: PlanConfig) -> tuple[int, float]:
-    """Tokens of the answers, and the share of them that is supervised: as given, or as the run's answers were packed."""
+    """Tokens of the answers, and the share of them that is supervised: as given, or as the run's
+    answers were packed."""
     if config.tokens:
         return config.tokens, config.supervised
     for header in sorted((job.data / "packed").glob("*/packed.json")):
         content = json.loads(header.read_text(encoding="utf-8"))
         counts = content.get("counts") or {}
-        if content.get("key", {}).get("sequence_length") == job.config.sequence_length and counts.get("tokens"):
+        if content.get("key", {}).get(
+            "sequence_length"
+        ) == job.config.sequence_length and counts.get("tokens"):
             return int(counts["tokens"]), counts["supervised"] / counts["tokens"]
     raise UserError(
-        f"how much will be trained on is not known: '{job.data}' holds no answers packed to {job.config.sequence_length} tokens. "
-        "Give plan.tokens (and plan.supervised)."
+        f"how much will be trained on is not known: '{job.data}' holds no answers packed to "
+        f"{job.config.sequence_length} tokens. Give plan.tokens (and plan.supervised)."
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.table import Table
 
 from inference.target.memory import gib
+from train.planning.plan import Plan
 
 
-def plan_table(content: Mapping[str, Any]) -> Table:
+def plan_table(content: Plan) -> Table:
     """The plan for people."""
     found = Table(show_header=False, box=None, pad_edge=False)
     settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
@@ -51,7 +49,7 @@ def plan_table(content: Mapping[str, Any]) -> Table:
     return found
 
 
-def add_features(found: Table, content: Mapping[str, Any]) -> None:
+def add_features(found: Table, content: Plan) -> None:
     """Add where the target runs, and what its features take of disks or network."""
     beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
     once = (

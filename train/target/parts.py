@@ -44,7 +44,7 @@ from inference.target.revision import hub_commit
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.features.base import OnlineFeatures
-from train.features.store.batches import moved
+from train.features.store.batches import batch_on
 
 WHOLE = "features.trainer_target=whole"
 
@@ -293,7 +293,7 @@ def trial_batch(job: TrainingJob, target: TargetModel, needs: FeatureSpec, packe
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":
         return online.batch(packed)
-    batch = TrainBatch(**moved(packed, target.device), seeds=packed.seeds)
+    batch = batch_on(packed, target.device)
     generator, shape, hidden = torch.Generator().manual_seed(0), batch.tokens.shape, target.info.hidden_size
 
     def drawn(*sizes: int) -> Tensor:

@@ -1,14 +1,14 @@
 """A frozen target that is too large for one device, divided among the processes of a training (ZeRO-3 without gradients).
 
-Every process keeps 1/N of each decoder layer. A layer is put together just before it runs and let go right after it; meanwhile
-the next one is on its way. Each process runs its own rows through the whole target, so data parallelism, features and taps are
+Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released right after it; meanwhile
+the next one is being gathered. Each process runs its own rows through the whole target, so data parallelism, features and taps are
 what they are with a whole target, to the last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole
 everywhere, since drafters share it. Memory per device: layers / N + two layers + the rest.
 
 Only the main process reads the target from disk, into CPU memory; the others are handed their pieces layer by layer.
 
 Putting a layer together takes all processes. Where the main process alone runs the target (measuring tau, the parity check), it
-announces each layer, and the others, waiting in `led`, send their pieces of it.
+announces each layer, and the others, waiting in `main_alone`, send their pieces of it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TargetAccess:
     """How a training reaches its target. This one: whole, in every process."""
 
     served: ClassVar[bool] = False
-    """Whether the other processes serve the main one inside `led`."""
+    """Whether the other processes serve the main one inside `main_alone`."""
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
         """`config` as far as this target can follow it."""
         return config
 
-    def led(self) -> AbstractContextManager[None]:
+    def main_alone(self) -> AbstractContextManager[None]:
         """Around what the main process alone does with the target. Collective."""
         return nullcontext()
 
@@ -178,7 +178,7 @@ class _Group:
             parameter.data = whole[at : at + prod(shape)].view(shape)
             at += prod(shape)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Leave the weights without contents."""
         for parameter in self.parameters:
             parameter.data = self.piece.new_empty(0)
@@ -188,7 +188,7 @@ class DividedLayers(TargetAccess):
     """The decoder layers of a frozen model, each divided among all processes and whole only while it runs.
 
     Building it takes the weights from the main process's layers and installs the hooks. Collective, as is running the model: all
-    processes run it equally often, or the main process alone inside `led`.
+    processes run it equally often, or the main process alone inside `main_alone`.
     """
 
     served: ClassVar[bool] = True
@@ -204,7 +204,7 @@ class DividedLayers(TargetAccess):
         self._leading = False
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._arrive(index))
-            layer.register_forward_hook(lambda *_, index=index: self._let_go(index), always_call=True)
+            layer.register_forward_hook(lambda *_, index=index: self._release(index), always_call=True)
 
     def _divide(self, layer: nn.Module) -> list[_Group]:
         """Scatter the main process's weights of a layer."""
@@ -259,15 +259,15 @@ class DividedLayers(TargetAccess):
         self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
 
     def _drop(self) -> None:
-        """Let go of a layer that was on its way and is not needed: a pass ended before its last layer."""
+        """Release a layer that was being gathered and is not needed: a pass ended before its last layer."""
         if self._coming is not None:
             for wait in self._coming[2]:
                 wait.wait()
             self._coming = None
 
-    def _let_go(self, index: int) -> None:
+    def _release(self, index: int) -> None:
         for group in self.units[index]:
-            group.let_go()
+            group.release()
 
     @contextmanager
     def whole(self, index: int) -> Iterator[None]:
@@ -276,12 +276,12 @@ class DividedLayers(TargetAccess):
         try:
             yield
         finally:
-            self._let_go(index)
+            self._release(index)
 
     # ---- the main process alone does -----------------------------------------------------------------------------------
 
     @contextmanager
-    def led(self) -> Iterator[None]:
+    def main_alone(self) -> Iterator[None]:
         """See `TargetAccess`: the others serve the main process until its block ends, then run theirs."""
         self._drop()
         if not self.world.is_main:
@@ -300,7 +300,7 @@ class DividedLayers(TargetAccess):
         return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
-        """Tell the others (in the main process) or be told (in the others) which layer is wanted."""
+        """Broadcast from the main process which layer is wanted; the others receive it."""
         message = torch.tensor([index], device=self.world.device)
         dist.broadcast(message, src=0, group=self.processes)
         return int(message)
@@ -326,7 +326,7 @@ class DividedState(Mapping[str, Tensor]):
     """The named weights of a target whose layers are divided; each is put together when it is asked for.
 
     Collective: all processes ask for the same names in the same order (they build the same drafter), or the main process alone
-    inside `led`.
+    inside `main_alone`.
     """
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:

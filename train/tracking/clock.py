@@ -1,6 +1,6 @@
 """Where a training's time goes, by part, without slowing it down.
 
-A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is put down to the kind before.
+A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is counted for the kind before.
 So the parts are exclusive and add up to the whole. On the CPU a mark is a reading of `perf_counter`; on CUDA it is an event in the
 stream, which is read when the device has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much
 as the host runs ahead, which shifts time between two lines of the log and loses none.
@@ -92,7 +92,7 @@ class Clock:
 
     @property
     def current(self) -> str:
-        """The part that time is put down to now."""
+        """The part that time is counted for now."""
         return self._stack[-1]
 
     @contextmanager
@@ -152,7 +152,7 @@ class _TimedWork:
 
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
-    """Inside the block, time in torch.distributed's collectives is put down to communication, whoever calls them (DeepSpeed too).
+    """Inside the block, time in torch.distributed's collectives is counted as communication, whoever calls them (DeepSpeed too).
 
     Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
     """

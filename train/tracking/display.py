@@ -82,7 +82,7 @@ class Display:
         yield
         self._bar.update(self._task, figures=before)
 
-    def measured(self, step: int, tau: float, ci95: tuple[float, float], best: bool) -> None:
+    def show_tau(self, step: int, tau: float, ci95: tuple[float, float], best: bool) -> None:
         """A line for an evaluation."""
         self.tau = f"  tau {tau:.2f}"
         self.say(

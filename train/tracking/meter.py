@@ -102,7 +102,7 @@ class Meter:
         return [joules, float(not self.energy.available)]
 
     def add_energy(self, joules: float, silent: float) -> None:
-        """Put down what all processes used; once any of them could not tell there is no figure."""
+        """Add what all processes used; None from then on once any of them had no reading."""
         if silent:
             self.spent["unmetered"] = 1.0
         self.spent["joules"] = self.spent.get("joules", 0.0) + joules

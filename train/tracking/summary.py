@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -110,7 +110,7 @@ class Summary(BaseModel):
     peak: PeakFacts
     peak_memory_bytes: int
     energy_joules: float | None
-    """Sum over the GPUs of the training processes; None where one of them did not tell."""
+    """Sum over the GPUs of the training processes; None where one of them had no reading."""
     energy_source: str = ""
     """Whose energy it is, or why there is none. Not in the first files."""
     best: Tau | None
@@ -149,7 +149,7 @@ def summarise(
         best = Tau(step=progress.best_step, tau=progress.tau, tau_ci95=progress.tau_ci95)
     return Summary(
         kind=job.kind,
-        device=Device(**describe(world.device), processes=processes, trainers=world.size),
+        device=describe(world, processes),
         engine=EngineFacts(
             name=job.engine.name,
             zero_stage=job.engine.zero_stage,
@@ -189,12 +189,17 @@ def energy_source(world: World, joules: float | None) -> str:
     )
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Kind, name and, for CPUs, threads of a device."""
-    if device.type == "cuda":
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(device)}
-    name = platform.processor() or platform.machine()
-    return {"kind": "cpu", "name": name, "threads": torch.get_num_threads()}
+def describe(world: World, processes: int) -> Device:
+    """The device of this process, for all `processes` of the launch."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        return Device(
+            kind="cuda", name=name, threads=None, processes=processes, trainers=world.size
+        )
+    name, threads = platform.processor() or platform.machine(), torch.get_num_threads()
+    return Device(
+        kind="cpu", name=name, threads=threads, processes=processes, trainers=world.size
+    )
 
 
 def write_summary(summary: Summary, out: Path) -> Table:

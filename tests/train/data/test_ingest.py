@@ -11,7 +11,7 @@ import pytest
 from train.data import ingest
 from train.data.config import DataConfig
 from train.data.dedup import duplicates
-from train.data.dedup.shingles import PRIME, band_keys, normalised, shingles, signature
+from train.data.dedup.shingles import PRIME, band_keys, normalise, shingles, signature
 from train.data.held_out import HeldOutIndex, load_held_out
 from train.data.permute import mix
 from train.data.sources import Row
@@ -36,7 +36,7 @@ def read(data, folder, held_out=None):
 
 
 def test_shingles_are_those_of_a_slow_loop():
-    content = normalised("Some text, with SIGNS; and more of it!")
+    content = normalise("Some text, with SIGNS; and more of it!")
     assert content.tobytes() == b"sometextwithsignsandmoreofit"
     windows = [content[begin : begin + 12].tolist() for begin in range(len(content) - 11)]
     slow = [sum((byte + 1) * PRIME**place for place, byte in enumerate(window)) % 2**64 for window in windows]
@@ -48,11 +48,11 @@ def test_signatures_estimate_the_common_share():
     one = text(1, 200)
     for kept in (190, 150, 60):
         other = " ".join([*one.split()[:kept], *text(2, 200 - kept).split()])
-        sets = [set(shingles(normalised(each), 12).tolist()) for each in (one, other)]
+        sets = [set(shingles(normalise(each), 12).tolist()) for each in (one, other)]
         share = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-        agree = float((signature(normalised(one)) == signature(normalised(other))).mean())
+        agree = float((signature(normalise(one)) == signature(normalise(other))).mean())
         assert abs(agree - share) < 0.17, "three standard deviations of 64 values"
-    keys = band_keys(np.stack([signature(normalised(one))] * 2))
+    keys = band_keys(np.stack([signature(normalise(one))] * 2))
     assert (keys[0] == keys[1]).all()
     assert len(set(keys[0].tolist())) == keys.shape[1]
 
@@ -89,7 +89,7 @@ def test_similar_rows_are_found_among_many(tmp_path, monkeypatch):
             texts.append([*words[: 60 - changed], *text(1000 + number, changed).split()])
     path = jsonl(tmp_path / "p.jsonl", [{"prompt": " ".join(words)} for words in texts])
     found, reasons, _ = read(DataConfig(path, deduplicate="near", near_share=0.7), tmp_path / "in")
-    sets = [set(shingles(normalised(" ".join(words)), 12).tolist()) for words in texts]
+    sets = [set(shingles(normalise(" ".join(words)), 12).tolist()) for words in texts]
     for late, reason in enumerate(reasons):
         nearest = max((len(sets[late] & sets[e]) / len(sets[late] | sets[e]) for e in range(late)), default=0)
         if nearest > 0.9:
@@ -111,7 +111,7 @@ def test_held_out_prompts_are_found_whole_or_in_part():
     part = " - ".join(question.upper().split()[5:25])
     found = index.find(["hello", f"{text(8)} {part} {text(9)}"])
     assert (found.source, found.prompt) == ("bench", "long")
-    assert found.text in normalised(question).tobytes().decode()
+    assert found.text in normalise(question).tobytes().decode()
     assert index.find(["what IS it"]).prompt == "short"
     assert index.find(["What is it? Tell me more."]) is None, "a short prompt counts as a whole only"
     assert index.find([f"{template} and something else"]) is None, "what many prompts share is their template"

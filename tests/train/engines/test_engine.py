@@ -14,8 +14,9 @@ from heads.api.errors import UserError
 from tests.train import launch
 from tests.train.toy import OPTIM, ROWS, Toy, rows, supervised, train_steps
 from train.distributed import World
-from train.engines.base import EngineConfig, TorchEngine
+from train.engines.base import EngineConfig
 from train.engines.make import make_engine
+from train.engines.torch_engine import TorchEngine
 from train.optim import OptimConfig, make_optimizer
 
 DEEPSPEED = [f"deepspeed:{stage}:float32" for stage in range(4)]

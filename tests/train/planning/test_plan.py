@@ -29,7 +29,7 @@ from train.distributed import World
 from train.engines.base import EngineConfig, Objective
 from train.engines.make import make_engine
 from train.optim import OptimConfig
-from train.planning.dry_run import dry_batch, dry_step, held_in_parts, planned_drafter
+from train.planning.dry_run import dry_batch, dry_step, held_in_parts, plan_drafter
 from train.planning.footprint import Footprint
 from train.planning.plan import (
     PlanConfig,
@@ -95,7 +95,7 @@ def test_experts_count_by_the_share_that_is_chosen() -> None:
 def test_a_step_is_counted_as_it_runs(folder: Path, kind: str) -> None:
     plan, real = plan_target(described(folder)), TargetModel.load(described(folder))
     head = get_kind(kind).config_class()
-    fake_one = planned_drafter(kind, head, plan)
+    fake_one = plan_drafter(kind, head, plan)
     dry = dry_step(fake_one, plan, FLOAT32, 2, 64, 0.7)
     own = new_drafter(kind, head, real.info, real.weights, 0, torch.ones(real.info.vocab_size)).float()
     batch = dry_batch(fake_one, plan, torch.float32, 2, 64, 0.7)
@@ -264,4 +264,4 @@ def test_what_cannot_be_planned_says_why(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Give plan\.tokens"):
         make_plan(job_for(folder), PlanConfig(gpu="h100"), Speed(1e12, ""))
     with pytest.raises(UserError, match="no training to plan"):
-        planned_drafter("ngram", get_kind("ngram").config_class(), plan_target(described(folder)))
+        plan_drafter("ngram", get_kind("ngram").config_class(), plan_target(described(folder)))

@@ -20,7 +20,7 @@ def test_off_a_terminal_a_line_comes_first_last_and_every_half_minute() -> None:
     with Display("t", 20, 3, Console(file=out), now=lambda: next(clock)) as display:
         for step in (4, 5, 6, 7):
             display.step(step, 2.5, 1234.4, COSTS)
-        display.measured(7, 1.5, (1.25, 1.75), True)
+        display.show_tau(7, 1.5, (1.25, 1.75), True)
         display.step(20, 1.25, 2000.0, COSTS)
     found = lines_of(out)
     figures = "1,234 tokens/s  target 25% drafter 75% update 0% mfu 25%  memory 3.00 GiB"

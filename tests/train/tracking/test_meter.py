@@ -61,7 +61,7 @@ def test_a_noisy_probe_does_not_decide_the_peak(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(devices, "_probes", {})
     probes = iter([0.2, 0.1, 0.4])  # seconds per product: a busy machine, a free one, a busier one
     now: list[float] = []
-    monkeypatch.setattr(devices, "_timed", lambda left, right: now[-1])
+    monkeypatch.setattr(devices, "_time_product", lambda left, right: now[-1])
 
     def peak(again: bool) -> devices.Peak:
         now.append(next(probes))
@@ -78,7 +78,7 @@ def test_a_noisy_probe_does_not_decide_the_peak(monkeypatch: pytest.MonkeyPatch)
 def test_a_meter_looks_at_the_peak_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_probes", {})
     products = iter([0.9, 0.3, *[0.3] * devices.PROBE_REPEATS])  # one slow product, then a whole probe
-    monkeypatch.setattr(devices, "_timed", lambda left, right: next(products))
+    monkeypatch.setattr(devices, "_time_product", lambda left, right: next(products))
     meter = Meter(CPU, torch.float32, {})
     assert meter.peak.flops == 2 * 1024**3 / 0.9
     meter.finish()

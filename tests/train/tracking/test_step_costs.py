@@ -18,7 +18,7 @@ from tests.inference.tokenizers import save_micro_target
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
-from train.planning.dry_run import dry_step, planned_drafter
+from train.planning.dry_run import dry_step, plan_drafter
 from train.planning.target import PlannedTarget, plan_target
 
 VOCABULARY, LENGTH = 4000, 256
@@ -45,7 +45,7 @@ def test_no_recipe_holds_the_logits_of_all_positions(
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 18)
     kind, config = recipe(name)
     engine = EngineConfig(name="torch", precision="float32")
-    step = dry_step(planned_drafter(kind, config, target), target, engine, 1, LENGTH, 0.8)
+    step = dry_step(plan_drafter(kind, config, target), target, engine, 1, LENGTH, 0.8)
     everything = 4 * LENGTH * VOCABULARY
     assert step.largest < everything / 3, f"a tensor of shape {step.largest_shape}"
 

@@ -58,11 +58,11 @@ class KeyFiles:
             with path.open("r+b") as file:
                 file.truncate(len(kept) * ENTRY.itemsize)
 
-    def repeated(self, kind: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    def repeats(self, kind: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         """Per partition: rows whose key an earlier row has, the first such row, and the latest such row before it."""
-        return [self._repeated(self._path(kind, partition)) for partition in range(PARTITIONS)]
+        return [self._find_repeats(self._path(kind, partition)) for partition in range(PARTITIONS)]
 
-    def _repeated(self, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _find_repeats(self, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         none = np.zeros(0, dtype=np.int64)
         if not path.is_file():
             return none, none, none
@@ -90,12 +90,12 @@ def judge(
     verdict = np.zeros(total, dtype=np.uint8)
     if signatures is not None:
         for partition in range(PARTITIONS):
-            rows, firsts, latest = keys._repeated(keys._path("band", partition))
+            rows, firsts, latest = keys._find_repeats(keys._path("band", partition))
             for others in (firsts, latest):
                 similar = _similar(signatures, rows, others, near_share)
                 verdict[rows[similar]] = NEAR
     for kind, code in (("text", SAME_TEXT), ("id", SAME_ID)):
-        for rows, _, _ in keys.repeated(kind):
+        for rows, _, _ in keys.repeats(kind):
             verdict[rows] = code
     verdict[held_out] = HELD_OUT
     return verdict

@@ -37,7 +37,7 @@ _MULTIPLIERS = mix(np.arange(1, SIGNATURE + 1, dtype=np.uint64)) | np.uint64(1)
 _powers: dict[int, Hashes] = {}
 
 
-def normalised(text: str) -> Bytes:
+def normalise(text: str) -> Bytes:
     """Letters and digits of a text in one case, as UTF-8 bytes; compatible forms of a letter count as one."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     content = np.frombuffer(folded.encode("utf-8", "surrogatepass"), dtype=np.uint8)

@@ -10,7 +10,6 @@ import os
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
@@ -21,7 +20,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
-from train.features.remote.wire import ASK_HEADER, FORMAT, KEY_HEADER, Ask, key_of, pack_rows
+from train.features.remote.wire import ASK_HEADER, FORMAT, KEY_HEADER, Ask, ServerIdentity, key_of, pack_rows
 from train.features.store.batches import Content, Form
 from train.features.store.layout import things_of
 
@@ -74,14 +73,14 @@ class RemoteClient:
         for line in silent:
             logger.warning("a feature server does not answer and is left out for now: %s", line)
 
-    def _require_same(self, server: tuple[str, int], said: dict[str, Any]) -> None:
+    def _require_same(self, server: tuple[str, int], answer: ServerIdentity) -> None:
         """Raise `UserError` when a server is not of this training's target."""
-        theirs = said.get("target", {})
+        theirs = answer.get("target", {})
         pairs = [
-            ("protocol", FORMAT, said.get("format")),
+            ("protocol", FORMAT, answer.get("format")),
             ("target revision", self.info.revision, theirs.get("revision")),
             ("tokenizer", self.info.tokenizer_hash, theirs.get("tokenizer_hash")),
-            ("precision", self.precision, said.get("precision")),
+            ("precision", self.precision, answer.get("precision")),
         ]
         for name, mine, other in pairs:
             if mine != other:
@@ -107,9 +106,9 @@ class RemoteClient:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
             if attempt < self.config.retries and self._stopped.wait(pause):
                 raise CancelledError
-        told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise UserError(
-            f"no features after {self.config.retries + 1} attempts ({told}). Look at these servers, or raise "
+            f"no features after {self.config.retries + 1} attempts ({reasons}). Look at these servers, or raise "
             "features.timeout_seconds and "
             "features.retries; this command continues from its last saved state."
         )

@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Who we are."""
-        if not self._admitted():
+        if not self._authorise():
             return
         if self.path != "/identity":
             self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(413, f"a request has at most {LARGEST_REQUEST} bytes and says how many.")
             return
         body = self.rfile.read(int(length))
-        if not self._admitted():
+        if not self._authorise():
             return
         if self.path != "/features":
             self._refuse(404, f"there is no '{self.path}' here: GET /identity or POST /features.")
@@ -132,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, answer, "application/octet-stream")
 
-    def _admitted(self) -> bool:
+    def _authorise(self) -> bool:
         """Whether the request carries the token; answers it otherwise."""
         given = self.headers.get("Authorization", "").encode()
         if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -77,7 +77,16 @@ def key_of(info: TargetInfo, precision: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def identity(info: TargetInfo, precision: str) -> dict[str, Any]:
+class ServerIdentity(TypedDict):
+    """A feature server's answer to /identity."""
+
+    format: int
+    target: dict[str, object]
+    precision: str
+    key: str
+
+
+def identity(info: TargetInfo, precision: str) -> ServerIdentity:
     """What a server says of itself."""
     return {"format": FORMAT, "target": info.to_dict(), "precision": precision, "key": key_of(info, precision)}
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,17 +42,27 @@ class Form:
     top_logits: int = 0
 
 
-def moved(packed: PackedBatch, device: torch.device) -> dict[str, Any]:
-    """The tensors of `packed` on a device; the seeds stay on the host, where they are read."""
-    return {
-        name: value.to(device, non_blocking=True) for name, value in packed.tensors().items() if name != "seeds"
-    }
+def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
+    """The rows on a device, without features; the seeds stay on the host, where they are read."""
+    weights, anchors = (
+        None if part is None else part.to(device, non_blocking=True)
+        for part in (packed.weights, packed.anchors)
+    )
+    return TrainBatch(
+        packed.tokens.to(device, non_blocking=True),
+        packed.positions.to(device, non_blocking=True),
+        packed.segments.to(device, non_blocking=True),
+        packed.loss_mask.to(device, non_blocking=True),
+        seeds=packed.seeds,
+        weights=weights,
+        anchors=anchors,
+    )
 
 
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
     """The features of a batch as they are stored; taps: the layers of `batch.taps`, in order.
 
-    Raises `UserError` when a feature is not a number: a store that teaches nonsense is worse than none.
+    Raises `UserError` when a feature is not a number: it would make the stored features useless.
     """
     places = batch.segments > 0
     states: dict[str, Tensor] = {}
@@ -103,7 +112,7 @@ def decode_batch(
     logits: Logits,
 ) -> TrainBatch:
     """`packed` on `device` with the features in `content` (CPU or device), as `OnlineFeatures.batch` gives them."""
-    tensors = moved(packed, device)
+    batch = batch_on(packed, device)
     places = real_places(packed).to(device)
 
     def whole(parts: Mapping[str, Tensor]) -> Tensor:
@@ -122,7 +131,6 @@ def decode_batch(
         else:
             last = torch.zeros(*places.shape, form.hidden, dtype=dtype, device=device)
             last[places] = whole(content[LAST])
-    batch = TrainBatch(**tensors, seeds=packed.seeds)
     batch.taps, batch.last_hidden, batch.target_logits = taps, last, word if needs.logits else None
     return batch
 

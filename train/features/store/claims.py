@@ -114,7 +114,7 @@ class Claims:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone for a moment; waits for whoever holds it. The system lets go of it when the process dies."""
+    """Hold the folder alone for a moment; waits for whoever holds it. The system releases it when the process ends."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ class StorePlan:
     rows_per_shard: int
     hidden: int
     estimated_bytes: int
-    target: dict[str, Any] = field(default_factory=dict)
+    target: dict[str, object] = field(default_factory=dict)
 
     @property
     def shards(self) -> int:

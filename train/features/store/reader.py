@@ -57,7 +57,7 @@ class StoreReader:
     """A store opened for reading. Safe to use from several threads.
 
     wanted: whose features are expected; things: which of them are read (`Identity.things` of the training). wait_seconds: how long
-    a row is waited for without any progress of the writers. say: where waiting is told of. Raises `UserError` when the store is of
+    a row is waited for without any progress of the writers. say: called with a line about waiting. Raises `UserError` when the store is of
     other answers, another target or another form.
     """
 

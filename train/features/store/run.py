@@ -27,6 +27,7 @@ from train.features.store.size import FORMATS, bytes_per_token, slots
 from train.features.store.writer import (
     GIB,
     MIB,
+    StoreManifest,
     Writer,
     drop_damaged,
     finish_store,
@@ -64,8 +65,8 @@ class StoreJob:
 
 
 def write_features(
-    job: StoreJob, provenance: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
-) -> dict[str, Any]:
+    job: StoreJob, provenance: Mapping[str, object] | None = None, say: Callable[[str], None] = print
+) -> StoreManifest:
     """Write what is missing of the store and return its manifest; waits for what other processes are writing.
 
     Raises `UserError` for drafters that read nothing of the target, for another store in the folder, for a quota or a disk that

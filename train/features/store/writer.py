@@ -1,8 +1,10 @@
 """Writing a store: the frozen target runs once over the packed answers.
 
-Rows are written in the order in which the first epoch of the training reads them, so that a training that starts while the store is
-still being written finds each row as soon as it can. Any number of processes write at once, of one launch or started by hand: each
-claims the first shard that is missing. A shard is written whole or not at all, then its index; a rerun writes what is missing.
+Rows are written in the order in which the first epoch of the training reads them, so that a
+training that starts while the store is still being written finds each row as soon as it can. Any
+number of processes write at once, of one launch or started by hand: each claims the first shard
+that is missing. A shard is written whole or not at all, then its index; a rerun writes what is
+missing.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
 from inference.manifest import (
     MANIFEST_FILE,
+    FileEntry,
     file_entry,
     file_sha256,
     read_manifest,
@@ -67,8 +70,9 @@ Compute = Callable[[PackedBatch], TrainBatch]
 class Writer:
     """One process that writes a store.
 
-    order: row numbers of the answers in the order in which they are stored. batch_rows: rows per forward pass, that of the
-    training's micro-batches, since kernels may round differently at other sizes. say: where progress goes.
+    order: row numbers of the answers in the order in which they are stored. batch_rows: rows per
+    forward pass, that of the training's micro-batches, since kernels may round differently at other
+    sizes. say: where progress goes.
     """
 
     folder: Path
@@ -86,10 +90,13 @@ class Writer:
         self.things = len(self.plan.identity.things())
 
     def run(self) -> int:
-        """Write until no shard is missing; returns how many this process wrote. Waits for shards that others are writing."""
+        """Write until no shard is missing; returns how many this process wrote. Waits for shards
+        that others are writing."""
         written, waiting = 0, False
         while missing := missing_shards(self.folder, self.plan):
-            shard = next((number for number in missing if self.claims.take(shard_name(number))), None)
+            shard = next(
+                (number for number in missing if self.claims.take(shard_name(number))), None
+            )
             if shard is None:
                 if not waiting:
                     self.say(f"waiting for {len(missing)} shards that other processes are writing")
@@ -97,7 +104,8 @@ class Writer:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                if not is_whole(self.folder, shard):  # another writer may have ended it between look and claim
+                # another writer may have ended it between look and claim
+                if not is_whole(self.folder, shard):
                     self.write(shard)
                     written += 1
                     done = self.plan.shards - len(missing_shards(self.folder, self.plan))
@@ -115,12 +123,16 @@ class Writer:
         for start in range(0, len(rows), self.batch_rows):
             packed = packed_rows(self.data, rows[start : start + self.batch_rows])
             batch = self.compute(packed)
-            parts.append(to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits)))
+            parts.append(
+                to_cpu(encode_batch(batch, self.plan.identity.taps, self.form, self.logits))
+            )
             lengths = (packed.segments > 0).sum(1).tolist()
             entries += zip(row_digests(packed), lengths, strict=True)
             self.claims.renew(shard_name(shard))
         joined = {
-            thing: {part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts}
+            thing: {
+                part: torch.cat([piece[thing][part] for piece in parts]) for part in first_parts
+            }
             for thing, first_parts in parts[0].items()
         }
         content = save(tensors_of(joined), metadata={"format": "pt"})
@@ -139,7 +151,12 @@ class Writer:
 
 
 def make_plan(
-    data: PackedData, identity: Identity, per_token: float, hidden: int, shard_bytes: int, target: dict[str, Any]
+    data: PackedData,
+    identity: Identity,
+    per_token: float,
+    hidden: int,
+    shard_bytes: int,
+    target: dict[str, object],
 ) -> StorePlan:
     """How the rows of `data` are divided into shards of about `shard_bytes` bytes."""
     rows, tokens = len(data), data.report.tokens
@@ -148,14 +165,22 @@ def make_plan(
     shards = -(-rows // rows_per_shard)
     tensors = tensor_count(identity)
     return StorePlan(
-        identity, rows, tokens, rows_per_shard, hidden, store_bytes(per_token, tokens, rows, shards, tensors), target
+        identity,
+        rows,
+        tokens,
+        rows_per_shard,
+        hidden,
+        store_bytes(per_token, tokens, rows, shards, tensors),
+        target,
     )
 
 
 def tensor_count(identity: Identity) -> int:
     """Tensors per shard."""
     states = len(identity.taps) + int(identity.last_hidden and not identity.top_logits)
-    return states * (1 if identity.format in ("fp32", "bf16") else 2) + (3 if identity.top_logits else 0)
+    return states * (1 if identity.format in ("fp32", "bf16") else 2) + (
+        3 if identity.top_logits else 0
+    )
 
 
 def row_order(rows: int, seed: int) -> NDArray[np.int64]:
@@ -166,8 +191,9 @@ def row_order(rows: int, seed: int) -> NDArray[np.int64]:
 def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
     """Begin or continue the store of `plan` in `folder`; returns the plan that its shards follow.
 
-    Raises `UserError` when the folder holds another store, or when the quota or the disk has no room for what is missing. One
-    writer at a time comes through here, so that all follow the plan of the first.
+    Raises `UserError` when the folder holds another store, or when the quota or the disk has no
+    room for what is missing. One writer at a time comes through here, so that all follow the plan
+    of the first.
     """
     with folder_lock(folder):
         remove_leftovers(folder)  # of killed writers, before the room is counted
@@ -177,8 +203,8 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
             if differences or (stored.rows, stored.tokens) != (plan.rows, plan.tokens):
                 differences = differences or [f"it is for {stored.rows} rows, not {plan.rows}"]
                 raise UserError(
-                    f"the feature store in '{folder}' cannot be continued: {'; '.join(differences)}. Give another "
-                    "features.path, or delete the folder."
+                    f"the feature store in '{folder}' cannot be continued: "
+                    f"{'; '.join(differences)}. Give another features.path, or delete the folder."
                 )
             plan = stored
         if missing_shards(folder, plan):
@@ -190,20 +216,22 @@ def open_store(folder: Path, plan: StorePlan, quota_bytes: int) -> StorePlan:
 
 
 def check_room(folder: Path, plan: StorePlan, quota_bytes: int) -> None:
-    """Raise `UserError` when the whole store is above the quota, or the missing part above what is free."""
+    """Raise `UserError` when the whole store is above the quota, or the missing part above what is
+    free."""
     if quota_bytes and plan.estimated_bytes > quota_bytes:
         raise UserError(
-            f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows {gib(quota_bytes)}. Raise it, "
-            "choose a smaller features.format (int8 is half of bf16, int4 less than a third), or train on fewer answers."
+            f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows "
+            f"{gib(quota_bytes)}. Raise it, choose a smaller features.format (int8 is half of "
+            "bf16, int4 less than a third), or train on fewer answers."
         )
     there = sum(shard_path(folder, shard).stat().st_size for shard in whole_shards(folder, plan))
     missing = max(0, plan.estimated_bytes - there)
     free = shutil.disk_usage(folder).free
     if missing and missing + DISK_RESERVE > free:
         raise UserError(
-            f"the features still need {gib(missing)}, but the disk of '{folder}' has {gib(free)} free (of which "
-            f"{gib(DISK_RESERVE)} are left alone). Make room, set features.path to another disk, or choose a smaller "
-            "features.format."
+            f"the features still need {gib(missing)}, but the disk of '{folder}' has {gib(free)} "
+            f"free (of which {gib(DISK_RESERVE)} are left alone). Make room, set features.path to "
+            "another disk, or choose a smaller features.format."
         )
 
 
@@ -213,7 +241,8 @@ def gib(count: float) -> str:
 
 
 def is_whole(folder: Path, shard: int) -> bool:
-    """Whether a shard and its index are there and the shard has its size. Its content is checked when it is read."""
+    """Whether a shard and its index are there and the shard has its size. Its content is checked
+    when it is read."""
     index, path = index_path(folder, shard), shard_path(folder, shard)
     if not (index.is_file() and path.is_file()):
         return False
@@ -237,7 +266,8 @@ def missing_shards(folder: Path, plan: StorePlan) -> list[int]:
 
 
 def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
-    """Delete every shard whose content is not what its index says; returns their names. Reads the whole store."""
+    """Delete every shard whose content is not what its index says; returns their names. Reads the
+    whole store."""
     dropped = []
     for shard in whole_shards(folder, plan):
         path = shard_path(folder, shard)
@@ -247,37 +277,83 @@ def drop_damaged(folder: Path, plan: StorePlan) -> list[str]:
     return dropped
 
 
-def finish_store(folder: Path, plan: StorePlan, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+class ShardEntry(TypedDict):
+    """A shard in the manifest: its file, and how many rows and tokens it holds."""
+
+    file: str
+    bytes: int
+    sha256: str
+    rows: int
+    tokens: int
+
+
+class StoreManifest(TypedDict):
+    """The manifest of a complete store. identity: see `Identity`; index: the shards' index
+    files."""
+
+    identity: dict[str, object]
+    rows: int
+    tokens: int
+    hidden: int
+    estimated_bytes: int
+    target: dict[str, object]
+    bytes: int
+    shards: list[ShardEntry]
+    index: list[FileEntry]
+
+
+def finish_store(
+    folder: Path, plan: StorePlan, provenance: Mapping[str, object] | None
+) -> StoreManifest:
     """Write the manifest of a store whose shards are all there, once; returns it."""
     with folder_lock(folder):
         if not (folder / MANIFEST_FILE).is_file():
-            shards, indices = [], []
+            shards: list[ShardEntry] = []
+            indices: list[FileEntry] = []
             for shard in range(plan.shards):
                 index = ShardIndex.read(index_path(folder, shard))
                 tokens = sum(length for _, length in index.rows)
-                facts = index.model_dump(exclude={"rows"})
-                shards.append({**facts, "rows": len(index.rows), "tokens": tokens})
-                indices.append(file_entry(folder, str(index_path(folder, shard).relative_to(folder))))
+                shards.append(
+                    {
+                        "file": index.file,
+                        "bytes": index.bytes,
+                        "sha256": index.sha256,
+                        "rows": len(index.rows),
+                        "tokens": tokens,
+                    }
+                )
+                indices.append(
+                    file_entry(folder, str(index_path(folder, shard).relative_to(folder)))
+                )
             known = asdict(plan)
             del known["rows_per_shard"]
             size = sum(entry["bytes"] for entry in shards)
             size += sum(index_path(folder, shard).stat().st_size for shard in range(plan.shards))
-            write_manifest(folder, "features", {**known, "bytes": size, "shards": shards, "index": indices}, provenance)
-    return read_manifest(folder, "features")
+            write_manifest(
+                folder,
+                "features",
+                {**known, "bytes": size, "shards": shards, "index": indices},
+                provenance,
+            )
+    return cast(StoreManifest, read_manifest(folder, "features"))
 
 
 def packed_rows(data: PackedData, rows: NDArray[np.int64]) -> PackedBatch:
-    """These rows of the packed answers as one batch. Seeds belong to steps, not to rows: they are 0."""
+    """These rows of the packed answers as one batch. Seeds belong to steps, not to rows: they are
+    0."""
     arrays = [data.row(int(row)) for row in rows]
     tokens, positions, segments, mask = (
         torch.from_numpy(np.stack([getattr(row, name) for row in arrays]))
         for name in ("tokens", "positions", "segments", "loss_mask")
     )
-    return PackedBatch(tokens.long(), positions.long(), segments, mask, torch.zeros(len(arrays), dtype=torch.int64))
+    return PackedBatch(
+        tokens.long(), positions.long(), segments, mask, torch.zeros(len(arrays), dtype=torch.int64)
+    )
 
 
 def to_cpu(content: Content) -> Content:
     """The same tensors on the CPU."""
-    return {thing: {part: tensor.cpu() for part, tensor in parts.items()} for thing, parts in content.items()}
-
-
+    return {
+        thing: {part: tensor.cpu() for part, tensor in parts.items()}
+        for thing, parts in content.items()
+    }

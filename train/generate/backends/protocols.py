@@ -82,7 +82,7 @@ def _read(model: type[Answer], answer: Json) -> Answer:
         ) from error
 
 
-def _ended(finish: Any, stop: Any, same_prompt: bool) -> Ended:
+def _read_end(finish: Any, stop: Any, same_prompt: bool) -> Ended:
     if not same_prompt:
         raise BadAnswerError("the server read another prompt than the token ids that were sent")
     return Ended(str(finish), stop if isinstance(stop, int) else None)
@@ -109,7 +109,7 @@ class OpenAI:
         """A body that makes the server show how it tokenises a text."""
         return {**self._body(text, 1), "temperature": 0.0}
 
-    def probed(self, answer: Json) -> list[int]:
+    def read_probe(self, answer: Json) -> list[int]:
         """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
         return _read(_Completions, answer).prompt
 
@@ -117,7 +117,7 @@ class OpenAI:
         """Sampled token ids and how they ended."""
         found = _read(_Completions, answer)
         same = found.prompt == list(request.tokens)
-        return found.tokens, _ended(found.finish, found.stop, same)
+        return found.tokens, _read_end(found.finish, found.stop, same)
 
     def _body(self, prompt: str | list[int], limit: int) -> Json:
         given = {"model": self.model, "prompt": prompt, "max_tokens": limit}
@@ -142,7 +142,7 @@ class SGLang:
         shown = {"return_logprob": True, "logprob_start_len": 0}
         return {"text": text, "sampling_params": parameters, **shown}
 
-    def probed(self, answer: Json) -> list[int]:
+    def read_probe(self, answer: Json) -> list[int]:
         """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
         return [token for _, token, _ in _read(_Probed, answer).prompt]
 
@@ -150,7 +150,7 @@ class SGLang:
         """Sampled token ids and how they ended."""
         found = _read(_Generated, answer)
         same = found.length in (None, len(request.tokens))
-        return found.tokens, _ended(found.finish, found.stop, same)
+        return found.tokens, _read_end(found.finish, found.stop, same)
 
 
 Protocol = OpenAI | SGLang

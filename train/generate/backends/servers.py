@@ -151,7 +151,7 @@ class ServerPool:
                 outcomes.put(outcome)
 
     def _outcome(self, server: Server, pending: Pending) -> Outcome | None:
-        """What became of a request; None: it is to be sent again. A `UserError` ends the run."""
+        """The outcome of a request; None: it is to be sent again. A `UserError` ends the run."""
         begun = time.monotonic()
         try:
             found = self._answer(server, pending.request)
@@ -215,7 +215,7 @@ class ServerPool:
         protocol = self._protocol(address)
         try:
             answer = self._patiently(address + protocol.path, protocol.probe(PROBE))
-            theirs = protocol.probed(answer)
+            theirs = protocol.read_probe(answer)
         except ServerError as error:
             raise UserError(f"the server at {address} refuses the probe: {error}.") from error
         except BadAnswerError as error:

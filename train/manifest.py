@@ -1,0 +1,104 @@
+"""What a training writes of itself: the facts that are stored with every state, and its manifest.
+
+docs/formats.md describes the fields. Settings are those of the configuration classes, as JSON
+values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+
+from inference.manifest import read_manifest
+
+Settings = dict[str, object]
+"""The fields of one configuration class."""
+
+
+class TargetFacts(TypedDict):
+    """What identifies a target."""
+
+    revision: str
+    tokenizer_hash: str
+
+
+class RunFacts(TypedDict):
+    """What a training is: compared when it continues. data: SHA-256 of the answers' manifest."""
+
+    kind: str
+    head: Settings
+    target: TargetFacts
+    engine: Settings
+    precision: str
+    data: str
+    optim: Settings
+    schedule: Settings
+    train: Settings
+    joint: NotRequired[Settings]
+
+
+class DataFacts(TypedDict):
+    """The answers that were trained on."""
+
+    path: str
+    manifest_sha256: str
+
+
+class BestFacts(TypedDict):
+    """The best evaluation; tau is None where it was not measured."""
+
+    step: int
+    tau: float | None
+    tau_ci95: list[float] | None
+
+
+class TrainSettings(TypedDict):
+    """The settings that a manifest repeats."""
+
+    engine: Settings
+    optim: Settings
+    schedule: Settings
+    train: Settings
+
+
+class JointFacts(TypedDict):
+    """Joint training: its settings, the original target, the folder of the new one, and the
+    drift."""
+
+    settings: Settings
+    original: dict[str, object]
+    target: str
+    drift: Mapping[str, object]
+
+
+class TrainOutcome(TypedDict):
+    """What a training says in its manifest. Paths are relative to the manifest's folder."""
+
+    kind: str
+    head: Settings
+    target: dict[str, object]
+    data: DataFacts
+    checkpoint: str
+    best: BestFacts
+    steps: int
+    ended_by: str
+    tokens: int
+    seconds: float
+    processes: int
+    history: str
+    summary: str
+    settings: TrainSettings
+    joint: NotRequired[JointFacts]
+
+
+class TrainManifest(TrainOutcome):
+    """The manifest of a finished training."""
+
+    format: int
+    stage: str
+    provenance: NotRequired[dict[str, object]]
+
+
+def read_training(folder: Path) -> TrainManifest:
+    """The manifest of a finished training; raises `UserError` where there is none."""
+    return cast(TrainManifest, read_manifest(folder, "train"))
