@@ -18,19 +18,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
-from heads.api.checkpoint import load_drafter
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.measure.prompts import load_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.metrics import tau_estimate
+from inference.measure.prompts import load_prompts
 from inference.report.markdown import markdown_table
 from inference.report.model import read_report
 from scripts.assets import cpp_headers, held_out_target
-from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page
+from scripts.evidence.common import (
+    REPORTS,
+    cell,
+    decode_prompts,
+    read_json,
+    run_stage,
+    sum_up,
+    write_page,
+)
 from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.tools.common import ROOT, add_options, make_parser, run
 
@@ -69,6 +76,44 @@ ORDER = (
 RIVALS = ("eagle3", "dflash", "dspark")
 
 
+class Order(TypedDict):
+    """Whether the tau of one row is above that of another."""
+
+    above: str
+    below: str
+    holds: bool
+    difference: float
+
+
+class Rivalry(TypedDict):
+    """tau of a kind trained by this project and by speculators; holds: ours is not below."""
+
+    kind: str
+    ours: float
+    speculators: float
+    holds: bool
+
+
+class MeasuredRow(TypedDict, total=False):
+    """The facts of a row that the page shows; held_out.json has more of them."""
+
+    tau: float
+    tau_ci95: Sequence[float]
+    tar: float
+    acceptance: Mapping[str, Sequence[float]]
+    parameters: int
+
+
+class Content(TypedDict, total=False):
+    """held_out.json, as far as the page shows it."""
+
+    command: str
+    target: Mapping[str, str | int]
+    rows: dict[str, MeasuredRow]
+    order: list[Order]
+    against_speculators: list[Rivalry]
+
+
 @dataclass(frozen=True)
 class Folders:
     """The held-out target's folder, and that of all work."""
@@ -96,16 +141,16 @@ class Folders:
 def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[str, float]:
     """Let the library train a kind on the same answers; returns tau by recipe.
 
-    It uses the recipe that was best on the embedded target, or each of its recipes where that is not
-    known, and the one with the best tau on the validation prompts becomes drafter `speculators_<kind>`.
+    It uses the recipe that was best on the embedded target, or each of its recipes where that is
+    not known; the one with the best tau on the validation prompts becomes `speculators_<kind>`.
     """
     record = folders.run / "train" / f"speculators_{kind}" / "recipes.json"
-    if record.is_file():
-        return read_json(record)
+    found: dict[str, float] = read_json(record)
+    if found:
+        return found
     answers, work = folders.run / "generate", folders.work / "speculators"
     setting = Setting(given.speculators, answers, folders.target, work, given.threads)
     write_rows(setting)
-    found: dict[str, float] = {}
     checkpoints: dict[str, Path] = {}
     for number, recipe in enumerate(best_recipes(kind)):
         name = f"{kind}-{number}"
@@ -121,30 +166,26 @@ def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[
 
 
 def best_recipes(kind: str) -> list[str]:
-    """The library's best recipe by docs/reports/speculators.json; without that report, all recipes."""
+    """The library's best recipe by speculators.json; without that report, all recipes."""
     compared = read_json(REPORTS / "speculators.json").get("tau", {})
     sides = compared.get(kind, {}).get("sides", {})
-    known = {
-        recipe: sides[f"speculators, {recipe}"]["tau"]
-        for recipe in RECIPES
-        if f"speculators, {recipe}" in sides
-    }
-    return [max(known, key=known.__getitem__)] if known else list(RECIPES)
+    known = [recipe for recipe in RECIPES if f"speculators, {recipe}" in sides]
+    best = sorted(known, key=lambda recipe: -float(sides[f"speculators, {recipe}"]["tau"]))
+    return best[:1] or list(RECIPES)
 
 
 def validation_tau(folders: Folders, setting: Setting, checkpoint: Path) -> float:
     """tau on the validation prompts, as our trainings measure it."""
-    target = setting.model
     decode = DecodeConfig(temperature=0.0, depth=DEPTH, max_new_tokens=64, batch_size=8)
     prompts = load_prompts(folders.prompts / "validation.jsonl")[:24]
-    room = target.info.max_position_embeddings
-    requests = to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")
-    drafter = load_drafter(checkpoint, target.info, target.weights)
-    return quick_tau(target, drafter, requests, decode).tau
+    done = decode_prompts(setting.model, checkpoint, prompts, decode)
+    return tau_estimate(sum_up(done, prompts, DEPTH)).tau
 
 
-def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The content of held_out.json but for its command."""
+def write_reports(
+    folders: Folders, recipes: Mapping[str, Mapping[str, float]], out: Path, command: str
+) -> None:
+    """Write held_out.json and held_out.md."""
     measured = read_report(folders.run / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
     table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
@@ -157,22 +198,24 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
         kind = name.removeprefix("speculators_")
         if kind != name:
             entry["validation_tau_by_recipe"] = dict(recipes[kind])
-    order = []
-    for above, below in ORDER:
-        if above in table and below in table:
-            gap = table[above]["tau"] - table[below]["tau"]
-            verdict = {"holds": gap > 0, "difference": gap}
-            order.append({"above": above, "below": below, **verdict})
-    rivals = []
-    for kind in RIVALS:
-        if {kind, f"speculators_{kind}"} <= set(table):
-            ours, theirs = table[kind]["tau"], table[f"speculators_{kind}"]["tau"]
-            taus = {"ours": ours, "speculators": theirs}
-            rivals.append({"kind": kind, **taus, "holds": ours >= theirs})
+    tau = {one.name: one.tau for one in measured.drafters}
+    order = [
+        Order(above=above, below=below, holds=gap > 0, difference=gap)
+        for above, below in ORDER
+        if above in tau and below in tau
+        for gap in [tau[above] - tau[below]]
+    ]
+    rivals = [
+        Rivalry(kind=kind, ours=ours, speculators=theirs, holds=ours >= theirs)
+        for kind in RIVALS
+        if kind in tau and f"speculators_{kind}" in tau
+        for ours, theirs in [(tau[kind], tau[f"speculators_{kind}"])]
+    ]
     trained = read_json(folders.target / "training.json")
     facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
-    return {
+    content = {
         "format": 1,
+        "command": command,
         "target": {**measured.target.to_dict(), "id": "held_out/target"},
         "target_training": {**facts, "heldout": trained["evaluations"][-1]},
         "answers": read_manifest(folders.run / "generate", "generate")["counts"],
@@ -183,9 +226,12 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
         "order": order,
         "against_speculators": rivals,
     }
+    write_json(out.with_suffix(".json"), content)
+    page: Content = read_json(out.with_suffix(".json"))
+    write_page(out.with_suffix(".md"), markdown(page))
 
 
-def markdown(content: Mapping[str, Any]) -> list[str]:
+def markdown(content: Content) -> list[str]:
     """The lines of held_out.md."""
     rows = [
         [
@@ -209,7 +255,7 @@ def markdown(content: Mapping[str, Any]) -> list[str]:
     return [
         "# The held-out check",
         "",
-        f"A second small target (Qwen3, {content['target']['parameters'] / 1e6:.2f} M parameters, own "
+        f"A second small target (Qwen3, {int(content['target']['parameters']) / 1e6:.2f} M parameters, own "
         "tokenizer, trained on C++ headers), the recipes and learning rates of the embedded target, two "
         "passes over its greedy answers; chain of 4 at temperature 0, prompts of files that neither "
         f"target nor drafters saw. Made by `{content['command']}`; numbers in full: held_out.json.",
@@ -242,9 +288,7 @@ def report(given: argparse.Namespace) -> None:
     folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
     command = "python -m scripts.evidence.held_out"
     command += " --speculators PYTHON" if given.speculators else ""
-    content = {**content_of(folders, recipes), "command": command}
-    write_json(given.out.with_suffix(".json"), content)
-    write_page(given.out.with_suffix(".md"), markdown(content))
+    write_reports(folders, recipes, given.out, command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,33 +13,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 
-from heads.api.checkpoint import load_drafter
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine
 from inference.manifest import read_manifest, write_json
-from inference.measure.metrics import (
-    Outcome,
-    Totals,
-    divide,
-    interval95,
-    resample_weights,
-    tau_estimate,
-)
-from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.metrics import divide, interval95, resample_weights, tau_estimate
+from inference.measure.prompts import load_prompts
 from inference.staleness.evidence import Grid
 from inference.staleness.reference import WATCH_FILE, Reference
 from inference.staleness.result import STALENESS_FILE
-from inference.target.model import TargetModel
 from scripts.assets import changed_targets, cpp_headers
-from scripts.evidence.common import REPORTS, cpu_target, read_json, run_stage, tau_facts
+from scripts.evidence.common import (
+    REPORTS,
+    TauFacts,
+    cpu_target,
+    decode_prompts,
+    read_json,
+    run_stage,
+    sum_up,
+    tau_facts,
+)
 from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
@@ -137,6 +136,51 @@ class Folders:
         run_stage(name, *shared, threads, *overrides, statuses=statuses)
 
 
+class Training(TypedDict):
+    """The facts of a training's manifest that the report holds."""
+
+    steps: int
+    tokens: int
+    seconds: float
+
+
+class SideTau(TauFacts):
+    """tau of one drafter on the changed target, over all prompts and by domain."""
+
+    domains: dict[str, float]
+
+
+class Comparison(TypedDict):
+    """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
+
+    prompts: int
+    sides: dict[str, SideTau]
+    refreshed_by_full: float
+    refreshed_by_full_ci95: tuple[float, float]
+    gap_regained: float
+    gap_regained_ci95: tuple[float, float]
+
+
+class Resampled(TypedDict):
+    """Alarms on resampled streams; answers_to_alarm: percentiles of those that raised one."""
+
+    streams: int
+    length: int
+    alarms: int
+    share: float
+    share_within_200: float
+    answers_to_alarm: dict[int, float] | None
+    bound: float
+    tolerance: float
+
+
+class Watched(TypedDict, total=False):
+    """The keys of staleness.json that the verdict of this report reads."""
+
+    alarms: list[object]
+    alarm_after: int | None
+
+
 # Making
 
 
@@ -149,8 +193,8 @@ def make(folders: Folders) -> None:
         changed_targets.finetune(TARGET, folders.work / name, pairs, recipe)
 
 
-def train_full(folders: Folders) -> dict[str, Any]:
-    """A drafter trained from scratch on answers of the fine-tuned target; returns its manifest."""
+def train_full(folders: Folders) -> Training:
+    """A drafter trained from scratch on answers of the fine-tuned target."""
     row, asked = ROWS[folders.row], f"data.path={folders.prompts / 'train.jsonl'}"
     folders.stage("generate", "full", "finetuned", "data=embedded", asked)
     recipe = (
@@ -161,10 +205,11 @@ def train_full(folders: Folders) -> dict[str, Any]:
     )
     validation = f"train.prompts=[{folders.prompts / 'validation.jsonl'}]"
     folders.stage("train", "full", "finetuned", *recipe, validation)
-    return read_manifest(folders.full, "train")
+    found = read_manifest(folders.full, "train")
+    return Training(steps=found["steps"], tokens=found["tokens"], seconds=found["seconds"])
 
 
-def refresh(folders: Folders, full: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+def refresh(folders: Folders, full: Training, changes: Sequence[str]) -> Any:
     """`headstart refresh` within its share of the full training's tokens; returns refresh.json."""
     steps = int(SHARE * full["tokens"]) // 512
     place = folders.prompts
@@ -191,7 +236,7 @@ def learn(folders: Folders) -> Reference:
     return Reference.read(folders.reference)
 
 
-def watch(folders: Folders, name: str) -> dict[str, Any]:
+def watch(folders: Folders, name: str) -> Watched:
     """The result of `headstart watch` on a version of the target.
 
     It sees `WATCHED` fresh prompts, and of the unchanged target all of them.
@@ -204,7 +249,8 @@ def watch(folders: Folders, name: str) -> dict[str, Any]:
         own += ["bench=jsonl", f"bench.prompts={folders.prompts / 'fresh.jsonl'}"]
         change = CHANGES[name]
         folders.stage("watch", folders.watches.name, change.folder, *own, *change.overrides)
-    return read_json(path)
+    found = read_json(path)
+    return cast(Watched, {key: found[key] for key in WATCH_KEYS})
 
 
 def pools(*references: Reference) -> dict[str, list[tuple[int, int]]]:
@@ -216,14 +262,14 @@ def pools(*references: Reference) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def resample(folders: Folders, reference: Reference, name: str, count: int) -> dict[str, Any]:
+def resample(folders: Folders, reference: Reference, name: str, count: int) -> Resampled:
     """Alarms on streams whose reference is drawn from all answers of the unchanged target.
 
     Their fresh answers are drawn from these too ("unchanged") or from those of a changed target.
     """
     path = folders.work / f"streams-{folders.row}" / f"{name}.json"
     if path.is_file():
-        return read_json(path)
+        return cast(Resampled, read_json(path))
     unchanged = pools(reference, Reference.read(folders.watches / "unchanged" / WATCH_FILE))
     changed = Reference.read(folders.watches / name / WATCH_FILE)
     fresh = unchanged if name == "unchanged" else pools(changed)
@@ -233,16 +279,16 @@ def resample(folders: Folders, reference: Reference, name: str, count: int) -> d
     raised = sorted(value for value in streams.run(count) if value is not None)
     early = sum(value <= WATCHED for value in raised)
     after = {q: float(np.percentile(raised, q)) for q in (50, 95)} if raised else None
-    found = {
-        "streams": count,
-        "length": LENGTH,
-        "alarms": len(raised),
-        "share": divide(len(raised), count),
-        "share_within_200": divide(early, count),
-        "answers_to_alarm": after,
-        "bound": ALARM_RATE,
-        "tolerance": TOLERANCE,
-    }
+    found = Resampled(
+        streams=count,
+        length=LENGTH,
+        alarms=len(raised),
+        share=divide(len(raised), count),
+        share_within_200=divide(early, count),
+        answers_to_alarm=after,
+        bound=ALARM_RATE,
+        tolerance=TOLERANCE,
+    )
     write_json(path, found)
     return found
 
@@ -250,19 +296,7 @@ def resample(folders: Folders, reference: Reference, name: str, count: int) -> d
 # tau
 
 
-def totals(target: TargetModel, checkpoint: Path, path: Path) -> Totals:
-    """The passes of a drafter on the prompts of `path`, greedy chains of 4."""
-    decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
-    found = load_prompts(path)
-    drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
-    room = target.info.max_position_embeddings
-    requests = to_requests(found, target.tokenizer, decode, capacity=room, overlong="skip")
-    done = {item.request.index: item for item in Engine(target, drafter, decode).run(requests)}
-    outcomes = [Outcome(found[i].id, found[i].domain, done[i].passes) for i in sorted(done)]
-    return Totals.collect(outcomes, 4)
-
-
-def compare(folders: Folders) -> dict[str, Any]:
+def compare(folders: Folders) -> Comparison:
     """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
     target = cpu_target(folders.work / "finetuned")
     refreshed = folders.refreshed / "train" / ROWS[folders.row].head
@@ -271,43 +305,46 @@ def compare(folders: Folders) -> dict[str, Any]:
         "refreshed": refreshed / "best",
         "full": folders.full / "best",
     }
-    path = folders.prompts / "measuring.jsonl"
-    sides = {name: totals(target, folder, path) for name, folder in checkpoints.items()}
+    prompts = load_prompts(folders.prompts / "measuring.jsonl")
+    decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
+    sides = {
+        name: sum_up(decode_prompts(target, folder, prompts, decode, True), prompts, decode.depth)
+        for name, folder in checkpoints.items()
+    }
     weights = resample_weights(len(sides["full"].prompts), seed=0)
     drawn = {name: (weights @ x.committed) / (weights @ x.passes) for name, x in sides.items()}
     tau = {name: side.committed.sum() / side.passes.sum() for name, side in sides.items()}
     regained = (drawn["refreshed"] - drawn["old"], drawn["full"] - drawn["old"])
-    rows: dict[str, Any] = {}
+    rows = {}
     for name, side in sides.items():
         parts = side.domain_rows().items()
         domains = {domain: tau_estimate(side.take(part)).tau for domain, part in parts}
-        rows[name] = {**tau_facts(tau_estimate(side)), "domains": domains}
+        rows[name] = SideTau(**tau_facts(tau_estimate(side)), domains=domains)
     return {
         "prompts": len(sides["full"].prompts),
         "sides": rows,
         "refreshed_by_full": divide(tau["refreshed"], tau["full"]),
-        "refreshed_by_full_ci95": list(interval95(drawn["refreshed"], drawn["full"])),
+        "refreshed_by_full_ci95": interval95(drawn["refreshed"], drawn["full"]),
         "gap_regained": divide(tau["refreshed"] - tau["old"], tau["full"] - tau["old"]),
-        "gap_regained_ci95": list(interval95(*regained)),
+        "gap_regained_ci95": interval95(*regained),
     }
 
 
 # The report
 
 
-def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, Any]:
-    """All evidence for one drafter."""
+def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, object]:
+    """All evidence for one drafter: its row of watch.json."""
     reference = learn(folders)
     watched = {name: watch(folders, name) for name in CHANGES if name not in given.skip}
     full = train_full(folders)
     refreshed = refresh(folders, full, given.refresh)
     tau, cost = compare(folders), refreshed["cost"]
     answers = read_manifest(folders.work / "full" / "generate", "generate")["counts"]
-    training = {key: full[key] for key in ("steps", "tokens", "seconds")}
     share = divide(cost["training_tokens"], full["tokens"])
     left_out = ("drafter", "old_target")
     costs = {
-        "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **training},
+        "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **full},
         "refresh": cost,
         "training_tokens_share": share,
         "settings": {k: v for k, v in refreshed["settings"].items() if k not in left_out},
@@ -320,9 +357,7 @@ def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "drafter": {"row": folders.row, "kind": reference.drafter["kind"]},
         "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
-        "watched": {
-            name: {key: found[key] for key in WATCH_KEYS} for name, found in watched.items()
-        },
+        "watched": watched,
         "resampled": streams,
         "refresh": {"tau": tau, "cost": costs},
         "holds": {

@@ -153,13 +153,13 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
     setting = Setting("python", tmp_path, tmp_path, tmp_path, 1, shorter=(512,))
     found = timing(setting, "eagle3", warm=1, rounds=2)
     assert (long.counts, short.counts) == ([2, 2, 2, 0], [16, 16, 16, 0])
-    rows = found["sides"]
-    assert rows["speculators, rows of 4096"]["tokens_per_second"] == pytest.approx(1600 / (16 + 24))
-    assert found["their_fastest"] == "speculators, rows of 512"
-    assert found["speed_ratio_at_equal_steps"] == pytest.approx(8.0)
+    rows = found.sides
+    assert rows["speculators, rows of 4096"].tokens_per_second == pytest.approx(1600 / (16 + 24))
+    assert found.their_fastest == "speculators, rows of 512"
+    assert found.speed_ratio_at_equal_steps == pytest.approx(8.0)
     theirs = 800 / (4 + 6)
-    assert found["speed_ratio"] == pytest.approx(rows["ours"]["tokens_per_second"] / theirs)
-    assert found["speed_ratio_with_their_features"] == pytest.approx(
-        rows["ours"]["tokens_per_second"] / (1 / (1 / theirs + 10.0 / 1000))
+    assert found.speed_ratio == pytest.approx(rows["ours"].tokens_per_second / theirs)
+    assert found.speed_ratio_with_their_features == pytest.approx(
+        rows["ours"].tokens_per_second / (1 / (1 / theirs + 10.0 / 1000))
     )
-    assert found["memory_ratio"] == pytest.approx({"4096": 0.5, "512": 0.75})
+    assert found.memory_ratio == pytest.approx({"4096": 0.5, "512": 0.75})
