@@ -21,7 +21,7 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -147,7 +147,7 @@ def measure_loops(given: argparse.Namespace, target: TargetModel, compiled: bool
     ends = [prompts[place // 2 if place % 2 else -1 - place // 2] for place in range(len(prompts))]
     with TemporaryDirectory() as scratch:
         found = measure(bench, target, arms, ends, Path(scratch))
-        records = defaultdict(list[Record])
+        records = defaultdict[str, list[Record]](list)
         for record in read_records(Path(scratch) / FINAL_FILE):
             records[record.arm].append(record)
     drafted = {one.name: one for one in found.drafters}

@@ -16,7 +16,6 @@ from scripts.evidence.rounds import (
     FEW_RECIPE,
     KINDS,
     OPEN_STEPS,
-    REPEATED,
     markdown,
     open_training,
     other_prompts,
@@ -37,7 +36,7 @@ def test_the_page_is_written_from_the_json(content: dict[str, Any]) -> None:
 def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
     """In the committed report: accepted drafted tokens per pass are tau - 1, and a row's gain is over its own open loop."""
     few = list(content.get("few_prompts", {}).get("kinds", {}).values())
-    kinds = [*content["kinds"].values(), *few, *(again for entry in few for again in entry.get(REPEATED, {}).values())]
+    kinds = [*content["kinds"].values(), *few, *(again for entry in few for again in entry.get("repeated", {}).values())]
     assert kinds
     for entry in kinds:
         opened = entry["rows"]["open"]["tau"] - 1
@@ -53,7 +52,7 @@ def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
 def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, Any]) -> None:
     kind, entry = next(iter(content["few_prompts"]["kinds"].items()))
     again = {"overrides": entry["overrides"], "rows": {name: entry["rows"][name] for name in ("open", "loop")}}
-    few = {"prompts": 96, "kinds": {kind: {**entry, REPEATED: {"7": again}}}}
+    few = {"prompts": 96, "kinds": {kind: {**entry, "repeated": {"7": again}}}}
     page = "\n".join(markdown({**content, "kinds": {}, "few_prompts": few}))
     assert "Repeated with other prompts, as many, and seed 7:" in page
     row = next(line for line in page.splitlines() if line.startswith("| **rounds"))
