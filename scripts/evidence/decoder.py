@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from heads.api.errors import UserError
 from inference.report.markdown import markdown_table
+from scripts.evidence import plain_decoding
+from scripts.evidence import soak as soak_run
 from scripts.evidence.common import DOCS, REPORTS, cell, read_json
 from scripts.tools.common import Section, make_parser, run
+from scripts.tools.rank_trees import TauRow
 
 PAGE = DOCS / "decoder.md"
 SECTION = Section("decoder", "scripts/evidence/decoder.py")
@@ -46,7 +49,7 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(sections)} parts; missing: {', '.join(missing) or 'none'}")
 
 
-def speed(content: Mapping[str, Any]) -> list[str]:
+def speed(content: plain_decoding.Content) -> list[str]:
     """plain_decoding.json: our loops and transformers', in turns."""
     header = ["arm", "ms / token", "over generate", "tau", "speedup", "efficiency"]
     header += ["outside draft and verify", "texts"]
@@ -74,7 +77,7 @@ def speed(content: Mapping[str, Any]) -> list[str]:
     return [*markdown_table(header, rows), "", facts]
 
 
-def trees(content: Mapping[str, Any]) -> list[str]:
+def trees(content: Mapping[str, object]) -> list[str]:
     """tree_ranking.json: every measured tau with its interval."""
     rows = []
     for part in ("shapes", "rules", "rankings"):
@@ -84,7 +87,7 @@ def trees(content: Mapping[str, Any]) -> list[str]:
     return markdown_table(["part", "drafter", "temperature", "what", "tau"], rows)
 
 
-def soak(content: Mapping[str, Any]) -> list[str]:
+def soak(content: soak_run.Content) -> list[str]:
     """soak.json: the result of random work."""
     return [
         f"{'passed' if content['passed'] else 'FAILED'}: {content['minutes']} minutes, "
@@ -96,22 +99,19 @@ def soak(content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = {
+PARTS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "plain_decoding": ("Speed on this CPU", speed),
     "tree_ranking": ("Trees and rules", trees),
     "soak": ("Soak", soak),
 }
 
 
-def leaves(
-    tree: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+def leaves(tree: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TauRow]]:
     """The entries of nested mappings that hold a `tau`, with their keys."""
-    if "tau" in tree:
-        yield path, tree
-        return
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
+    if isinstance(tree, dict) and "tau" in tree:
+        yield path, cast(TauRow, tree)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
             yield from leaves(value, (*path, str(key)))
 
 

@@ -21,9 +21,9 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -73,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(parser, report, arguments)
 
 
-@dataclass
-class Row:
-    """One arm of the report; what only some arms have is None in the others."""
+class Row(TypedDict, total=False):
+    """One arm of the report: of all arms, of ours, and from `tau` on of our drafters."""
 
     tokens: int
     identical_texts: int
@@ -83,13 +82,28 @@ class Row:
     ms_per_token: float
     speed_over_generate: float
     ci95: list[float]
-    step_ms: dict[str, float] | None = None
-    outside_draft_and_verify: float | None = None
-    tau: float | None = None
-    speedup: float | None = None
-    speedup_ci95: list[float] | None = None
-    ideal_speedup: float | None = None
-    efficiency: float | None = None
+    step_ms: dict[str, float]
+    outside_draft_and_verify: float
+    tau: float
+    speedup: float
+    speedup_ci95: list[float]
+    ideal_speedup: float
+    efficiency: float
+
+
+class Content(TypedDict):
+    """plain_decoding.json."""
+
+    target: str
+    dtype: str
+    threads: int
+    machine: str
+    prompts: int
+    repeats: int
+    max_new_tokens: int
+    compile_seconds: float
+    arms: dict[str, Row]
+    command: str
 
 
 def report(given: argparse.Namespace) -> None:
@@ -103,7 +117,7 @@ def report(given: argparse.Namespace) -> None:
         prompts, found = measure_loops(given, target, compiled)
         rows = {**rows, **found, **rows}  # transformers' loops count with those that are not compiled
     inside = given.target.is_relative_to(ROOT)
-    content = {
+    content: Content = {
         "target": str(given.target.relative_to(ROOT) if inside else given.target),
         "dtype": given.dtype,
         "threads": torch.get_num_threads(),
@@ -112,10 +126,7 @@ def report(given: argparse.Namespace) -> None:
         "repeats": given.repeats,
         "max_new_tokens": given.tokens,
         "compile_seconds": round(seconds_spent(), 1),
-        "arms": {
-            name: {key: value for key, value in asdict(row).items() if value is not None}
-            for name, row in rows.items()
-        },
+        "arms": rows,
         "command": given.command,
     }
     write_json(given.out, content)
@@ -157,13 +168,16 @@ def measure_loops(given: argparse.Namespace, target: TargetModel, compiled: bool
         row = summarise(name, records)
         own = name == BASELINE or name in drafted
         if own:
-            add_steps(row, records[name])
+            row.update(phases(records[name]))
         if name in drafted:
             one = drafted[name]
-            row.tau, row.speedup = round(one.tau, 4), round(one.speedup, 4)
-            row.speedup_ci95 = [round(x, 4) for x in one.speedup_ci95]
-            row.ideal_speedup = round(one.ideal_speedup, 4)
-            row.efficiency = round(one.efficiency, 4)
+            row |= {
+                "tau": round(one.tau, 4),
+                "speedup": round(one.speedup, 4),
+                "speedup_ci95": [round(x, 4) for x in one.speedup_ci95],
+                "ideal_speedup": round(one.ideal_speedup, 4),
+                "efficiency": round(one.efficiency, 4),
+            }
         label = "plain" if name == BASELINE else name
         result[f"ours_{label}{suffix}" if own else name] = row
     return found.settings.prompts, result
@@ -198,8 +212,8 @@ def per_prompt(records: Sequence[Record]) -> tuple[metrics.Floats, metrics.Float
     return tokens, seconds
 
 
-def add_steps(row: Row, records: Sequence[Record]) -> None:
-    """Add the milliseconds of our steps by phase."""
+def phases(records: Sequence[Record]) -> Row:
+    """The milliseconds of our steps by phase."""
     passes = [[PassRecord(*entry) for entry in item.passes] for item in records]
     outcomes = [
         Outcome(item.prompt, "all", found, item.seconds)
@@ -207,9 +221,11 @@ def add_steps(row: Row, records: Sequence[Record]) -> None:
     ]
     deepest = max((entry.accepted for found in passes for entry in found), default=0)
     split = metrics.step_ms(Totals.collect(outcomes, deepest))
-    row.step_ms = {phase: round(value, 4) for phase, value in split.items()}
     inside = (split["draft"] + split["verify"]) / sum(split.values())
-    row.outside_draft_and_verify = round(1 - inside, 4)
+    return {
+        "step_ms": {phase: round(value, 4) for phase, value in split.items()},
+        "outside_draft_and_verify": round(1 - inside, 4),
+    }
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.checkpoint import load_drafter
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
@@ -51,6 +52,15 @@ VALIDATION = 4
 """Other prompts per domain, on which static trees are searched."""
 
 
+class TauRow(TypedDict, total=False):
+    """tau with its interval; expected_tau: of a searched tree, under the measured rates."""
+
+    tau: float
+    ci95: list[float]
+    passes: int
+    expected_tau: float
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the report; returns the exit status."""
     parser = make_parser("scripts.tools.rank_trees", __doc__)
@@ -65,17 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(given: argparse.Namespace) -> None:
     """Measure, write and print; parts and drafters of an earlier report stay."""
-    content = {**measure(given), "command": given.command}
+    content: dict[str, Any] = {**measure(given), "command": given.command}
     if given.out.exists():
         before = json.loads(given.out.read_text(encoding="utf-8"))
         for part in PARTS:
             if part in before:
-                content[part] = before[part] | content.get(part, {})
+                content[part] = {**before[part], **content.get(part, {})}
     write_json(given.out, content)
     print(json.dumps(content, indent=2))
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, object]:
     """All parts asked for, per drafter."""
     target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
     everything = load_prompts(given.prompts)
@@ -84,26 +94,23 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for item in given.drafters:
         name, _, folder = item.partition("=")
         drafters[name] = load_drafter(Path(folder), target.info, target.weights).eval()
-    content: dict[str, Any] = {
-        "prompts": len(prompts),
-        "max_new_tokens": given.tokens,
-        "depth": DEPTH,
-    }
     texts = {}
     if {"rankings", "shapes"} & set(given.parts):
         texts = {x: decode_plainly(target, prompts, x, given.tokens) for x in TEMPERATURES}
+    content = {"prompts": len(prompts), "max_new_tokens": given.tokens, "depth": DEPTH}
+    parts = dict[str, dict[str, object]]()
     for part in given.parts:
-        found: dict[str, Any] = {name: {} for name in drafters}
+        parts[part] = {}
         for name, drafter in drafters.items():
             if part == "rules":
-                found[name] = rules(target, drafter, prompts, given.rules, given.tokens)
+                parts[part][name] = rules(target, drafter, prompts, given.rules, given.tokens)
                 continue
-            for temperature, written in texts.items():
-                replay = Replay(target, drafter, written, temperature)
-                taus = rankings(replay) if part == "rankings" else shapes(replay, validation)
-                found[name][f"temperature {temperature:g}"] = taus
-        content[part] = found
-    return content
+            replays = {x: Replay(target, drafter, written, x) for x, written in texts.items()}
+            parts[part][name] = {
+                f"temperature {x:g}": rankings(one) if part == "rankings" else shapes(one, validation)
+                for x, one in replays.items()
+            }
+    return content | parts
 
 
 def decode_plainly(
@@ -117,7 +124,7 @@ def decode_plainly(
     return sorted(Engine(target, None, decode).run(requests), key=lambda item: item.request.index)
 
 
-def rankings(replay: Replay) -> dict[str, Any]:
+def rankings(replay: Replay) -> dict[str, dict[str, TauRow]]:
     """Every ranking at every size."""
     return {
         f"{nodes} nodes, width {width}": {
@@ -128,7 +135,7 @@ def rankings(replay: Replay) -> dict[str, Any]:
     }
 
 
-def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
+def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, TauRow]:
     """A chain, a static tree searched on other prompts, and dynamic trees, all of one depth."""
     found = {"chain": tau(replay, TokenTree.chain(DEPTH))}
     decode = DecodeConfig(temperature=replay.temperature, depth=DEPTH, max_new_tokens=64)
@@ -137,23 +144,22 @@ def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
     for nodes, width in SIZES:
         searched = search_tree(accuracy, nodes)
         static = tau(replay, TokenTree.from_choices(searched.choices))
-        found[f"searched, {nodes} nodes"] = static | {"expected_tau": round(searched.tau, 4)}
+        static["expected_tau"] = round(searched.tau, 4)
+        found[f"searched, {nodes} nodes"] = static
         found[f"dynamic, {nodes} nodes"] = tau(replay, DynamicShape(nodes, DEPTH, width))
     return found
 
 
 def rules(
     target: TargetModel, drafter: Any, prompts: Sequence[Prompt], names: Sequence[str], tokens: int
-) -> dict[str, Any]:
+) -> dict[str, TauRow]:
     """Chains at temperature 1 under several acceptance rules; `match` also without shared noise."""
-    settings: dict[str, dict[str, Any]] = {name: {"rule": name} for name in names}
+    base = DecodeConfig(temperature=1.0, depth=DEPTH, max_new_tokens=tokens, batch_size=8)
+    settings = {name: replace(base, rule=name) for name in names}
     if "match" in settings:
-        settings["match, own noise"] = {"rule": "match", "share_noise": False}
+        settings["match, own noise"] = replace(base, rule="match", share_noise=False)
     found = {}
-    for label, changes in settings.items():
-        decode = DecodeConfig(
-            temperature=1.0, depth=DEPTH, max_new_tokens=tokens, batch_size=8, **changes
-        )
+    for label, decode in settings.items():
         requests = to_requests(prompts, target.tokenizer, decode)
         done = Engine(target, drafter, decode).run(requests)
         outcomes = [Outcome(str(item.request.index), "", item.passes) for item in done]
@@ -161,12 +167,12 @@ def rules(
     return found
 
 
-def tau(replay: Replay, shape: DraftShape) -> dict[str, Any]:
+def tau(replay: Replay, shape: DraftShape) -> TauRow:
     """tau of decoding the replayed texts with drafts of a shape."""
     return estimate(replay.outcomes(shape), shape.max_depth)
 
 
-def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
+def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> TauRow:
     """tau with its interval, as reports hold them."""
     outcomes.sort(key=lambda outcome: int(outcome.prompt))
     found = metrics.tau_estimate(Totals.collect(outcomes, depth))
