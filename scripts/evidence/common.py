@@ -18,6 +18,8 @@ from inference.measure.prompts import Prompt, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts import cli
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from scripts.tools.common import ROOT, TARGET
 
 DOCS = ROOT / "docs"
@@ -45,6 +47,12 @@ def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> int
             f"`headstart {name}` failed, see above; run the same command again to continue."
         )
     return status
+
+
+def family_recipe(name: str) -> list[str]:
+    """The training overrides of a row of `experiment=families`, without its learning rate."""
+    row = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep[name]
+    return [f"head={row.head or name}", *row.overrides]
 
 
 def cpu_target(path: Path | str = TARGET) -> TargetModel:

@@ -33,6 +33,7 @@ from scripts.evidence.common import (
     REPORTS,
     cell,
     decode_prompts,
+    family_recipe,
     read_json,
     run_stage,
     sum_up,
@@ -44,26 +45,18 @@ from scripts.tools.common import ROOT, add_options, make_parser, run
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
 
 
-@dataclass(frozen=True)
-class Row:
-    """A recipe of conf/experiment/families.yaml, and its best learning rate on the embedded target."""
-
-    head: str
-    rate: float
-    overrides: tuple[str, ...] = ()
-
-
 LAYERS = held_out_target.CONFIG["num_hidden_layers"]
 LAST_LAYER = f"head.from_target_layer={LAYERS - 1}"
-ROWS = {
-    "medusa": Row("medusa", 1e-2),
-    "hydra_heads": Row("hydra_heads", 3e-3),
-    "eagle": Row("eagle", 1e-2),
-    "eagle3": Row("eagle3", 3e-3, ("head.ttt_steps=4",)),
-    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", LAST_LAYER)),
-    "dflash": Row("dflash", 1e-3, ("head.num_anchors=64",)),
-    "dspark": Row("dspark", 1e-3, ("head.num_anchors=64",)),
+RATES = {
+    "medusa": 1e-2,
+    "hydra_heads": 3e-3,
+    "eagle": 1e-2,
+    "eagle3": 3e-3,
+    "eagle3_copied": 3e-3,
+    "dflash": 1e-3,
+    "dspark": 1e-3,
 }
+"""Row of conf/experiment/families.yaml -> its best learning rate on the embedded target."""
 ORDER = (
     ("dspark", "dflash"),
     ("dspark", "eagle3"),
@@ -194,7 +187,7 @@ def write_reports(
         if (folder / MANIFEST_FILE).is_file():
             manifest = read_manifest(folder, "train")
             facts = {key: manifest[key] for key in ("steps", "tokens", "seconds", "best")}
-            entry["trained"] = facts | {"rate": ROWS[name].rate}
+            entry["trained"] = facts | {"rate": RATES[name]}
         kind = name.removeprefix("speculators_")
         if kind != name:
             entry["validation_tau_by_recipe"] = dict(recipes[kind])
@@ -276,8 +269,8 @@ def report(given: argparse.Namespace) -> None:
     prompts = folders.prompts
     folders.stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
     for name in given.rows:
-        row = ROWS[name]
-        own = (f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
+        last = [LAST_LAYER] if name == "eagle3_copied" else []  # another number than the recipe's
+        own = (*family_recipe(name), *last, f"optim.lr={RATES[name]}", f"run.drafter={name}")
         folders.stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
     rivals = given.rivals if given.speculators else []
     recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
@@ -303,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(
         parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
     )
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
     rivals = "drafters that speculators trains"
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help=rivals)
     add_options(parser, threads=1, out=(REPORTS / "held_out", "without its ending"))

@@ -349,7 +349,7 @@ class HeldOut:
     def measure(self, checkpoint: Path, path: Path) -> Measured:
         """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in `path`."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
-        key = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
+        key: list[str | int] = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
         found: Measured = read_json(path)
         if found.get("key") == key:
             return found

@@ -198,7 +198,7 @@ class Soak:
         after = draw.randint(1, 12)
         seen = [0] * len(requests)
 
-        def watch(request: Request, tokens: list[int], record: PassRecord) -> None:
+        def watch(request: Request, tokens: list[int], record: PassRecord | None) -> None:
             seen[request.index] += len(tokens)
             if request.index == doomed and seen[doomed] >= after:
                 engine.cancel(doomed)

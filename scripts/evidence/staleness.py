@@ -34,6 +34,7 @@ from scripts.evidence.common import (
     TauFacts,
     cpu_target,
     decode_prompts,
+    family_recipe,
     read_json,
     run_stage,
     sum_up,
@@ -54,20 +55,10 @@ RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A recipe of conf/experiment/families.yaml."""
-
-    head: str
-    rate: float
-    overrides: tuple[str, ...]
-
-
-COPIED = ("head.from_target_layers=[0,3,5]", "head.share_embeddings=true")
-ROWS = {
-    "distilled": Row("distilled", 1.5e-3, COPIED),
-    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", "head.from_target_layer=7")),
-}
+RATES = {"distilled": 1.5e-3, "eagle3_copied": 3e-3}
+"""Row of conf/experiment/families.yaml -> its best learning rate."""
+HEADS = {"distilled": "distilled", "eagle3_copied": "eagle3"}
+"""Row -> its kind, which names the refreshed drafter's folder."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class Folders:
     @property
     def old(self) -> Path:
         """The drafter of the unchanged target."""
-        return self.drafters / "train" / f"{self.row}@{ROWS[self.row].rate:g}" / "best"
+        return self.drafters / "train" / f"{self.row}@{RATES[self.row]:g}" / "best"
 
     @property
     def prompts(self) -> Path:
@@ -195,14 +186,9 @@ def make(folders: Folders) -> None:
 
 def train_full(folders: Folders) -> Training:
     """A drafter trained from scratch on answers of the fine-tuned target."""
-    row, asked = ROWS[folders.row], f"data.path={folders.prompts / 'train.jsonl'}"
+    row, asked = folders.row, f"data.path={folders.prompts / 'train.jsonl'}"
     folders.stage("generate", "full", "finetuned", "data=embedded", asked)
-    recipe = (
-        f"head={row.head}",
-        *row.overrides,
-        f"optim.lr={row.rate}",
-        f"run.drafter={folders.row}",
-    )
+    recipe = (*family_recipe(row), f"optim.lr={RATES[row]}", f"run.drafter={row}")
     validation = f"train.prompts=[{folders.prompts / 'validation.jsonl'}]"
     folders.stage("train", "full", "finetuned", *recipe, validation)
     found = read_manifest(folders.full, "train")
@@ -299,7 +285,7 @@ def resample(folders: Folders, reference: Reference, name: str, count: int) -> R
 def compare(folders: Folders) -> Comparison:
     """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
     target = cpu_target(folders.work / "finetuned")
-    refreshed = folders.refreshed / "train" / ROWS[folders.row].head
+    refreshed = folders.refreshed / "train" / HEADS[folders.row]
     checkpoints = {
         "old": folders.old,
         "refreshed": refreshed / "best",
@@ -394,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "watch_report")
     families = ROOT / "outputs" / "families"
     parser.add_argument("--drafters", type=Path, default=families, help="the families' run")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
     skip = "where torchao or bitsandbytes is missing"
     parser.add_argument("--skip", nargs="+", choices=("int8", "int4"), default=[], help=skip)
     changes = "overrides of the refresh"

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -36,6 +36,13 @@ MODULE = "scripts.evidence.throughput"
 WARM_UP = 2
 EXPERIMENT = "experiment=families"
 KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
+
+
+class Peak(TypedDict):
+    """The peak that utilisation is relative to, and where it is from."""
+
+    tflops: float
+    source: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +76,7 @@ def measure(given: argparse.Namespace) -> None:
     if unknown:
         raise UserError(f"--only {unknown[0]}: there is no such row. Rows: {', '.join(known)}.")
     before = read_json(given.out) if given.only else {}
-    rows = {row["name"]: row for row in before.get("rows", [])}
+    rows: dict[str, Row] = {row["name"]: row for row in before.get("rows", [])}
     for name in given.only or known:
         options = {"answers": given.answers, "steps": given.steps, "rows": given.rows}
         options |= {"threads": given.threads, "one": name}
@@ -88,7 +95,24 @@ def measure(given: argparse.Namespace) -> None:
         write_json(given.out, report(given, [rows[each] for each in known if each in rows]))
 
 
-def report(given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class Row(TypedDict, total=False):
+    """One recipe: figures of the steps that count, and what the training's summary says."""
+
+    name: str
+    tokens_per_second: float
+    step_seconds: float
+    shares: Mapping[str, float]
+    loader_wait_seconds: float
+    mfu: float
+    kind: str
+    peak: Peak
+    peak_memory_bytes: int
+    padding: float
+    device: Mapping[str, object]
+    engine: str
+
+
+def report(given: argparse.Namespace, rows: Sequence[Row]) -> dict[str, object]:
     """The report's content."""
     git = git_state()
     steps = {"steps": given.steps, "warm_up": WARM_UP}
@@ -102,7 +126,7 @@ def report(given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict
     }
 
 
-def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
+def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> Row:
     """Train a recipe for a few steps, in this process; returns the figures of those that count."""
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-throughput-") as folder:
@@ -117,7 +141,7 @@ def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> dict[s
         return steady(lines, read_json(out / "summary.json"))
 
 
-def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Row:
     """Figures of the steps after the warm-up: ratios of sums."""
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]
@@ -125,14 +149,14 @@ def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
     whole = sum(parts.values())
     used = sum(line["cost"]["mfu"] * sum(line["cost"][name] for name in PARTS) for line in timed)
     seconds = sum(line["seconds"] for line in timed)
-    return {
+    found: Row = {
         "tokens_per_second": divide(tokens, seconds),
         "step_seconds": divide(seconds, len(timed)),
         "shares": {name: divide(part, whole) for name, part in parts.items()},
         "loader_wait_seconds": parts["data"],
         "mfu": divide(used, whole),
-        **{name: summary[name] for name in KEPT},
     }
+    return cast(Row, {**found, **{name: summary[name] for name in KEPT}})
 
 
 if __name__ == "__main__":

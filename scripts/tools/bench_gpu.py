@@ -13,15 +13,16 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.api.checkpoint import new_drafter
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
@@ -34,6 +35,7 @@ from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.measure.run import measure
+from inference.report.model import Report
 from inference.target.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
 from inference.target.model import TargetModel
 from scripts.tools.common import ROOT, add_options, make_parser, run
@@ -160,7 +162,7 @@ def random_target(
     )
 
 
-def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, Any]:
+def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, TrainableDrafter]:
     """Freshly initialised drafters of the two shapes, by the names of their trajectories."""
     distilled = DistilledConfig(
         num_layers=sizes["small_layers"],
@@ -204,7 +206,7 @@ def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
     return made
 
 
-def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
+def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]:
     """Build, measure, and collect what the report says."""
     device, dtype = pick_device(given.device), DTYPES[given.dtype]
     known = read_trajectories(given.trajectories)
@@ -240,10 +242,10 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         roofline=True,
     )
     with TemporaryDirectory() as scratch:
-        report = measure(config, target, arms, prompts, Path(scratch)).to_dict()
+        report = measure(config, target, arms, prompts, Path(scratch))
     return {
         "format": 1,
-        "device": report["device"],
+        "device": report.device.to_dict(),
         "sizes": sizes,
         "trajectories": {
             arm.name: {"tau": arm.drafter.trajectory.tau, "source": arm.drafter.trajectory.source}
@@ -251,26 +253,49 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         },
         "measured": judged(target, arms, requests, report),
         "wanted": WANTED if device.type == "cuda" else {},
-        "report": report,
+        "report": report.to_dict(),
     }
 
 
+class JudgedArm(TypedDict):
+    """The numbers of one drafter that a run is judged by."""
+
+    tau: float
+    speedup: float
+    speedup_ci95: Sequence[float]
+    efficiency: float
+    share: float
+    split: Mapping[str, float]
+    trajectory_followed: bool
+    synchronisations_per_step: float | None
+
+
+class Judged(TypedDict):
+    """The numbers that a run is judged by."""
+
+    plain_share: float
+    plain_tokens_per_second: float
+    bandwidth: float
+    plain_synchronisations_per_step: float | None
+    arms: dict[str, JudgedArm]
+
+
 def judged(
-    target: TargetModel, arms: Sequence[Arm], requests: Sequence[Request], report: dict[str, Any]
-) -> dict[str, Any]:
+    target: TargetModel, arms: Sequence[Arm], requests: Sequence[Request], report: Report
+) -> Judged:
     """The numbers that a run is judged by. Gap and synchronisations only where there is CUDA."""
-    roofline, found = report["roofline"], {}
+    roofline, found = report.roofline, dict[str, JudgedArm]()
+    assert roofline is not None, "the measurement asks for it"
     for arm in arms:
         done = list(Engine(target, arm.drafter, arm.decode).run(requests))
-        entry = next(item for item in report["drafters"] if item["draft"]["name"] == arm.name)
-        numbers = roofline["arms"][arm.name]
+        entry, numbers = report.drafter(arm.name), roofline.arms[arm.name]
         found[arm.name] = {
-            "tau": entry["tau"],
-            "speedup": entry["speedup"],
-            "speedup_ci95": entry["speedup_ci95"],
-            "efficiency": numbers["efficiency"],
-            "share": numbers["share"],
-            "split": numbers["split"],
+            "tau": entry.tau,
+            "speedup": entry.speedup,
+            "speedup_ci95": entry.speedup_ci95,
+            "efficiency": numbers.efficiency,
+            "share": numbers.share,
+            "split": dict(numbers.split.items()),
             "trajectory_followed": arm.drafter.followed(done, arm.decode.depth),
             "synchronisations_per_step": synchronisations(
                 target, arm.drafter, arm.decode, requests[0]
@@ -278,9 +303,9 @@ def judged(
         }
     plain = DecodeConfig(shape="none", max_new_tokens=requests[0].max_new_tokens)
     return {
-        "plain_share": roofline["baseline"]["share"],
-        "plain_tokens_per_second": report["baseline"]["tokens_per_second"],
-        "bandwidth": roofline["bandwidth"]["used_bytes_per_second"],
+        "plain_share": roofline.baseline.share,
+        "plain_tokens_per_second": report.baseline.tokens_per_second,
+        "bandwidth": roofline.bandwidth.used_bytes_per_second,
         "plain_synchronisations_per_step": synchronisations(target, None, plain, requests[0]),
         "arms": found,
     }
