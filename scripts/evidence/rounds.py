@@ -37,6 +37,7 @@ from scripts.evidence.common import (
     cell,
     cpu_target,
     decode_prompts,
+    family_recipe,
     read_json,
     run_stage,
     write_page,
@@ -49,22 +50,11 @@ SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"
 RECIPE, FEW_RECIPE = "experiment=embedded_loop", "experiment=embedded_few_prompts"
 KINDS = {
-    "eagle3": (
-        "eagle3_copied@0.003",
-        ("head=eagle3", "head.from_target_layer=7", "head.ttt_steps=4", "optim.lr=3e-3"),
-    ),
-    "dspark": ("dspark@0.001", ("head=dspark", "head.num_anchors=64", "optim.lr=1e-3")),
-    "distilled": (
-        "distilled@0.0015",
-        (
-            "head=distilled",
-            "head.from_target_layers=[0,3,5]",
-            "head.share_embeddings=true",
-            "optim.lr=1.5e-3",
-        ),
-    ),
+    "eagle3": ("eagle3_copied", 3e-3),
+    "dspark": ("dspark", 1e-3),
+    "distilled": ("distilled", 1.5e-3),
 }
-"""Kind -> its training in the run of experiment=families, and what the recipe sets for it."""
+"""Kind -> its row in conf/experiment/families.yaml, and its learning rate."""
 MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
 """What the rounds of a kind set besides: a switch that only this kind has."""
 OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
@@ -194,6 +184,12 @@ class Measured(TypedDict):
     prompts: list[PromptPasses]
 
 
+def own_overrides(kind: str) -> list[str]:
+    """The overrides of a kind: its recipe and learning rate in experiment=families."""
+    row, rate = KINDS[kind]
+    return [*family_recipe(row), f"optim.lr={rate:g}"]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, measure, write both files; returns the exit status."""
     parser = make_parser(SCRIPT, __doc__)
@@ -220,10 +216,11 @@ def report(given: argparse.Namespace) -> None:
         else:
             for row in given.rows:
                 run_row(kind, row, given.work / kind)
-            name, own = KINDS[kind]
-            comparison = Comparison(given.work / kind, given.open / name, held_out)
+            row, rate = KINDS[kind]
+            opened = given.open / f"{row}@{rate:g}"
+            comparison = Comparison(given.work / kind, opened, held_out)
             known = content["kinds"].get(kind, Kind())
-            overrides = [*own, *MORE.get(kind, ())]
+            overrides = [*own_overrides(kind), *MORE.get(kind, ())]
             content["kinds"][kind] = {**known, "overrides": overrides, **comparison.content()}
         write(content)
 
@@ -247,7 +244,7 @@ def write(content: Content) -> None:
 
 def run_row(kind: str, row: str, work: Path) -> None:
     """Run a row to its end; stages that are complete are skipped."""
-    own, more = KINDS[kind][1], MORE.get(kind, ())
+    own, more = own_overrides(kind), MORE.get(kind, ())
     place = (f"run.root={work}", f"run.name={row}", "run.threads=1")
     if row == DISTINCT:
         train_distinct(own, work, place)
@@ -276,7 +273,7 @@ def from_few_prompts(
 ) -> None:
     """Run and compare rounds from few prompts, for one kind."""
     work = given.work / "few_prompts" / (f"{kind}-{given.seed}" if given.seed else kind)
-    own, data = KINDS[kind][1], other_prompts(given.seed)
+    own, data = own_overrides(kind), other_prompts(given.seed)
     place = [f"run.root={work}", f"run.name={LOOP}", "run.threads=1"]
     run_stage("loop", FEW_RECIPE, *own, *data, *place)
     run_stage("train", *open_training(own, given.seed, work))

@@ -49,6 +49,7 @@ from scripts.evidence.common import (
     TauFacts,
     cpu_target,
     decode_prompts,
+    family_recipe,
     read_json,
     sum_up,
     tau_facts,
@@ -81,9 +82,8 @@ ROW_BY_ROW = "ours, one row at a time"
 
 @dataclass(frozen=True)
 class Kind:
-    """One architecture on both sides: our overrides, the library's flags, and our learning rate."""
+    """One architecture: the library's flags, and our learning rate (recipe: experiment=families)."""
 
-    overrides: tuple[str, ...]
     flags: tuple[str, ...]
     rate: float
 
@@ -93,9 +93,9 @@ EAGLE3 = (
     "--ttt-steps 4 --no-norm-before-residual --no-norm-before-fc --fc-norm --norm-output".split()
 )
 KINDS = {
-    "eagle3": Kind(("head=eagle3", "head.ttt_steps=4"), tuple(EAGLE3), 1e-2),
-    "dspark": Kind(("head=dspark", "head.num_anchors=64"), (*BLOCKS, "--block-size", "7"), 1e-3),
-    "dflash": Kind(("head=dflash", "head.num_anchors=64"), (*BLOCKS, "--block-size", "8"), 1e-3),
+    "eagle3": Kind(tuple(EAGLE3), 1e-2),
+    "dspark": Kind((*BLOCKS, "--block-size", "7"), 1e-3),
+    "dflash": Kind((*BLOCKS, "--block-size", "8"), 1e-3),
 }
 RECIPES = {
     "as it comes": (),  # Muon at 1e-3, linear decay
@@ -210,10 +210,11 @@ class Setting:
     shorter: tuple[int, ...] = SHORTER
     seed: int = 0
 
-    def ours(self, kind: Kind, name: str, steps: int, at_once: int = ROWS) -> Side:
+    def ours(self, kind: str, name: str, steps: int, at_once: int = ROWS) -> Side:
         """Our side of a training of `steps` steps, `at_once` rows per forward pass."""
         out = fresh(self.work / f"ours-{name}")
-        overrides = ["experiment=[families]", *kind.overrides, f"optim.lr={kind.rate}"]
+        overrides = ["experiment=[families]", *family_recipe(kind)]
+        overrides += [f"optim.lr={KINDS[kind].rate}"]
         overrides += [f"train.max_steps={steps}", "train.eval_every=0", "train.parity=false"]
         overrides += [f"train.seed={self.seed}", f"train.micro_batch={at_once}"]
         overrides += ["target=local", f"target.path={self.target}", "target.dtype=float32"]
@@ -253,7 +254,7 @@ class Setting:
 
     def taps(self, kind: str) -> list[int]:
         """The layers that our drafter of this kind reads by default."""
-        overrides = ["experiment=[families]", *KINDS[kind].overrides]
+        overrides = ["experiment=[families]", *family_recipe(kind)]
         head = load_settings(STAGES["train"], overrides).head
         drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
         return list(drafter.needs.taps)
@@ -314,10 +315,9 @@ def timing(setting: Setting, name: str, warm: int, rounds: int) -> Timing:
 
     One round is two steps of ours, and as many positions of theirs; `warm` rounds are not counted.
     """
-    kind = KINDS[name]
     sides: dict[str, tuple[Side, int]] = {
-        "ours": (setting.ours(kind, name, 1000), 2),
-        ROW_BY_ROW: (setting.ours(kind, f"{name}-1", 1000, at_once=1), 2),
+        "ours": (setting.ours(name, name, 1000), 2),
+        ROW_BY_ROW: (setting.ours(name, f"{name}-1", 1000, at_once=1), 2),
     }
     for places in (PLACES, *setting.shorter):
         side = setting.theirs(name, f"{name}-{places}", places, RECIPES["AdamW 3e-3"], 1000)
@@ -369,7 +369,7 @@ def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison
         counts.add(len(done))
         return tau_facts(tau_estimate(sum_up(done, chosen, decode.depth)))
 
-    ours = setting.ours(KINDS[name], name, given.steps)
+    ours = setting.ours(name, name, given.steps)
     ours.answer()
     saved = setting.work / f"ours-{name}" / "saved"
     ours.train(given.steps, saved)

@@ -14,11 +14,11 @@ from scripts.evidence.common import REPORTS
 from scripts.evidence.rounds import (
     FEW_PROMPTS,
     FEW_RECIPE,
-    KINDS,
     OPEN_STEPS,
     markdown,
     open_training,
     other_prompts,
+    own_overrides,
 )
 from train.data.sources import Mixture
 
@@ -61,7 +61,7 @@ def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_open_loop_of_few_prompts_trains_like_the_rounds(tmp_path: Path, seed: int) -> None:
-    own = KINDS["distilled"][1]
+    own = own_overrides("distilled")
     rounds = load_settings(STAGES["loop"], [FEW_RECIPE, *own, *other_prompts(seed)])
     opened = load_settings(STAGES["train"], open_training(own, seed, tmp_path))
     assert (opened.head, opened.optim, opened.engine) == (rounds.head, rounds.optim, rounds.engine)

@@ -44,7 +44,7 @@ def test_every_row_of_the_families_is_measured_and_composes() -> None:
 
 
 def test_the_plans_compose() -> None:
-    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"])
+    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"], "")
     for changes in scale.HEADS.values():
         plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
         assert (plan.gpu, plan.count) == ("h100", 8)
