@@ -1,4 +1,5 @@
-"""Shared code of the evidence scripts: report files, stages, decoding of checkpoints, table cells."""
+"""Shared code of the evidence scripts: report files, stages, decoding of checkpoints, table
+cells."""
 
 from __future__ import annotations
 
@@ -15,12 +16,11 @@ from inference.decoding.requests import Completion
 from inference.manifest import write_bytes
 from inference.measure.metrics import Outcome, TauEstimate, Totals
 from inference.measure.prompts import Prompt, to_requests
-from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts import cli
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.tools.common import ROOT, TARGET
+from scripts.tools.common import ROOT
 
 DOCS = ROOT / "docs"
 REPORTS = DOCS / "reports"
@@ -35,12 +35,14 @@ class TauFacts(TypedDict):
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; an empty object where there is no file. The caller names its type."""
+    """The JSON value in a file; an empty object where there is no file. The caller names its
+    type."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> int:
-    """Run a stage in this process; returns its status, raises `UserError` for one not in `statuses`."""
+    """Run a stage in this process; returns its status, raises `UserError` for one not in
+    `statuses`."""
     status = cli.main([name, *overrides])
     if status not in statuses:
         raise UserError(
@@ -49,15 +51,20 @@ def run_stage(name: str, *overrides: str, statuses: Sequence[int] = (0,)) -> int
     return status
 
 
+def run_on_target(
+    stage: str, target: Path, run: Path, *overrides: str, statuses: Sequence[int] = (0,)
+) -> None:
+    """Run a stage with the settings of `experiment=families` on a local target, in the run
+    `run`."""
+    shared = ["experiment=[families]", "target=local", f"target.path={target}"]
+    shared += ["target.dtype=float32", f"run.root={run.parent}", f"run.name={run.name}"]
+    run_stage(stage, *shared, *overrides, statuses=statuses)
+
+
 def family_recipe(name: str) -> list[str]:
     """The training overrides of a row of `experiment=families`, without its learning rate."""
     row = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep[name]
     return [f"head={row.head or name}", *row.overrides]
-
-
-def cpu_target(path: Path | str = TARGET) -> TargetModel:
-    """A target in float32 on the CPU."""
-    return TargetModel.load(TargetConfig(path=str(path), dtype="float32", device="cpu"))
 
 
 def decode_prompts(

@@ -1,7 +1,8 @@
-"""The decoder's evidence in one place: `python -m scripts.evidence.decoder` writes docs/decoder.md's tables.
+"""The decoder's evidence in one place: `python -m scripts.evidence.decoder` writes
+docs/decoder.md's tables.
 
-It measures nothing. It puts the tables of the reports that other commands wrote, each with its command,
-into the page. A report that is missing is left out and named.
+It measures nothing. It puts the tables of the reports that other commands wrote, each with its
+command, into the page. A report that is missing is left out and named.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ def soak(content: soak_run.Content) -> list[str]:
     """soak.json: the result of random work."""
     return [
         f"{'passed' if content['passed'] else 'FAILED'}: {content['minutes']} minutes, "
-        f"{content['rounds']} rounds, {content['answers']} answers with {content['tokens']} tokens, "
-        f"{content['cancelled']} cancelled; {content['identical']} identical, {content['near_ties']} "
-        f"near ties, {content['mismatches']} mismatches; resident memory "
+        f"{content['rounds']} rounds, {content['answers']} answers with {content['tokens']} "
+        f"tokens, {content['cancelled']} cancelled; {content['identical']} identical, "
+        f"{content['near_ties']} near ties, {content['mismatches']} mismatches; resident memory "
         f"{content['memory_growth']:+.1%} from the second to the last third "
         f"({content['memory_growth_allowed']:.0%} allowed)."
     ]

@@ -1,8 +1,9 @@
-"""The table of all families: `python -m scripts.evidence.families [RUN]` writes families.{json,md,png}.
+"""The table of all families: `python -m scripts.evidence.families [RUN]` writes
+families.{json,md,png}.
 
-It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of every
-row (at the learning rate whose tau on the validation prompts was best) and four measurements of all
-rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
+It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
+every row (at the learning rate whose tau on the validation prompts was best) and four measurements
+of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
 DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
 SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
 ABOUT = (
-    "Every row was trained on the same generated answers of the same target; the learning rate is the one"
-    " whose tau on the validation prompts was best, out of those tried. Measured on other prompts, batch "
-    "size 1. **tau**: committed tokens per verify pass, bonus included. **TAR**: accepted drafted tokens "
-    "per tested one, chain at T=0. **speedup**: against the same loop without a drafter, chain at T=0, "
-    "same run. **efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
-    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. "
-    "Training tokens/s: throughput.json, the same rows on a quiet machine. T=1: fewer and shorter answers "
-    "(families.json has each column's settings)."
+    "Every row was trained on the same generated answers of the same target; the learning rate "
+    "is the one whose tau on the validation prompts was best, out of those tried. Measured on "
+    "other prompts, batch size 1. **tau**: committed tokens per verify pass, bonus included. "
+    "**TAR**: accepted drafted tokens per tested one, chain at T=0. **speedup**: against the "
+    "same loop without a drafter, chain at T=0, same run. **efficiency**: speedup / (tau / (1 + "
+    "draft time per pass / baseline time per pass)). Brackets: 95% bootstrap intervals over "
+    "prompts. Rows without steps need no training. Training tokens/s: throughput.json, the same "
+    "rows on a quiet machine. T=1: fewer and shorter answers (families.json has each column's "
+    "settings)."
 )
 
 
@@ -126,8 +128,8 @@ def collect(folder: Path) -> Content:
         path = folder / name / "report.json"
         if not path.is_file():
             raise UserError(
-                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it continues "
-                "where it ended."
+                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it "
+                "continues where it ended."
             )
         reports[column] = read_report(path)
     throughput = read_json(REPORTS / "throughput.json").get("rows", [])
@@ -160,7 +162,8 @@ def collect(folder: Path) -> Content:
 
 
 def trainings(folder: Path, name: str) -> list[Training]:
-    """The trainings of a row in a run, the one with the best tau on the validation prompts first."""
+    """The trainings of a row in a run, the one with the best tau on the validation prompts
+    first."""
     found: list[Training] = []
     for path in sorted((folder / "train").glob(f"{name}{SWEPT}*")):
         if (path / MANIFEST_FILE).is_file():

@@ -2,12 +2,13 @@
 
     python -m scripts.evidence.held_out [--speculators <python that has speculators>]
 
-Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters
-with the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
-target, and measures them on prompts of files that neither target nor drafters saw. With `--speculators`
-that library trains EAGLE-3, DFlash and DSpark on the same answers for as many passes; its checkpoints
-are converted and measured in the same session. Writes docs/reports/held_out.{json,md}. Steps that are
-done are skipped, so the command may be repeated after an interruption.
+Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters with
+the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
+target, and measures them on prompts of files that neither target nor drafters saw. With
+`--speculators` that library trains EAGLE-3, DFlash and DSpark on the same answers for as many
+passes; its checkpoints are converted and measured in the same session. Writes
+docs/reports/held_out.{json,md}. Steps that are done are skipped, so the command may be repeated
+after an interruption.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from scripts.evidence.common import (
     decode_prompts,
     family_recipe,
     read_json,
-    run_stage,
+    run_on_target,
     sum_up,
     write_page,
 )
@@ -126,9 +127,7 @@ class Folders:
 
     def stage(self, name: str, *overrides: str) -> None:
         """Run a stage of `headstart` on this target and run."""
-        shared = ["experiment=[families]", "target=local", f"target.path={self.target}"]
-        shared += ["target.dtype=float32", f"run.root={self.work}", "run.name=run"]
-        run_stage(name, *shared, *overrides)
+        run_on_target(name, self.target, self.run, *overrides)
 
 
 def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[str, float]:
@@ -248,10 +247,11 @@ def markdown(content: Content) -> list[str]:
     return [
         "# The held-out check",
         "",
-        f"A second small target (Qwen3, {int(content['target']['parameters']) / 1e6:.2f} M parameters, own "
-        "tokenizer, trained on C++ headers), the recipes and learning rates of the embedded target, two "
-        "passes over its greedy answers; chain of 4 at temperature 0, prompts of files that neither "
-        f"target nor drafters saw. Made by `{content['command']}`; numbers in full: held_out.json.",
+        f"A second small target (Qwen3, {int(content['target']['parameters']) / 1e6:.2f} M "
+        "parameters, own tokenizer, trained on C++ headers), the recipes and learning rates of "
+        "the embedded target, two passes over its greedy answers; chain of 4 at temperature 0, "
+        f"prompts of files that neither target nor drafters saw. Made by `{content['command']}`; "
+        "numbers in full: held_out.json.",
         "",
         *markdown_table(["drafter", "tau", "TAR", "acceptance by depth", "M weights"], rows),
         "",

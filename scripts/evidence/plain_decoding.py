@@ -1,14 +1,14 @@
 """Is plain decoding a fair baseline? `python -m scripts.evidence.plain_decoding` compares loops.
 
-Arms: our loop without a drafter and with each `--drafter` (n-gram lookup if none is given), as it is
-and compiled; transformers' greedy `generate` and prompt lookup and, with `--assistant` (a drafter of
-kind distilled), its assisted generation with default settings and with our depth. Each half, compiled
-or not, is a measurement of `inference.measure.run`: same weights, threads, dtype and prompts, greedy,
-batch 1, all arms in turns.
+Arms: our loop without a drafter and with each `--drafter` (n-gram lookup if none is given), as it
+is and compiled; transformers' greedy `generate` and prompt lookup and, with `--assistant` (a
+drafter of kind distilled), its assisted generation with default settings and with our depth. Each
+half, compiled or not, is a measurement of `inference.measure.run`: same weights, threads, dtype and
+prompts, greedy, batch 1, all arms in turns.
 
 The report (docs/reports/plain_decoding.json) has for every arm: seconds of whole calls, prefill
-included, tokens, how many texts are those of our plain loop, and how much faster per token it is than
-the `generate` of the same half, with a bootstrap interval over prompts; for our arms also
+included, tokens, how many texts are those of our plain loop, and how much faster per token it is
+than the `generate` of the same half, with a bootstrap interval over prompts; for our arms also
 milliseconds per step and phase, and for drafters tau, speedup and efficiency
 (`inference.measure.metrics`). Compiling takes place before the measured calls.
 """
@@ -115,7 +115,8 @@ def report(given: argparse.Namespace) -> None:
     rows: dict[str, Row] = {}
     for compiled in (False, True) if given.compile else (False,):
         prompts, found = measure_loops(given, target, compiled)
-        rows = {**rows, **found, **rows}  # transformers' loops count with those that are not compiled
+        # transformers' loops count with those that are not compiled
+        rows = {**rows, **found, **rows}
     inside = given.target.is_relative_to(ROOT)
     content: Content = {
         "target": str(given.target.relative_to(ROOT) if inside else given.target),
@@ -133,7 +134,9 @@ def report(given: argparse.Namespace) -> None:
     print(json.dumps(content, indent=2))
 
 
-def measure_loops(given: argparse.Namespace, target: TargetModel, compiled: bool) -> tuple[int, dict[str, Row]]:
+def measure_loops(
+    given: argparse.Namespace, target: TargetModel, compiled: bool
+) -> tuple[int, dict[str, Row]]:
     """Number of prompts and rows of one half; our arms are called ours_<kind>[_compiled]."""
     decode = DecodeConfig(
         shape="chain", depth=given.depth, max_new_tokens=given.tokens, compile=compiled

@@ -7,11 +7,11 @@
 
 The rows of a kind are `open`, the open-loop training (two passes over the greedy answers of all
 prompts); `loop`, rounds as conf/experiment/embedded_loop.yaml sets them; `answers`, the same rounds
-without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated at
-once. All have the same number of training tokens or fewer. Everything is measured on held-out prompts
-that take part in no decision. What has been run is kept, so an interrupted command continues; what has
-not been run is left out. (`ablation`, every switch of the rounds alone, was run by
-scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
+without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated
+at once. All have the same number of training tokens or fewer. Everything is measured on held-out
+prompts that take part in no decision. What has been run is kept, so an interrupted command
+continues; what has not been run is left out. (`ablation`, every switch of the rounds alone, was run
+by scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from inference.target.model import TargetModel
 from scripts.evidence.common import (
     REPORTS,
     cell,
-    cpu_target,
     decode_prompts,
     family_recipe,
     read_json,
@@ -43,6 +42,7 @@ from scripts.evidence.common import (
     write_page,
 )
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 from train.feedback import build
 from train.feedback.config import FeedbackConfig
 
@@ -344,7 +344,8 @@ class HeldOut:
         }
 
     def measure(self, checkpoint: Path, path: Path) -> Measured:
-        """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in `path`."""
+        """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in
+        `path`."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
         key: list[str | int] = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
         found: Measured = read_json(path)
@@ -359,9 +360,7 @@ class HeldOut:
         requests, answers = [item.request for item in done], [item.tokens for item in done]
         sampling, width = DECODE.sampling(), DECODE.depth + 1
         report = audit(self.target, requests, self.plain, answers, sampling, width)
-        found = Measured(
-            key=key, weights_sha256=weights, lossless=report.counts(), prompts=rows
-        )
+        found = Measured(key=key, weights_sha256=weights, lossless=report.counts(), prompts=rows)
         write_json(path, found)
         return found
 
@@ -488,10 +487,10 @@ SWITCHES = [
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain"]
 ROUNDS += ["learns from"]
 FEW = (
-    f"Both sides have the same prompts and as many training tokens as above, by `python -m {SCRIPT} "
-    "--few-prompts`. The open loop goes through its greedy answers again and again; in the rounds "
-    "(`experiment=embedded_few_prompts`) the target also writes prompts of the same kind itself and "
-    "answers them ([variations](../feedback.md))."
+    "Both sides have the same prompts and as many training tokens as above, by `python -m "
+    f"{SCRIPT} --few-prompts`. The open loop goes through its greedy answers again and again; in "
+    "the rounds (`experiment=embedded_few_prompts`) the target also writes prompts of the same "
+    "kind itself and answers them ([variations](../feedback.md))."
 )
 
 
@@ -517,9 +516,9 @@ def about(content: Content) -> list[str]:
         f"Written by `{content['command']}` from [loop.json](loop.json). Target "
         f"`{found['target']['id']}` ({found['target']['parameters']:,} parameters), "
         f"{found['prompts']} held-out prompts that took part in no decision, temperature "
-        f"{found['temperature']:g}, chains of {found['depth']}, up to {found['max_new_tokens']} new "
-        "tokens. Brackets: 95% bootstrap intervals over prompts; gains are paired. Training tokens: "
-        "without padding, trials included. How rounds work: [rounds.md](../rounds.md).",
+        f"{found['temperature']:g}, chains of {found['depth']}, up to {found['max_new_tokens']} "
+        "new tokens. Brackets: 95% bootstrap intervals over prompts; gains are paired. Training "
+        "tokens: without padding, trials included. How rounds work: [rounds.md](../rounds.md).",
         "",
     ]
 

@@ -1,8 +1,10 @@
-"""The plan for real targets on many GPUs: `python -m scripts.evidence.scale` writes docs/reports/scale.json.
+"""The plan for real targets on many GPUs: `python -m scripts.evidence.scale` writes
+docs/reports/scale.json.
 
-It writes the tables of docs/scale.md too (`--check`: only compare them). Every row is `headstart train
---plan` for a target that is known by its config alone. The report also holds the plan's checks: the same
-count for the embedded target against its real steps, and the utilisation that throughput.json measured.
+It writes the tables of docs/scale.md too (`--check`: only compare them). Every row is `headstart
+train --plan` for a target that is known by its config alone. The report also holds the plan's
+checks: the same count for the embedded target against its real steps, and the utilisation that
+throughput.json measured.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ TARGETS = {
 }
 """Target (assets/configs/<name>) -> ways to get its features, each with its overrides."""
 LEAST_PEAK = 0.7
-"""Share of the median measured peak below which a recipe's probe of the peak counts as disturbed."""
+"""Share of the median measured peak below which a recipe's probe of the peak counts as
+disturbed."""
 BACKING = {
     "eagle3": ["head=eagle3", "head.ttt_steps=4"],
     "dspark": ["head=dspark", "head.num_anchors=64"],
@@ -300,10 +303,10 @@ def store_note(rows: Sequence[Plan]) -> list[str]:
     sizes = {row["head"]: row["reading"]["bytes_per_token"] / 1000 for row in stored}
     tokens = ", ".join(f"{head} {size:.1f} kB a token" for head, size in sizes.items())
     return [
-        "Rows from a store hold the target in parts (`features.trainer_target=parts`) and read bf16 "
-        f"features ({tokens}). Their GPU-hours come on top of making the store: one pass of the target "
-        f"over all tokens, {took['flops']:.2g} FLOP or {took['device_hours']:.0f} GPU-hours at the same "
-        "speed.",
+        "Rows from a store hold the target in parts (`features.trainer_target=parts`) and read "
+        f"bf16 features ({tokens}). Their GPU-hours come on top of making the store: one pass of "
+        f"the target over all tokens, {took['flops']:.2g} FLOP or {took['device_hours']:.0f} "
+        "GPU-hours at the same speed.",
         "",
     ]
 
@@ -313,7 +316,12 @@ def checks(found: Checks) -> list[str]:
     names = ("target_flops", "drafter_flops", "target_bytes", "drafter_bytes")
     body = []
     for row in found["counted"]:
-        ratios = (row["target_flops"], row["drafter_flops"], row["target_bytes"], row["drafter_bytes"])
+        ratios = (
+            row["target_flops"],
+            row["drafter_flops"],
+            row["target_bytes"],
+            row["drafter_bytes"],
+        )
         body.append([row["head"], *(f"{ratio['ratio']:.3f}" for ratio in ratios)])
     header = [
         "planned / real",

@@ -1,15 +1,17 @@
-"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes docs/reports/serve_load.json.
+"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes
+docs/reports/serve_load.json.
 
-The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai client.
-Answers are compared with plain offline decoding, token by token; differences are examined
-(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch. Phases:
+The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai
+client. Answers are compared with plain offline decoding, token by token; differences are examined
+(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
+Phases:
 
-1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over
-   HTTP by as many clients, in turn;
-2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be refused
-   or fail, and memory must not grow;
-3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once, the
-   others answered;
+1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and
+   over HTTP by as many clients, in turn;
+2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
+   refused or fail, and memory must not grow;
+3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
+   the others answered;
 4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 Exit status 1 when a request failed, a text is a mismatch, or memory grew.
@@ -51,9 +53,10 @@ from inference.server.metrics import resident_bytes
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.own import RunConfig
-from scripts.evidence.common import REPORTS, cpu_target
+from scripts.evidence.common import REPORTS
 from scripts.run import drafters
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
@@ -66,7 +69,8 @@ SHOWN = ("tau", "acceptance", "requests_total", "engine_seconds_total")
 """The server's metrics in the report, without their prefix."""
 LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
-"""Share of the load phase after which memory must not grow: until then kernels are cached by shape."""
+"""Share of the load phase after which memory must not grow: until then kernels are cached by
+shape."""
 ROUNDS = 3
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators vary."""
@@ -388,7 +392,7 @@ def report(given: argparse.Namespace) -> int:
         },
         "server": {"rows": given.rows, "queue": queue, "cases": len(cases), "limits": LIMITS},
         "ratios": {name: asdict(ratio) for name, ratio in compared.items()},
-        "load": asdict(load),
+        "load": {key: value for key, value in asdict(load).items() if value is not None},
         "overload": asdict(overload),
         "memory": asdict(growth),
         "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(shown)},
@@ -418,7 +422,8 @@ def is_fine(load: Phase, overload: Phase, memory: Memory, end: End) -> bool:
 
 
 def known_answers(target: TargetModel, count: int) -> list[Case]:
-    """Requests of different prompts, lengths and settings, each decoded alone and without a drafter."""
+    """Requests of different prompts, lengths and settings, each decoded alone and without a
+    drafter."""
     prompts = select_prompts(load_prompts([PROMPTS / "code.jsonl"]), count, seed=5)
     requests = to_requests(prompts, target.tokenizer, DecodeConfig())
     names = ("temperature", "top_k", "top_p", "min_p")
@@ -438,7 +443,8 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
 def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> SpeedRatio:
     """Tokens per second of the server over that of `Engine.run` with as many rows as clients.
 
-    Both take turns, so that a machine that slows down slows both; the ratio is the median of the pairs.
+    Both take turns, so that a machine that slows down slows both; the ratio is the median of the
+    pairs.
     """
     pairs = []
     requests = [Request(case.number, case.prompt, case.seed, case.limit) for case in cases]

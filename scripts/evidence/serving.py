@@ -2,14 +2,14 @@
 
     python -m scripts.evidence.serving --engine-python .venv-serve/bin/python --run outputs/families
 
---run: a run whose trainings are served (`headstart loop experiment=families`; of several learning rates
-the one with the best tau on the validation prompts). --drafters: which of them. Two rows need no
-training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the two
-lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
---speculators: folders that vLLM's training library saved, served as they are, imported and measured by
-our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does not
-have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1. --merge
-keeps the rows of the report that are not made anew; every row has the command that made it.
+--run: a run whose trainings are served (`headstart loop experiment=families`; of several learning
+rates the one with the best tau on the validation prompts). --drafters: which of them. Two rows need
+no training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the
+two lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
+--speculators: folders that vLLM's training library saved, served as they are, imported and measured
+by our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does
+not have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1.
+--merge keeps the rows of the report that are not made anew; every row has the command that made it.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ NOT_COMPARED = {
 }
 CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 ABOUT = (
-    "Every drafter was exported with `headstart export`, checked with `verify-export` and served by "
-    "vLLM's CPU build beside the embedded target in float32, temperature 0. **identical**: answers that "
-    "are the engine's own plain answers, token by token. **tau**: 1 + accepted drafts / drafting steps, "
-    "the engine's definition, counted by the engine and by our decoder on the same prompts with the same "
-    "chain. **equal steps**: answers in which both accepted the same number of tokens in every step. "
-    "Positions: share of steps that accepted the i-th draft. tokens/s: the whole pass, prompts included, "
-    "on a machine that was shared; a comparison of speeds it is not."
+    "Every drafter was exported with `headstart export`, checked with `verify-export` and served "
+    "by vLLM's CPU build beside the embedded target in float32, temperature 0. **identical**: "
+    "answers that are the engine's own plain answers, token by token. **tau**: 1 + accepted "
+    "drafts / drafting steps, the engine's definition, counted by the engine and by our decoder "
+    "on the same prompts with the same chain. **equal steps**: answers in which both accepted "
+    "the same number of tokens in every step. Positions: share of steps that accepted the i-th "
+    "draft. tokens/s: the whole pass, prompts included, on a machine that was shared; a "
+    "comparison of speeds it is not."
 )
 
 
@@ -144,7 +145,8 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], S
     target = bench.target
     served = [item for name in given.drafters for item in bench.export(given.run, name)]
     served += [item for folder in given.speculators for item in bench.from_speculators(folder)]
-    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of numba)
+    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of
+    # numba)
     served.sort(key=lambda item: item.kind == "ngram")
     requests = make_requests(live, target, max((item.depth for item in served), default=1))
     process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
@@ -292,8 +294,8 @@ def best(folder: Path, name: str) -> Path:
     found = trainings(folder, name)
     if not found:
         raise UserError(
-            f"'{folder}' holds no training of {name}. Run `headstart loop experiment=families`, or leave "
-            "it out of --drafters."
+            f"'{folder}' holds no training of {name}. Run `headstart loop experiment=families`, "
+            "or leave it out of --drafters."
         )
     rate = found[0]["rate"]
     return next(

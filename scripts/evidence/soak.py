@@ -1,9 +1,10 @@
-"""A long run of random work: `python -m scripts.evidence.soak --minutes 30` writes docs/reports/soak.json.
+"""A long run of random work: `python -m scripts.evidence.soak --minutes 30` writes
+docs/reports/soak.json.
 
-Random prompts, lengths, seeds and cancellations. Every answer is compared with plain decoding of the
-same request; differences are examined (inference/audit/comparison.py): a near tie of float32 is counted, anything
-else is a mismatch. Resident memory is read every round; growth is judged from the second third on, when
-every engine has its buffers. The exit status is 1 after a mismatch or growth.
+Random prompts, lengths, seeds and cancellations. Every answer is compared with plain decoding of
+the same request; differences are examined (inference/audit/comparison.py): a near tie of float32 is
+counted, anything else is a mismatch. Resident memory is read every round; growth is judged from the
+second third on, when every engine has its buffers. The exit status is 1 after a mismatch or growth.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ GROWTH_ALLOWED = 0.03
 """Share by which resident memory may grow from the second to the last third: allocators vary."""
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))
 POOL = 12
-"""Engines kept at a time, all of one capacity, so that memory is level early and growth would show."""
+"""Engines kept at a time, all of one capacity, so that memory is level early and growth would
+show."""
 LIMITS = (1, 2, 7, 20, 48)
 SHAPES = (
     DecodeConfig(shape="chain", depth=3),

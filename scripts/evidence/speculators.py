@@ -2,16 +2,17 @@
 
     python -m scripts.evidence.speculators --python PYTHON --answers outputs/families/generate
 
-PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2 threads;
-each side is a process of its own, all of them alive at once and timed in turns. One step reads 4,096
-positions on both sides: 8 rows of 512 here, one packed row there. That library packs everything into
-one row, whose attention is dense on a CPU, so it is timed with shorter rows too, and compared at its
-fastest. Memory is compared where both hold equally many positions at once: 4,096, and 512 (ours
-accumulates the gradients of 8 rows). Its features are made beforehand and not timed with its steps;
-ours are made in the step, so that comparison is against us. What making theirs costs with plain
-transformers is reported too.
+PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2
+threads; each side is a process of its own, all of them alive at once and timed in turns. One step
+reads 4,096 positions on both sides: 8 rows of 512 here, one packed row there. That library packs
+everything into one row, whose attention is dense on a CPU, so it is timed with shorter rows too,
+and compared at its fastest. Memory is compared where both hold equally many positions at once:
+4,096, and 512 (ours accumulates the gradients of 8 rows). Its features are made beforehand and not
+timed with its steps; ours are made in the step, so that comparison is against us. What making
+theirs costs with plain transformers is reported too.
 
-`--only timing` or `--only tau` renews one half of the report: tau does not depend on the machine's load.
+`--only timing` or `--only tau` renews one half of the report: tau does not depend on the machine's
+load.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from scripts.config.stages import STAGES
 from scripts.evidence.common import (
     REPORTS,
     TauFacts,
-    cpu_target,
     decode_prompts,
     family_recipe,
     read_json,
@@ -56,6 +56,7 @@ from scripts.evidence.common import (
 )
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 from train.config import TrainingJob
 from train.data.pack import PackedData
 from train.distributed import join_world
@@ -82,7 +83,8 @@ ROW_BY_ROW = "ours, one row at a time"
 
 @dataclass(frozen=True)
 class Kind:
-    """One architecture: the library's flags, and our learning rate (recipe: experiment=families)."""
+    """One architecture: the library's flags, and our learning rate (recipe:
+    experiment=families)."""
 
     flags: tuple[str, ...]
     rate: float
@@ -101,7 +103,8 @@ RECIPES = {
     "as it comes": (),  # Muon at 1e-3, linear decay
     "AdamW 3e-3": ("--optimizer", "adamw", "--lr", "3e-3"),
 }
-"""The library's optimisers tried for tau; the best one counts. Timed with AdamW, the cheaper one."""
+"""The library's optimisers tried for tau; the best one counts. Timed with AdamW, the cheaper
+one."""
 
 
 class Answer(TypedDict, total=False):

@@ -1,12 +1,13 @@
-"""Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes docs/reports/watch.json.
+"""Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes
+docs/reports/watch.json.
 
 After `headstart loop experiment=families`. It fine-tunes the embedded target on C++ headers
-(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system
-prompt. A drafter of the unchanged target gets a reference on prompts that neither has seen; then
-`headstart watch` decodes other unseen prompts with every version of the target. False alarms are counted
-on streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
-training from scratch on the new target's answers to 1,440 prompts, on held-out prompts of old and new
-domains. Steps that are done are skipped, so the command may be repeated.
+(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system prompt.
+A drafter of the unchanged target gets a reference on prompts that neither has seen; then `headstart
+watch` decodes other unseen prompts with every version of the target. False alarms are counted on
+streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
+training from scratch on the new target's answers to 1,440 prompts, on held-out prompts of old and
+new domains. Steps that are done are skipped, so the command may be repeated.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import (
     REPORTS,
     TauFacts,
-    cpu_target,
     decode_prompts,
     family_recipe,
     read_json,
-    run_stage,
+    run_on_target,
     sum_up,
     tau_facts,
 )
 from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
@@ -120,11 +121,9 @@ class Folders:
     def stage(self, name: str, run_name: str, folder: str, *overrides: str) -> None:
         """Run a stage on a version of the target; a watch may raise its alarm."""
         path = self.work / folder if folder else TARGET
-        shared = ["experiment=[families]", "target=local", f"target.path={path}"]
-        shared += ["target.dtype=float32", f"run.root={self.work}", f"run.name={run_name}"]
-        threads = f"run.threads={torch.get_num_threads()}"
+        own = (f"run.threads={torch.get_num_threads()}", *overrides)
         statuses = (0, 1) if name == "watch" else (0,)
-        run_stage(name, *shared, threads, *overrides, statuses=statuses)
+        run_on_target(name, path, self.work / run_name, *own, statuses=statuses)
 
 
 class Training(TypedDict):

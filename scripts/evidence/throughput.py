@@ -1,10 +1,12 @@
-"""Training speed of every trainable recipe on the embedded target: writes docs/reports/throughput.json.
+"""Training speed of every trainable recipe on the embedded target: writes
+docs/reports/throughput.json.
 
     python -m scripts.evidence.throughput --answers outputs/families/generate
 
-Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau) in a
-process of its own, so that its peak of memory is its own. The first steps are left out: they warm up,
-and the first one counts FLOPs. The report is written after every recipe; `--only` replaces single rows.
+Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau)
+in a process of its own, so that its peak of memory is its own. The first steps are left out: they
+warm up, and the first one counts FLOPs. The report is written after every recipe; `--only` replaces
+single rows.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The tuner against an exhaustive search, and the traffic simulator against the real decoder.
 
-    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report --survey-only
     python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report
-    python -m scripts.evidence.tune --page
+    --survey-only python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys
+    outputs/tune_report python -m scripts.evidence.tune --page
 
-For every drafter and batch size the tuner chooses on validation prompts; then every draft of the grid
-is decoded on other prompts, all taking turns with plain decoding. Reported in docs/reports/tune.json are
-the choice's loss against the best of the grid there, and the predicted speed against the measured one,
-on the tuner's own prompts and on the others; the same for the speedup over plain decoding, which does
-not change with the machine's pace. The first command measures acceptance alone, for which the machine
-may be busy; the second needs the machine to itself. Drafters may be measured one at a time: the report
-keeps the others. The tables in docs/tuning.md are written from the report at the end, and by the third
-command.
+For every drafter and batch size the tuner chooses on validation prompts; then every draft of the
+grid is decoded on other prompts, all taking turns with plain decoding. Reported in
+docs/reports/tune.json are the choice's loss against the best of the grid there, and the predicted
+speed against the measured one, on the tuner's own prompts and on the others; the same for the
+speedup over plain decoding, which does not change with the machine's pace. The first command
+measures acceptance alone, for which the machine may be busy; the second needs the machine to
+itself. Drafters may be measured one at a time: the report keeps the others. The tables in
+docs/tuning.md are written from the report at the end, and by the third command.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, summed
-from scripts.evidence.common import DOCS, REPORTS, cell, cpu_target, read_json
+from scripts.evidence.common import DOCS, REPORTS, cell, read_json
 from scripts.run import drafters
 from scripts.tools.common import Section, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -121,7 +122,8 @@ def report(given: argparse.Namespace) -> None:
 
 
 def survey(target: TargetModel, folder: Path, kept: Path, batches: tuple[int, ...]) -> Tuner:
-    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else measured."""
+    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else
+    measured."""
     found = drafters.at(folder)
     assert found.checkpoint is not None, "`at` reads a checkpoint"
     config = replace(GRID, batches=batches)
@@ -154,8 +156,8 @@ def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
 def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
     """Every draft of the grid on prompts that are new to the tuner, the fastest first.
 
-    Each has its speed relative to the fastest, with an interval over blocks. Those close to the fastest
-    run longer, as the tuner's finalists do.
+    Each has its speed relative to the fastest, with an interval over blocks. Those close to the
+    fastest run longer, as the tuner's finalists do.
     """
     count = -(-HELD_OUT[batch] // 3)
     grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
@@ -268,8 +270,8 @@ def tables(content: Mapping[str, Any]) -> str:
                 ["drafter", "draft", "tokens/s", "latency p50", "latency p95"], simulated
             ),
             "",
-            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), by "
-            f"`{command}`.",
+            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
+            f"by `{command}`.",
             "",
         ]
     )

@@ -1,10 +1,11 @@
 """How near to the memory's speed the decoder runs: `python -m scripts.tools.bench_gpu`.
 
-The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so that its
-greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding, and the layers add
-little to the residual stream. Drafters of real shapes do their real work and are accepted as a recorded
-trajectory says (`inference/measure/replay.py`), so what is measured depends on the decoder and the machine alone.
-Writes the whole report with its roofline, and the few numbers that it is judged by, as JSON.
+The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so
+that its greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding,
+and the layers add little to the residual stream. Drafters of real shapes do their real work and are
+accepted as a recorded trajectory says (`inference/measure/replay.py`), so what is measured depends
+on the decoder and the machine alone. Writes the whole report with its roofline, and the few numbers
+that it is judged by, as JSON.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ SHAPES = {
     "llama31_8b": dict(zip(SIZES, LLAMA, strict=True)),
     "toy": dict(zip(SIZES, TOY, strict=True)),
 }
-"""Sizes of the target, the distilled drafter (small_*: Llama-3.2-1B) and EAGLE-3's draft vocabulary."""
+"""Sizes of the target, the distilled drafter (small_*: Llama-3.2-1B) and EAGLE-3's draft
+vocabulary."""
 STRIDE = 7919
-"""The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for long."""
+"""The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for
+long."""
 WANTED = {"plain_share": 0.65, "synchronisations_per_step": 0.0, "gap_share": 0.05}
 """What a GPU of the H100/H200 class must reach: at least the first, at most the others."""
 
@@ -129,7 +132,8 @@ def record(sources: Sequence[str], path: Path) -> None:
 def random_target(
     sizes: dict[str, int], device: torch.device, dtype: torch.dtype, positions: int
 ) -> TargetModel:
-    """A Llama of the given sizes whose greedy text counts up by `STRIDE`, robustly in every dtype."""
+    """A Llama of the given sizes whose greedy text counts up by `STRIDE`, robustly in every
+    dtype."""
     config = LlamaConfig(
         vocab_size=sizes["vocab"],
         hidden_size=sizes["hidden"],
@@ -183,8 +187,8 @@ def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, TrainableD
 
 
 def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
-    """What the target writes, prompts included, by construction. Raises `UserError` when one of them is not
-    what it writes.
+    """What the target writes, prompts included, by construction. Raises `UserError` when one of
+    them is not what it writes.
     """
     size = target.info.vocab_size
     made = [
@@ -201,7 +205,8 @@ def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
     done = next(iter(Engine(target, None, decode).run(requests[:1])))
     if [*requests[0].tokens, *done.tokens] != made[0]:
         raise UserError(
-            "the random target does not write its known text in this dtype and size; choose a larger --hidden."
+            "the random target does not write its known text in this dtype and size; choose a "
+            "larger --hidden."
         )
     return made
 
@@ -227,7 +232,8 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]
         recorded = name if given.trajectory == "own" else given.trajectory
         if recorded not in known:
             raise UserError(
-                f"'{given.trajectories}' holds no trajectory '{recorded}'. Record it with --record {recorded}=FOLDER."
+                f"'{given.trajectories}' holds no trajectory '{recorded}'. Record it with "
+                f"--record {recorded}=FOLDER."
             )
         trajectory = known[recorded]
         depth = given.depth or max(trajectory.accepted)
@@ -314,8 +320,8 @@ def judged(
 def synchronisations(
     target: TargetModel, drafter: Any, decode: DecodeConfig, request: Request
 ) -> float | None:
-    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond those of a
-    short one.
+    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond
+    those of a short one.
     """
     if target.device.type != "cuda":
         return None

@@ -7,14 +7,14 @@ The folders hold drafters of the embedded target, as `make demo` trains them
 
 * `rankings`: by what nodes should be compared (`heads.api.tree.Ranking`), with the target's noise
   shared and at temperature 0;
-* `shapes`: the accepted length of dynamic trees, of a chain, and of a searched static tree of the same
-  depth;
-* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what rejection rules
-  accept on the same chains.
+* `shapes`: the accepted length of dynamic trees, of a chain, and of a searched static tree of the
+  same depth;
+* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what rejection
+  rules accept on the same chains.
 
-The first two replay: the match rule never changes the text, so the target decodes every prompt once and
-gives its states once, and any shape is then followed along the known text. That is the accepted length
-of decoding, exactly, without the target's passes.
+The first two replay: the match rule never changes the text, so the target decodes every prompt once
+and gives its states once, and any shape is then followed along the known text. That is the accepted
+length of decoding, exactly, without the target's passes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from inference.manifest import write_json
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, load_prompts, to_requests
-from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.tune.replay import Replay
 from inference.tune.tree_search import measure_ranks, search_tree
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from scripts.tools.recording import split_prompts
+from scripts.tools.recording import cpu_target, split_prompts
 
 DEPTH = 4
 TEMPERATURES = (0.0, 1.0)
@@ -87,7 +86,7 @@ def report(given: argparse.Namespace) -> None:
 
 def measure(given: argparse.Namespace) -> dict[str, object]:
     """All parts asked for, per drafter."""
-    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    target = cpu_target(given.target)
     everything = load_prompts(given.prompts)
     prompts, validation = split_prompts(everything, given.per_domain, VALIDATION)
     drafters = {}
@@ -107,7 +106,9 @@ def measure(given: argparse.Namespace) -> dict[str, object]:
                 continue
             replays = {x: Replay(target, drafter, written, x) for x, written in texts.items()}
             parts[part][name] = {
-                f"temperature {x:g}": rankings(one) if part == "rankings" else shapes(one, validation)
+                f"temperature {x:g}": rankings(one)
+                if part == "rankings"
+                else shapes(one, validation)
                 for x, one in replays.items()
             }
     return content | parts

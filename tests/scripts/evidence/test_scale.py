@@ -1,4 +1,5 @@
-"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables from the report."""
+"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables
+from the report."""
 
 from __future__ import annotations
 
@@ -51,8 +52,12 @@ def test_the_plans_compose() -> None:
 
 
 def test_a_disturbed_probe_of_the_peak_is_left_out_and_named() -> None:
-    rows = [{"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
-            for number, (name, peak) in enumerate((("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1)]  # fmt: skip
+    rows = [
+        {"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
+        for number, (name, peak) in enumerate(
+            (("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1
+        )
+    ]
     kept, spoilt = scale.split_probes(rows)
     assert [row["name"] for row in kept] == ["a", "b", "c"]
     assert [row["name"] for row in spoilt] == ["spoilt"]

@@ -1,4 +1,5 @@
-"""The load test of the server: a short run of all its phases for real, and what it does not let pass."""
+"""The load test of the server: a short run of all its phases for real, and what it does not let
+pass."""
 
 from __future__ import annotations
 
@@ -62,7 +63,20 @@ def test_growth_is_judged_after_the_warm_up() -> None:
 @pytest.mark.slow
 def test_all_phases_run(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    short = ["--clients", "4", "--minutes", "0.03", "--overload-seconds", "1", "--rows", "2", "--cases", "8", "--out", str(out)]
+    short = [
+        "--clients",
+        "4",
+        "--minutes",
+        "0.03",
+        "--overload-seconds",
+        "1",
+        "--rows",
+        "2",
+        "--cases",
+        "8",
+        "--out",
+        str(out),
+    ]
     serve_load.main(short)
     report = json.loads(out.read_text())
     for phase in ("load", "overload"):
