@@ -268,7 +268,7 @@ def report(given: argparse.Namespace) -> None:
     folders = Folders(work, held_out_target.make(work, given.steps, counts))
     prompts = folders.prompts
     folders.stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
-    for name in given.rows:
+    for name in RATES:
         last = [LAST_LAYER] if name == "eagle3_copied" else []  # another number than the recipe's
         own = (*family_recipe(name), *last, f"optim.lr={RATES[name]}", f"run.drafter={name}")
         folders.stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
@@ -296,7 +296,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(
         parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
     )
-    parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
     rivals = "drafters that speculators trains"
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help=rivals)
     add_options(parser, threads=1, out=(REPORTS / "held_out", "without its ending"))

@@ -86,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--speculators", nargs="*", type=Path, default=[])
     parser.add_argument("--interpreted", nargs="*", default=[])
     add_options(parser, target="assets/tiny-target", prompts_per_domain=8, max_new_tokens=128)
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--out", type=Path, default=REPORTS)
     parser.add_argument("--merge", action="store_true")
     return run(parser, report, arguments)
@@ -139,7 +138,7 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], S
         python=given.engine_python,
         prompts_per_domain=given.prompts_per_domain,
         max_new_tokens=given.max_new_tokens,
-        batches=tuple(given.batches),
+        batches=(1, 8),
         seconds=3600.0,
     )
     target = bench.target

@@ -78,6 +78,9 @@ VERSION = "0.9.0"
 LENGTH, ROWS = 512, 8
 PLACES = LENGTH * ROWS
 SHORTER = (2048, 1024, 512)
+"""Shorter rows of the library that are timed too, in tokens."""
+STEPS, COUNT, NEW_TOKENS = 61, 24, 96
+"""Of the comparison of tau: training steps, prompts, and new tokens per prompt."""
 ROW_BY_ROW = "ours, one row at a time"
 
 
@@ -361,10 +364,10 @@ def timing(setting: Setting, name: str, warm: int, rounds: int) -> Timing:
 def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison:
     """tau of both sides after equally many steps, with one decoder on the same held-out prompts."""
     target = setting.model
-    decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=given.tokens, batch_size=8)
+    decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=NEW_TOKENS, batch_size=8)
     found = load_prompts((str(given.prompts),))
     domains = len({prompt.domain for prompt in found})
-    chosen = select_prompts(found, max(1, given.count // domains), seed=setting.seed)
+    chosen = select_prompts(found, max(1, COUNT // domains), seed=setting.seed)
     counts = set[int]()
 
     def measure(folder: Path) -> TauFacts:
@@ -372,21 +375,21 @@ def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison
         counts.add(len(done))
         return tau_facts(tau_estimate(sum_up(done, chosen, decode.depth)))
 
-    ours = setting.ours(name, name, given.steps)
+    ours = setting.ours(name, name, STEPS)
     ours.answer()
     saved = setting.work / f"ours-{name}" / "saved"
-    ours.train(given.steps, saved)
+    ours.train(STEPS, saved)
     rows = {"ours": measure(saved)}
     for number, (recipe, flags) in enumerate(RECIPES.items()):
         label = f"{name}-tau-{number}"
-        steps = ("--scheduler-total-steps", str(given.steps))
+        steps = ("--scheduler-total-steps", str(STEPS))
         side = setting.theirs(name, label, PLACES, (*flags, *steps), 1000)
         side.answer()
-        side.train(given.steps, setting.work / f"theirs-{label}" / "saved")
+        side.train(STEPS, setting.work / f"theirs-{label}" / "saved")
         rows[f"speculators, {recipe}"] = measure(setting.converted(label))
     best = max(row["tau"] for label, row in rows.items() if label != "ours")
     difference = rows["ours"]["tau"] - best
-    return TauComparison(given.steps, max(counts), rows, difference)
+    return TauComparison(STEPS, max(counts), rows, difference)
 
 
 def compare(given: argparse.Namespace) -> None:
@@ -399,8 +402,7 @@ def compare(given: argparse.Namespace) -> None:
             "give --python, one that has speculators, and --answers, a folder of generate."
         )
     answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
-    shorter = tuple(given.rows)
-    setting = Setting(given.python, answers, target, work, given.threads, shorter)
+    setting = Setting(given.python, answers, target, work, given.threads)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
     facts = {**process_facts(), "device": device_facts(torch.device("cpu"))}
@@ -409,7 +411,7 @@ def compare(given: argparse.Namespace) -> None:
     for part in [given.only] if given.only else ["timing", "tau"]:
         shared = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
         found: dict[str, Timing | TauComparison] = {
-            name: timing(setting, name, given.warm, given.rounds)
+            name: timing(setting, name, warm=1, rounds=4)
             if part == "timing"
             else tau(setting, name, given)
             for name in given.kinds
@@ -503,22 +505,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser, target=TARGET, prompts=(PROMPTS, "held-out prompts for tau"))
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["eagle3", "dspark"])
     parser.add_argument("--only", choices=("timing", "tau"))
-    add_options(
-        parser,
-        threads=2,
-        warm=(1, "rounds that are not counted"),
-        rounds=(4, "rounds of two steps that are timed"),
-    )
-    rows = "shorter rows of the library to time, in tokens"
-    parser.add_argument("--rows", nargs="*", type=int, default=SHORTER, help=rows)
-    add_options(
-        parser,
-        steps=(61, "steps before tau is measured"),
-        count=(24, "prompts for tau"),
-        tokens=(96, "new tokens per prompt"),
-        work=ROOT / "outputs" / "speculators",
-        out=REPORTS / "speculators.json",
-    )
+    work, out = ROOT / "outputs" / "speculators", REPORTS / "speculators.json"
+    add_options(parser, threads=2, work=work, out=out)
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     return run(parser, compare, arguments)
 

@@ -194,7 +194,7 @@ def train_full(folders: Folders) -> Training:
     return Training(steps=found["steps"], tokens=found["tokens"], seconds=found["seconds"])
 
 
-def refresh(folders: Folders, full: Training, changes: Sequence[str]) -> Any:
+def refresh(folders: Folders, full: Training) -> Any:
     """`headstart refresh` within its share of the full training's tokens; returns refresh.json."""
     steps = int(SHARE * full["tokens"]) // 512
     place = folders.prompts
@@ -204,7 +204,7 @@ def refresh(folders: Folders, full: Training, changes: Sequence[str]) -> Any:
     own += ["data=embedded", f"data.path={place / 'train.jsonl'}"]
     own += [f"train.prompts=[{place / 'validation.jsonl'}]"]
     own += ["bench=jsonl", f"bench.prompts={place / 'measuring.jsonl'}"]
-    folders.stage("refresh", folders.refreshed.name, "finetuned", *own, *changes)
+    folders.stage("refresh", folders.refreshed.name, "finetuned", *own)
     return read_json(folders.refreshed / "refresh" / "refresh.json")
 
 
@@ -323,7 +323,7 @@ def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, object]:
     reference = learn(folders)
     watched = {name: watch(folders, name) for name in CHANGES if name not in given.skip}
     full = train_full(folders)
-    refreshed = refresh(folders, full, given.refresh)
+    refreshed = refresh(folders, full)
     tau, cost = compare(folders), refreshed["cost"]
     answers = read_manifest(folders.work / "full" / "generate", "generate")["counts"]
     share = divide(cost["training_tokens"], full["tokens"])
@@ -335,7 +335,7 @@ def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, object]:
         "settings": {k: v for k, v in refreshed["settings"].items() if k not in left_out},
     }
     streams = {
-        name: resample(folders, reference, name, given.streams // part)
+        name: resample(folders, reference, name, STREAMS // part)
         for name, part in RESAMPLED.items()
     }
     quiet = watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < 0.01
@@ -382,10 +382,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
     skip = "where torchao or bitsandbytes is missing"
     parser.add_argument("--skip", nargs="+", choices=("int8", "int4"), default=[], help=skip)
-    changes = "overrides of the refresh"
-    parser.add_argument("--refresh", nargs="*", default=[], metavar="KEY=VALUE", help=changes)
-    streams = "of the unchanged target; a fifth of others"
-    parser.add_argument("--streams", type=int, default=STREAMS, help=streams)
     add_options(parser, threads=1, out=REPORTS / "watch.json")
     return run(parser, report, arguments)
 

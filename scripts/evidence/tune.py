@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
     parser.add_argument("--page", action="store_true", help="only write the page's tables")
     parser.add_argument("--survey-only", action="store_true")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(HELD_OUT))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-traffic", action="store_true")
     parser.add_argument("--out", type=Path, default=REPORTS / "tune.json")
     return run(parser, report, arguments)
 
@@ -97,13 +95,11 @@ def report(given: argparse.Namespace) -> None:
     target = cpu_target(given.target)
     for item in given.drafters:
         name, _, folder = item.partition("=")
-        kept, batches = given.surveys / f"{name}.json", tuple(given.batches)
-        tuner = survey(target, Path(folder), kept, batches)
+        tuner = survey(target, Path(folder), given.surveys / f"{name}.json")
         if given.survey_only:
             continue
         found = compare(tuner, given.held_out)
-        if not given.no_traffic:
-            found["traffic"] = traffic(tuner, given.held_out)
+        found["traffic"] = traffic(tuner, given.held_out)
         content = {
             "drafters": {},
             **read_json(given.out),
@@ -121,12 +117,12 @@ def report(given: argparse.Namespace) -> None:
         print(json.dumps(content["summary"][name], indent=1), flush=True)
 
 
-def survey(target: TargetModel, folder: Path, kept: Path, batches: tuple[int, ...]) -> Tuner:
+def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
     """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else
     measured."""
     found = drafters.at(folder)
     assert found.checkpoint is not None, "`at` reads a checkpoint"
-    config = replace(GRID, batches=batches)
+    config = replace(GRID, batches=tuple(HELD_OUT))
     prompts, drafter = load_prompts(config.prompts), drafters.load(found, target)
     tuner = Tuner.prepare(config, target, drafter, prompts, DecodeConfig(), print)
     weights = file_sha256(found.checkpoint / WEIGHTS_FILE)
