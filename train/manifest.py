@@ -6,6 +6,7 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 

@@ -1,7 +1,8 @@
-"""The decoder's evidence in one place: `python -m scripts.evidence.decoder` writes docs/decoder.md's tables.
+"""The decoder's evidence in one place: `python -m scripts.evidence.decoder` writes
+docs/decoder.md's tables.
 
-It measures nothing. It puts the tables of the reports that other commands wrote, each with its command,
-into the page. A report that is missing is left out and named.
+It measures nothing. It puts the tables of the reports that other commands wrote, each with its
+command, into the page. A report that is missing is left out and named.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from heads.api.errors import UserError
 from inference.report.markdown import markdown_table
+from scripts.evidence import plain_decoding
+from scripts.evidence import soak as soak_run
 from scripts.evidence.common import DOCS, REPORTS, cell, read_json
 from scripts.tools.common import Section, make_parser, run
+from scripts.tools.rank_trees import TauRow
 
 PAGE = DOCS / "decoder.md"
 SECTION = Section("decoder", "scripts/evidence/decoder.py")
@@ -46,7 +50,7 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(sections)} parts; missing: {', '.join(missing) or 'none'}")
 
 
-def speed(content: Mapping[str, Any]) -> list[str]:
+def speed(content: plain_decoding.Content) -> list[str]:
     """plain_decoding.json: our loops and transformers', in turns."""
     header = ["arm", "ms / token", "over generate", "tau", "speedup", "efficiency"]
     header += ["outside draft and verify", "texts"]
@@ -74,7 +78,7 @@ def speed(content: Mapping[str, Any]) -> list[str]:
     return [*markdown_table(header, rows), "", facts]
 
 
-def trees(content: Mapping[str, Any]) -> list[str]:
+def trees(content: Mapping[str, object]) -> list[str]:
     """tree_ranking.json: every measured tau with its interval."""
     rows = []
     for part in ("shapes", "rules", "rankings"):
@@ -84,34 +88,31 @@ def trees(content: Mapping[str, Any]) -> list[str]:
     return markdown_table(["part", "drafter", "temperature", "what", "tau"], rows)
 
 
-def soak(content: Mapping[str, Any]) -> list[str]:
+def soak(content: soak_run.Content) -> list[str]:
     """soak.json: the result of random work."""
     return [
         f"{'passed' if content['passed'] else 'FAILED'}: {content['minutes']} minutes, "
-        f"{content['rounds']} rounds, {content['answers']} answers with {content['tokens']} tokens, "
-        f"{content['cancelled']} cancelled; {content['identical']} identical, {content['near_ties']} "
-        f"near ties, {content['mismatches']} mismatches; resident memory "
+        f"{content['rounds']} rounds, {content['answers']} answers with {content['tokens']} "
+        f"tokens, {content['cancelled']} cancelled; {content['identical']} identical, "
+        f"{content['near_ties']} near ties, {content['mismatches']} mismatches; resident memory "
         f"{content['memory_growth']:+.1%} from the second to the last third "
         f"({content['memory_growth_allowed']:.0%} allowed)."
     ]
 
 
-PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = {
+PARTS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "plain_decoding": ("Speed on this CPU", speed),
     "tree_ranking": ("Trees and rules", trees),
     "soak": ("Soak", soak),
 }
 
 
-def leaves(
-    tree: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+def leaves(tree: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TauRow]]:
     """The entries of nested mappings that hold a `tau`, with their keys."""
-    if "tau" in tree:
-        yield path, tree
-        return
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
+    if isinstance(tree, dict) and "tau" in tree:
+        yield path, cast(TauRow, tree)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
             yield from leaves(value, (*path, str(key)))
 
 

@@ -1,8 +1,9 @@
-"""The table of all families: `python -m scripts.evidence.families [RUN]` writes families.{json,md,png}.
+"""The table of all families: `python -m scripts.evidence.families [RUN]` writes
+families.{json,md,png}.
 
-It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of every
-row (at the learning rate whose tau on the validation prompts was best) and four measurements of all
-rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
+It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
+every row (at the learning rate whose tau on the validation prompts was best) and four measurements
+of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.report import plots
 from inference.report.markdown import list_conditions, markdown_table
-from inference.report.model import DeviceFacts, ReportSettings, TargetFacts, read_report
+from inference.report.model import (
+    DeviceFacts,
+    DrafterResult,
+    ReportSettings,
+    TargetFacts,
+    read_report,
+)
 from scripts.evidence.common import REPORTS, cell, read_json, write_page
 from scripts.run.drafters import SWEPT
 from scripts.tools.common import ROOT, make_parser, run
@@ -33,16 +40,16 @@ MEASURES = {
 COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
 DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
 SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
-TRAINED = ("steps", "tokens", "seconds")
 ABOUT = (
-    "Every row was trained on the same generated answers of the same target; the learning rate is the one"
-    " whose tau on the validation prompts was best, out of those tried. Measured on other prompts, batch "
-    "size 1. **tau**: committed tokens per verify pass, bonus included. **TAR**: accepted drafted tokens "
-    "per tested one, chain at T=0. **speedup**: against the same loop without a drafter, chain at T=0, "
-    "same run. **efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
-    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. "
-    "Training tokens/s: throughput.json, the same rows on a quiet machine. T=1: fewer and shorter answers "
-    "(families.json has each column's settings)."
+    "Every row was trained on the same generated answers of the same target; the learning rate "
+    "is the one whose tau on the validation prompts was best, out of those tried. Measured on "
+    "other prompts, batch size 1. **tau**: committed tokens per verify pass, bonus included. "
+    "**TAR**: accepted drafted tokens per tested one, chain at T=0. **speedup**: against the "
+    "same loop without a drafter, chain at T=0, same run. **efficiency**: speedup / (tau / (1 + "
+    "draft time per pass / baseline time per pass)). Brackets: 95% bootstrap intervals over "
+    "prompts. Rows without steps need no training. Training tokens/s: throughput.json, the same "
+    "rows on a quiet machine. T=1: fewer and shorter answers (families.json has each column's "
+    "settings)."
 )
 
 
@@ -66,21 +73,65 @@ def report(given: argparse.Namespace) -> None:
     print(f"{len(content['rows'])} rows")
 
 
-def collect(folder: Path) -> dict[str, Any]:
+class Training(TypedDict):
+    """One training of a row, at one learning rate."""
+
+    rate: float
+    steps: int
+    tokens: int
+    seconds: float
+    validation_tau: float | None
+    best_step: int
+
+
+class Measured(TypedDict, total=False):
+    """One drafter in one measurement; the last three only with the chain at temperature 0."""
+
+    tau: float
+    tau_ci95: list[float]
+    lossless: Mapping[str, int]
+    domains: Mapping[str, Mapping[str, float]]
+    speedup: float
+    speedup_ci95: list[float]
+    efficiency: float
+
+
+class Row(TypedDict):
+    """One drafter over all measurements."""
+
+    name: str
+    kind: str
+    parameters: int
+    memory_bytes: int
+    trainings: list[Training]
+    measured: dict[str, Measured]
+    training_tokens_per_second: float | None
+
+
+class Content(TypedDict):
+    """families.json."""
+
+    format: int
+    command: str
+    target: Mapping[str, Any]
+    device: Mapping[str, Any]
+    settings: Mapping[str, Mapping[str, Any]]
+    baseline: Mapping[str, object]
+    git: Mapping[str, object]
+    rows: list[Row]
+
+
+def collect(folder: Path) -> Content:
     """families.json's content; raises `UserError` when a measurement is missing."""
     reports = {}
     for column, (name, title) in MEASURES.items():
         path = folder / name / "report.json"
         if not path.is_file():
             raise UserError(
-                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it continues "
-                "where it ended."
+                f"'{path}' ({title}) is missing. Run `headstart loop experiment=families`; it "
+                "continues where it ended."
             )
         reports[column] = read_report(path)
-    entries = {
-        column: {one.name: one.to_dict() | {"efficiency": one.efficiency} for one in found.drafters}
-        for column, found in reports.items()
-    }
     throughput = read_json(REPORTS / "throughput.json").get("rows", [])
     speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
     chain = reports["chain"]
@@ -93,53 +144,55 @@ def collect(folder: Path) -> dict[str, Any]:
         "baseline": {column: found.baseline.to_dict() for column, found in reports.items()},
         "git": chain.git or {},
         "rows": [
-            make_row(name, entries, trainings(folder, name))
-            | {"training_tokens_per_second": speeds.get(name)}
-            for name in entries["chain"]
+            {
+                "name": one.name,
+                "kind": one.kind,
+                "parameters": one.parameters,
+                "memory_bytes": one.memory_bytes.drafter,
+                "trainings": trainings(folder, one.name),
+                "measured": {
+                    column: measured_row(found.drafter(one.name), column == "chain")
+                    for column, found in reports.items()
+                },
+                "training_tokens_per_second": speeds.get(one.name),
+            }
+            for one in chain.drafters
         ],
     }
 
 
-def trainings(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The trainings of a row in a run, the one with the best tau on the validation prompts first."""
-    found = []
+def trainings(folder: Path, name: str) -> list[Training]:
+    """The trainings of a row in a run, the one with the best tau on the validation prompts
+    first."""
+    found: list[Training] = []
     for path in sorted((folder / "train").glob(f"{name}{SWEPT}*")):
         if (path / MANIFEST_FILE).is_file():
             manifest = read_manifest(path, "train")
-            rate = {"rate": float(path.name.partition(SWEPT)[2])}
-            best = {
-                "validation_tau": manifest["best"]["tau"],
-                "best_step": manifest["best"]["step"],
-            }
-            found.append(rate | {key: manifest[key] for key in TRAINED} | best)
+            found.append(
+                {
+                    "rate": float(path.name.partition(SWEPT)[2]),
+                    "steps": manifest["steps"],
+                    "tokens": manifest["tokens"],
+                    "seconds": manifest["seconds"],
+                    "validation_tau": manifest["best"]["tau"],
+                    "best_step": manifest["best"]["step"],
+                }
+            )
     return sorted(found, key=lambda training: -(training["validation_tau"] or 0.0))
 
 
-def make_row(
-    name: str, entries: Mapping[str, Mapping[str, Any]], trained: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """One drafter over all measurements."""
-    measured = {}
-    for column, arms in entries.items():
-        entry = arms[name]
-        domains = {
-            domain: {key: found[key] for key in DOMAIN_COUNTED}
-            for domain, found in entry["domains"].items()
-        }
-        measured[column] = {key: entry[key] for key in COUNTED} | {"domains": domains}
-    first = entries["chain"][name]
-    measured["chain"] |= {key: first[key] for key in (*SECONDS, "efficiency")}
-    return {
-        "name": name,
-        "kind": first["kind"],
-        "parameters": first["parameters"],
-        "memory_bytes": first["memory_bytes"]["drafter"],
-        "trainings": trained,
-        "measured": measured,
+def measured_row(found: DrafterResult, timed: bool) -> Measured:
+    """One drafter in one measurement; speeds only where they count (`timed`)."""
+    entry = found.to_dict()
+    domains = {
+        name: {key: one[key] for key in DOMAIN_COUNTED} for name, one in entry["domains"].items()
     }
+    kept = {key: entry[key] for key in (*COUNTED, *(SECONDS if timed else ()))}
+    more = {"efficiency": found.efficiency} if timed else {}
+    return cast(Measured, kept | more | {"domains": domains})
 
 
-def markdown(content: Mapping[str, Any]) -> list[str]:
+def markdown(content: Content) -> list[str]:
     """The lines of the page: the table, and the rates that were tried."""
     rows = by_tau(content)
     domains = sorted(rows[0]["measured"]["chain"]["domains"])
@@ -176,12 +229,12 @@ def markdown(content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def by_tau(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+def by_tau(content: Content) -> list[Row]:
     """The rows, the largest tau of a chain first."""
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
-def table_row(row: Mapping[str, Any]) -> list[str]:
+def table_row(row: Row) -> list[str]:
     """One line of the table."""
     measured, trained = row["measured"], row["trainings"]
     chain, speed = measured["chain"], row["training_tokens_per_second"]

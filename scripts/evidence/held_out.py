@@ -2,12 +2,13 @@
 
     python -m scripts.evidence.held_out [--speculators <python that has speculators>]
 
-Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters
-with the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
-target, and measures them on prompts of files that neither target nor drafters saw. With `--speculators`
-that library trains EAGLE-3, DFlash and DSpark on the same answers for as many passes; its checkpoints
-are converted and measured in the same session. Writes docs/reports/held_out.{json,md}. Steps that are
-done are skipped, so the command may be repeated after an interruption.
+Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, trains drafters with
+the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
+target, and measures them on prompts of files that neither target nor drafters saw. With
+`--speculators` that library trains EAGLE-3, DFlash and DSpark on the same answers for as many
+passes; its checkpoints are converted and measured in the same session. Writes
+docs/reports/held_out.{json,md}. Steps that are done are skipped, so the command may be repeated
+after an interruption.
 """
 
 from __future__ import annotations
@@ -18,45 +19,45 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
-from heads.api.checkpoint import load_drafter
 from inference.decoding.config import DecodeConfig
 from inference.manifest import MANIFEST_FILE, read_manifest, write_json
-from inference.measure.prompts import load_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.metrics import tau_estimate
+from inference.measure.prompts import load_prompts
 from inference.report.markdown import markdown_table
 from inference.report.model import read_report
 from scripts.assets import cpp_headers, held_out_target
-from scripts.evidence.common import REPORTS, cell, read_json, run_stage, write_page
+from scripts.evidence.common import (
+    REPORTS,
+    cell,
+    decode_prompts,
+    family_recipe,
+    read_json,
+    run_on_target,
+    sum_up,
+    write_page,
+)
 from scripts.evidence.speculators import PLACES, RECIPES, Setting, write_rows
 from scripts.tools.common import ROOT, add_options, make_parser, run
 
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
 
 
-@dataclass(frozen=True)
-class Row:
-    """A recipe of conf/experiment/families.yaml, and its best learning rate on the embedded target."""
-
-    head: str
-    rate: float
-    overrides: tuple[str, ...] = ()
-
-
 LAYERS = held_out_target.CONFIG["num_hidden_layers"]
 LAST_LAYER = f"head.from_target_layer={LAYERS - 1}"
-ROWS = {
-    "medusa": Row("medusa", 1e-2),
-    "hydra_heads": Row("hydra_heads", 3e-3),
-    "eagle": Row("eagle", 1e-2),
-    "eagle3": Row("eagle3", 3e-3, ("head.ttt_steps=4",)),
-    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", LAST_LAYER)),
-    "dflash": Row("dflash", 1e-3, ("head.num_anchors=64",)),
-    "dspark": Row("dspark", 1e-3, ("head.num_anchors=64",)),
+RATES = {
+    "medusa": 1e-2,
+    "hydra_heads": 3e-3,
+    "eagle": 1e-2,
+    "eagle3": 3e-3,
+    "eagle3_copied": 3e-3,
+    "dflash": 1e-3,
+    "dspark": 1e-3,
 }
+"""Row of conf/experiment/families.yaml -> its best learning rate on the embedded target."""
 ORDER = (
     ("dspark", "dflash"),
     ("dspark", "eagle3"),
@@ -67,6 +68,44 @@ ORDER = (
 )
 """Which tau is expected above which."""
 RIVALS = ("eagle3", "dflash", "dspark")
+
+
+class Order(TypedDict):
+    """Whether the tau of one row is above that of another."""
+
+    above: str
+    below: str
+    holds: bool
+    difference: float
+
+
+class Rivalry(TypedDict):
+    """tau of a kind trained by this project and by speculators; holds: ours is not below."""
+
+    kind: str
+    ours: float
+    speculators: float
+    holds: bool
+
+
+class MeasuredRow(TypedDict, total=False):
+    """The facts of a row that the page shows; held_out.json has more of them."""
+
+    tau: float
+    tau_ci95: Sequence[float]
+    tar: float
+    acceptance: Mapping[str, Sequence[float]]
+    parameters: int
+
+
+class Content(TypedDict, total=False):
+    """held_out.json, as far as the page shows it."""
+
+    command: str
+    target: Mapping[str, str | int]
+    rows: dict[str, MeasuredRow]
+    order: list[Order]
+    against_speculators: list[Rivalry]
 
 
 @dataclass(frozen=True)
@@ -88,24 +127,22 @@ class Folders:
 
     def stage(self, name: str, *overrides: str) -> None:
         """Run a stage of `headstart` on this target and run."""
-        shared = ["experiment=[families]", "target=local", f"target.path={self.target}"]
-        shared += ["target.dtype=float32", f"run.root={self.work}", "run.name=run"]
-        run_stage(name, *shared, *overrides)
+        run_on_target(name, self.target, self.run, *overrides)
 
 
 def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[str, float]:
     """Let the library train a kind on the same answers; returns tau by recipe.
 
-    It uses the recipe that was best on the embedded target, or each of its recipes where that is not
-    known, and the one with the best tau on the validation prompts becomes drafter `speculators_<kind>`.
+    It uses the recipe that was best on the embedded target, or each of its recipes where that is
+    not known; the one with the best tau on the validation prompts becomes `speculators_<kind>`.
     """
     record = folders.run / "train" / f"speculators_{kind}" / "recipes.json"
-    if record.is_file():
-        return read_json(record)
+    found: dict[str, float] = read_json(record)
+    if found:
+        return found
     answers, work = folders.run / "generate", folders.work / "speculators"
     setting = Setting(given.speculators, answers, folders.target, work, given.threads)
     write_rows(setting)
-    found: dict[str, float] = {}
     checkpoints: dict[str, Path] = {}
     for number, recipe in enumerate(best_recipes(kind)):
         name = f"{kind}-{number}"
@@ -121,30 +158,26 @@ def train_rival(folders: Folders, kind: str, given: argparse.Namespace) -> dict[
 
 
 def best_recipes(kind: str) -> list[str]:
-    """The library's best recipe by docs/reports/speculators.json; without that report, all recipes."""
+    """The library's best recipe by speculators.json; without that report, all recipes."""
     compared = read_json(REPORTS / "speculators.json").get("tau", {})
     sides = compared.get(kind, {}).get("sides", {})
-    known = {
-        recipe: sides[f"speculators, {recipe}"]["tau"]
-        for recipe in RECIPES
-        if f"speculators, {recipe}" in sides
-    }
-    return [max(known, key=known.__getitem__)] if known else list(RECIPES)
+    known = [recipe for recipe in RECIPES if f"speculators, {recipe}" in sides]
+    best = sorted(known, key=lambda recipe: -float(sides[f"speculators, {recipe}"]["tau"]))
+    return best[:1] or list(RECIPES)
 
 
 def validation_tau(folders: Folders, setting: Setting, checkpoint: Path) -> float:
     """tau on the validation prompts, as our trainings measure it."""
-    target = setting.model
     decode = DecodeConfig(temperature=0.0, depth=DEPTH, max_new_tokens=64, batch_size=8)
     prompts = load_prompts(folders.prompts / "validation.jsonl")[:24]
-    room = target.info.max_position_embeddings
-    requests = to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")
-    drafter = load_drafter(checkpoint, target.info, target.weights)
-    return quick_tau(target, drafter, requests, decode).tau
+    done = decode_prompts(setting.model, checkpoint, prompts, decode)
+    return tau_estimate(sum_up(done, prompts, DEPTH)).tau
 
 
-def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The content of held_out.json but for its command."""
+def write_reports(
+    folders: Folders, recipes: Mapping[str, Mapping[str, float]], out: Path, command: str
+) -> None:
+    """Write held_out.json and held_out.md."""
     measured = read_report(folders.run / "measure" / "report.json")
     kept = ("tau", "tau_ci95", "tar", "acceptance", "parameters", "speedup", "lossless", "domains")
     table = {one.name: {key: one.to_dict()[key] for key in kept} for one in measured.drafters}
@@ -153,26 +186,28 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
         if (folder / MANIFEST_FILE).is_file():
             manifest = read_manifest(folder, "train")
             facts = {key: manifest[key] for key in ("steps", "tokens", "seconds", "best")}
-            entry["trained"] = facts | {"rate": ROWS[name].rate}
+            entry["trained"] = facts | {"rate": RATES[name]}
         kind = name.removeprefix("speculators_")
         if kind != name:
             entry["validation_tau_by_recipe"] = dict(recipes[kind])
-    order = []
-    for above, below in ORDER:
-        if above in table and below in table:
-            gap = table[above]["tau"] - table[below]["tau"]
-            verdict = {"holds": gap > 0, "difference": gap}
-            order.append({"above": above, "below": below, **verdict})
-    rivals = []
-    for kind in RIVALS:
-        if {kind, f"speculators_{kind}"} <= set(table):
-            ours, theirs = table[kind]["tau"], table[f"speculators_{kind}"]["tau"]
-            taus = {"ours": ours, "speculators": theirs}
-            rivals.append({"kind": kind, **taus, "holds": ours >= theirs})
+    tau = {one.name: one.tau for one in measured.drafters}
+    order = [
+        Order(above=above, below=below, holds=gap > 0, difference=gap)
+        for above, below in ORDER
+        if above in tau and below in tau
+        for gap in [tau[above] - tau[below]]
+    ]
+    rivals = [
+        Rivalry(kind=kind, ours=ours, speculators=theirs, holds=ours >= theirs)
+        for kind in RIVALS
+        if kind in tau and f"speculators_{kind}" in tau
+        for ours, theirs in [(tau[kind], tau[f"speculators_{kind}"])]
+    ]
     trained = read_json(folders.target / "training.json")
     facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
-    return {
+    content = {
         "format": 1,
+        "command": command,
         "target": {**measured.target.to_dict(), "id": "held_out/target"},
         "target_training": {**facts, "heldout": trained["evaluations"][-1]},
         "answers": read_manifest(folders.run / "generate", "generate")["counts"],
@@ -183,9 +218,12 @@ def content_of(folders: Folders, recipes: Mapping[str, Mapping[str, float]]) -> 
         "order": order,
         "against_speculators": rivals,
     }
+    write_json(out.with_suffix(".json"), content)
+    page: Content = read_json(out.with_suffix(".json"))
+    write_page(out.with_suffix(".md"), markdown(page))
 
 
-def markdown(content: Mapping[str, Any]) -> list[str]:
+def markdown(content: Content) -> list[str]:
     """The lines of held_out.md."""
     rows = [
         [
@@ -209,10 +247,11 @@ def markdown(content: Mapping[str, Any]) -> list[str]:
     return [
         "# The held-out check",
         "",
-        f"A second small target (Qwen3, {content['target']['parameters'] / 1e6:.2f} M parameters, own "
-        "tokenizer, trained on C++ headers), the recipes and learning rates of the embedded target, two "
-        "passes over its greedy answers; chain of 4 at temperature 0, prompts of files that neither "
-        f"target nor drafters saw. Made by `{content['command']}`; numbers in full: held_out.json.",
+        f"A second small target (Qwen3, {int(content['target']['parameters']) / 1e6:.2f} M "
+        "parameters, own tokenizer, trained on C++ headers), the recipes and learning rates of "
+        "the embedded target, two passes over its greedy answers; chain of 4 at temperature 0, "
+        f"prompts of files that neither target nor drafters saw. Made by `{content['command']}`; "
+        "numbers in full: held_out.json.",
         "",
         *markdown_table(["drafter", "tau", "TAR", "acceptance by depth", "M weights"], rows),
         "",
@@ -229,9 +268,9 @@ def report(given: argparse.Namespace) -> None:
     folders = Folders(work, held_out_target.make(work, given.steps, counts))
     prompts = folders.prompts
     folders.stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
-    for name in given.rows:
-        row = ROWS[name]
-        own = (f"head={row.head}", *row.overrides, f"optim.lr={row.rate}", f"run.drafter={name}")
+    for name in RATES:
+        last = [LAST_LAYER] if name == "eagle3_copied" else []  # another number than the recipe's
+        own = (*family_recipe(name), *last, f"optim.lr={RATES[name]}", f"run.drafter={name}")
         folders.stage("train", *own, f"train.prompts=[{prompts / 'validation.jsonl'}]")
     rivals = given.rivals if given.speculators else []
     recipes = {kind: train_rival(folders, kind, given) for kind in rivals}
@@ -242,9 +281,7 @@ def report(given: argparse.Namespace) -> None:
     folders.stage("measure", *bench, draft, "measure.kinds=[ngram]")
     command = "python -m scripts.evidence.held_out"
     command += " --speculators PYTHON" if given.speculators else ""
-    content = {**content_of(folders, recipes), "command": command}
-    write_json(given.out.with_suffix(".json"), content)
-    write_page(given.out.with_suffix(".md"), markdown(content))
+    write_reports(folders, recipes, given.out, command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,7 +296,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(
         parser, training=(counts["training"], "prompts"), measuring=(counts["measuring"], "prompts")
     )
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     rivals = "drafters that speculators trains"
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), help=rivals)
     add_options(parser, threads=1, out=(REPORTS / "held_out", "without its ending"))

@@ -7,11 +7,11 @@
 
 The rows of a kind are `open`, the open-loop training (two passes over the greedy answers of all
 prompts); `loop`, rounds as conf/experiment/embedded_loop.yaml sets them; `answers`, the same rounds
-without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated at
-once. All have the same number of training tokens or fewer. Everything is measured on held-out prompts
-that take part in no decision. What has been run is kept, so an interrupted command continues; what has
-not been run is left out. (`ablation`, every switch of the rounds alone, was run by
-scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
+without any feedback; `distinct`, one open-loop training on all answers that `loop` had, generated
+at once. All have the same number of training tokens or fewer. Everything is measured on held-out
+prompts that take part in no decision. What has been run is kept, so an interrupted command
+continues; what has not been run is left out. (`ablation`, every switch of the rounds alone, was run
+by scripts/loop_ablation.py of commit 24c5ba3; its rows stay in the report.)
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
-from heads.api.checkpoint import WEIGHTS_FILE, load_drafter
+from heads.api.checkpoint import WEIGHTS_FILE
 from inference.audit.comparison import audit
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest, write_json
-from inference.measure.metrics import Gain, Outcome, Totals, gain, tau_estimate
-from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.metrics import Outcome, Totals, gain, tau_estimate
+from inference.measure.prompts import load_prompts
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
-from scripts.evidence.common import REPORTS, cell, cpu_target, read_json, run_stage, write_page
+from scripts.evidence.common import (
+    REPORTS,
+    cell,
+    decode_prompts,
+    family_recipe,
+    read_json,
+    run_stage,
+    write_page,
+)
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 from train.feedback import build
 from train.feedback.config import FeedbackConfig
 
@@ -42,22 +50,11 @@ SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"
 RECIPE, FEW_RECIPE = "experiment=embedded_loop", "experiment=embedded_few_prompts"
 KINDS = {
-    "eagle3": (
-        "eagle3_copied@0.003",
-        ("head=eagle3", "head.from_target_layer=7", "head.ttt_steps=4", "optim.lr=3e-3"),
-    ),
-    "dspark": ("dspark@0.001", ("head=dspark", "head.num_anchors=64", "optim.lr=1e-3")),
-    "distilled": (
-        "distilled@0.0015",
-        (
-            "head=distilled",
-            "head.from_target_layers=[0,3,5]",
-            "head.share_embeddings=true",
-            "optim.lr=1.5e-3",
-        ),
-    ),
+    "eagle3": ("eagle3_copied", 3e-3),
+    "dspark": ("dspark", 1e-3),
+    "distilled": ("distilled", 1.5e-3),
 }
-"""Kind -> its training in the run of experiment=families, and what the recipe sets for it."""
+"""Kind -> its row in conf/experiment/families.yaml, and its learning rate."""
 MORE = {"distilled": ("train.on_policy.share=0.5", "train.on_policy.window=8")}
 """What the rounds of a kind set besides: a switch that only this kind has."""
 OFF = ("feedback.token_weights=false", "feedback.anchor_weights=false", "train.on_policy.share=0")
@@ -68,8 +65,129 @@ DECODE = DecodeConfig(temperature=0.0, shape="chain", depth=4, batch_size=16, ma
 ROUND_KEYS = "round generated branches variations generation trials switches".split()
 ROUND_KEYS += ["measured", "gain", "rises"]
 """The facts of a round. Without speeds: rounds run beside other work, on a machine that pauses."""
-REPEATED = "repeated"
-"""Key of a kind from few prompts: seed -> the same with other prompts."""
+
+
+class Estimate(TypedDict, total=False):
+    """tau (or its rise) and the gain in accepted drafts per pass (a ratio - 1), with intervals."""
+
+    tau: float
+    tau_ci95: Sequence[float]
+    accepted: float
+    accepted_ci95: Sequence[float]
+
+
+class Generation(TypedDict):
+    """Speed and losslessness of a round's generation with its drafter."""
+
+    speedup: float
+    lossless: Mapping[str, int]
+
+
+class Round(TypedDict, total=False):
+    """One round of a loop."""
+
+    round: int
+    generated: Mapping[str, float]
+    branches: Mapping[str, float]
+    variations: Mapping[str, float]
+    generation: Generation
+    switches: list[str]
+    measured: Estimate
+    gain: Estimate
+    tokens: float
+    steps: int
+
+
+class Row(TypedDict, total=False):
+    """One drafter on the held-out prompts, and what its training took; rounds: of a loop."""
+
+    tau: float
+    tau_ci95: Sequence[float]
+    tar: float
+    unconditional: Sequence[float]
+    lossless: Mapping[str, int]
+    weights_sha256: str
+    over_open: Estimate
+    over_plain: Estimate
+    steps: int
+    tokens: float
+    answers: int
+    best_round: int
+    ended_by: str
+    off: Mapping[str, str]
+    rounds: list[Round]
+
+
+class Kind(TypedDict, total=False):
+    """The rows of a kind, each against the open loop; repeated: seed -> the same, other prompts."""
+
+    overrides: Sequence[str]
+    rows: dict[str, Row]
+    loop_over_distinct: Estimate
+    ablation: dict[str, Row]
+    repeated: dict[str, Kind]
+
+
+class FewPrompts(TypedDict):
+    """The same from few prompts."""
+
+    prompts: int
+    kinds: dict[str, Kind]
+
+
+class Settings(TypedDict, total=False):
+    """What everything is measured on."""
+
+    target: Mapping[str, str | int]
+    prompts: int
+    temperature: float
+    depth: int
+    max_new_tokens: int
+    ablation_steps: int
+
+
+class Killed(TypedDict):
+    """The result of a loop that was killed again and again (tests/chaos/kill_loop.py)."""
+
+    kills: int
+    places: list[str]
+    rounds: int
+    same_weights: bool
+    same_summary: bool
+
+
+class Content(TypedDict, total=False):
+    """loop.json."""
+
+    format: int
+    command: str
+    kinds: dict[str, Kind]
+    settings: Settings
+    few_prompts: FewPrompts
+    killed: Killed
+
+
+class PromptPasses(TypedDict):
+    """(accepted, committed, rejected) of every pass over a prompt."""
+
+    id: str
+    domain: str
+    passes: list[tuple[int, int, int]]
+
+
+class Measured(TypedDict):
+    """Passes of a drafter on the held-out prompts; key: what they depend on."""
+
+    key: Sequence[str | int]
+    weights_sha256: str
+    lossless: Mapping[str, int]
+    prompts: list[PromptPasses]
+
+
+def own_overrides(kind: str) -> list[str]:
+    """The overrides of a kind: its recipe and learning rate in experiment=families."""
+    row, rate = KINDS[kind]
+    return [*family_recipe(row), f"optim.lr={rate:g}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,40 +199,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(
         parser, work=(Path("outputs/loop_report"), "for runs"), open=Path("outputs/families/train")
     )
-    parser.add_argument(
-        "--few-prompts", action="store_true", help="rounds from few prompts instead"
-    )
+    few = "rounds from few prompts instead"
+    parser.add_argument("--few-prompts", action="store_true", help=few)
     parser.add_argument("--seed", type=int, default=0, help="with --few-prompts: other prompts")
-    parser.add_argument(
-        "--only-measured", action="store_true", help="run nothing, report what exists"
-    )
     return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
     """Run and measure, kind by kind."""
-    content = {"format": 1, "kinds": {}, **read_json(REPORTS / "loop.json")}
+    content: Content = {"format": 1, "kinds": {}, **read_json(REPORTS / "loop.json")}
     held_out = HeldOut(cpu_target(), given.work)
     content["settings"] = {**content.get("settings", {}), **held_out.settings()}
     for kind in given.kinds:
         if given.few_prompts:
             from_few_prompts(kind, given, held_out, content)
         else:
-            if not given.only_measured:
-                for row in given.rows:
-                    run_row(kind, row, given.work / kind)
-            name, own = KINDS[kind]
-            comparison = Comparison(given.work / kind, given.open / name, held_out)
-            known = content["kinds"].get(kind, {})
-            overrides = [*own, *MORE.get(kind, ())]
+            for row in given.rows:
+                run_row(kind, row, given.work / kind)
+            row, rate = KINDS[kind]
+            opened = given.open / f"{row}@{rate:g}"
+            comparison = Comparison(given.work / kind, opened, held_out)
+            known = content["kinds"].get(kind, Kind())
+            overrides = [*own_overrides(kind), *MORE.get(kind, ())]
             content["kinds"][kind] = {**known, "overrides": overrides, **comparison.content()}
         write(content)
 
 
-def write(content: dict[str, Any]) -> None:
+def write(content: Content) -> None:
     """Write loop.json and loop.md."""
-    few = content.get("few_prompts", {"kinds": {}})["kinds"].values()
-    seeds = sorted({int(seed) for entry in few for seed in entry.get(REPEATED, {})})
+    few = content["few_prompts"]["kinds"].values() if "few_prompts" in content else ()
+    seeds = sorted({int(seed) for entry in few for seed in entry.get("repeated", {})})
     script = f"python -m {SCRIPT}"
     commands = ["headstart loop experiment=families", script]
     commands += [f"{script} --few-prompts"] if few else []
@@ -130,7 +244,7 @@ def write(content: dict[str, Any]) -> None:
 
 def run_row(kind: str, row: str, work: Path) -> None:
     """Run a row to its end; stages that are complete are skipped."""
-    own, more = KINDS[kind][1], MORE.get(kind, ())
+    own, more = own_overrides(kind), MORE.get(kind, ())
     place = (f"run.root={work}", f"run.name={row}", "run.threads=1")
     if row == DISTINCT:
         train_distinct(own, work, place)
@@ -155,22 +269,22 @@ def train_distinct(own: Sequence[str], work: Path, place: Sequence[str]) -> None
 
 
 def from_few_prompts(
-    kind: str, given: argparse.Namespace, held_out: HeldOut, content: dict[str, Any]
+    kind: str, given: argparse.Namespace, held_out: HeldOut, content: Content
 ) -> None:
     """Run and compare rounds from few prompts, for one kind."""
     work = given.work / "few_prompts" / (f"{kind}-{given.seed}" if given.seed else kind)
-    own, data = KINDS[kind][1], other_prompts(given.seed)
-    if not given.only_measured:
-        place = [f"run.root={work}", f"run.name={LOOP}", "run.threads=1"]
-        run_stage("loop", FEW_RECIPE, *own, *data, *place)
-        run_stage("train", *open_training(own, given.seed, work))
+    own, data = own_overrides(kind), other_prompts(given.seed)
+    place = [f"run.root={work}", f"run.name={LOOP}", "run.threads=1"]
+    run_stage("loop", FEW_RECIPE, *own, *data, *place)
+    run_stage("train", *open_training(own, given.seed, work))
     comparison = Comparison(work, work / OPEN / "train" / OPEN, held_out, FEW_PROMPTS)
     kinds = content.setdefault("few_prompts", {"prompts": FEW_PROMPTS, "kinds": {}})["kinds"]
-    found = {"overrides": [*own, *data], **comparison.content()}
+    found: Kind = {"overrides": [*own, *data], **comparison.content()}
+    known = kinds.setdefault(kind, Kind())
     if given.seed:
-        kinds.setdefault(kind, {}).setdefault(REPEATED, {})[str(given.seed)] = found
+        known.setdefault("repeated", {})[str(given.seed)] = found
     else:
-        kinds[kind] = {**kinds.get(kind, {}), **found}
+        known.update(found)
 
 
 def other_prompts(seed: int) -> list[str]:
@@ -200,88 +314,74 @@ def open_training(own: Sequence[str], seed: int, work: Path) -> list[str]:
 class HeldOut:
     """The held-out prompts, the target's own answers to them, and what drafters do with them.
 
-    Acceptance does not depend on the batch, so prompts are decoded together and no clock runs. Every
-    answer is compared with plain decoding. Results are kept in files and made again for other weights.
+    Acceptance does not depend on the batch, so prompts are decoded together and no clock runs.
+    Every answer is compared with plain decoding. Results are kept in files and made again for other
+    weights.
     """
 
-    def __init__(
-        self,
-        target: TargetModel,
-        work: Path,
-        decode: DecodeConfig = DECODE,
-        prompts: Path = PROMPTS,
-    ) -> None:
-        self.target, self.decode = target, decode
+    def __init__(self, target: TargetModel, work: Path) -> None:
+        self.target = target
         names = ("code", "explain", "reference")
-        self.prompts = load_prompts([prompts / f"{name}.jsonl" for name in names])
-        room = target.info.max_position_embeddings
-        self.requests = to_requests(
-            self.prompts, target.tokenizer, decode, capacity=room, overlong="skip"
-        )
+        self.prompts = load_prompts([PROMPTS / f"{name}.jsonl" for name in names])
         path = work / "plain.json"
-        key = [target.info.revision, decode.max_new_tokens, len(self.requests)]
+        key = [target.info.revision, DECODE.max_new_tokens, len(self.prompts)]
         known = read_json(path)
         if known.get("key") != key:
-            engine = Engine(target, None, replace(decode, shape="none"))
-            done = {item.request.index: item.tokens for item in engine.run(self.requests)}
-            known = {"key": key, "answers": [done[request.index] for request in self.requests]}
+            done = decode_prompts(target, None, self.prompts, replace(DECODE, shape="none"))
+            known = {"key": key, "answers": [item.tokens for item in done]}
             write_json(path, known)
         self.plain: list[list[int]] = known["answers"]
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """What everything is measured on."""
-        info = self.target.info
+        info, name = self.target.info, str(TARGET.relative_to(TARGET.parents[1]))
         return {
-            "target": {
-                "id": str(TARGET.relative_to(TARGET.parents[1])),
-                "revision": info.revision,
-                "parameters": info.parameters,
-            },
-            "prompts": len(self.requests),
-            "temperature": self.decode.temperature,
-            "depth": self.decode.depth,
-            "max_new_tokens": self.decode.max_new_tokens,
+            "target": {"id": name, "revision": info.revision, "parameters": info.parameters},
+            "prompts": len(self.plain),
+            "temperature": DECODE.temperature,
+            "depth": DECODE.depth,
+            "max_new_tokens": DECODE.max_new_tokens,
         }
 
-    def measure(self, checkpoint: Path, path: Path) -> dict[str, Any]:
-        """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in `path`."""
+    def measure(self, checkpoint: Path, path: Path) -> Measured:
+        """Passes per prompt of the drafter in `checkpoint`, and its losslessness; kept in
+        `path`."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
-        key = [weights, self.decode.depth, self.decode.max_new_tokens, len(self.requests)]
-        known = read_json(path)
-        if known.get("key") == key:
-            return known
-        drafter = load_drafter(checkpoint, self.target.info, self.target.weights)
-        engine = Engine(self.target, drafter, self.decode)
-        done = {item.request.index: item for item in engine.run(self.requests)}
-        answers = [done[request.index].tokens for request in self.requests]
-        sampling, width = self.decode.sampling(), self.decode.depth + 1
-        rows = []
-        for request in self.requests:
-            prompt = self.prompts[request.index]
-            passes = [
-                [p.accepted, p.committed, int(p.rejected)] for p in done[request.index].passes
-            ]
+        key: list[str | int] = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
+        found: Measured = read_json(path)
+        if found.get("key") == key:
+            return found
+        done = decode_prompts(self.target, checkpoint, self.prompts, DECODE)
+        rows: list[PromptPasses] = []
+        for item in done:
+            prompt = self.prompts[item.request.index]
+            passes = [(p.accepted, p.committed, int(p.rejected)) for p in item.passes]
             rows.append({"id": prompt.id, "domain": prompt.domain, "passes": passes})
-        losses = audit(self.target, self.requests, self.plain, answers, sampling, width).counts()
-        found = {"key": key, "weights_sha256": weights, "lossless": losses, "prompts": rows}
+        requests, answers = [item.request for item in done], [item.tokens for item in done]
+        sampling, width = DECODE.sampling(), DECODE.depth + 1
+        report = audit(self.target, requests, self.plain, answers, sampling, width)
+        found = Measured(key=key, weights_sha256=weights, lossless=report.counts(), prompts=rows)
         write_json(path, found)
         return found
 
 
-def totals(found: Mapping[str, Any], depth: int = DECODE.depth) -> Totals:
+def totals(found: Measured) -> Totals:
     """Sums per prompt of what `HeldOut.measure` found."""
     outcomes = []
     for row in found["prompts"]:
         passes = [PassRecord(a, c, bool(r)) for a, c, r in row["passes"]]
         outcomes.append(Outcome(row["id"], row["domain"], passes))
-    return Totals.collect(outcomes, depth)
+    return Totals.collect(outcomes, DECODE.depth)
 
 
-def as_json(found: Gain) -> dict[str, Any]:
-    """A gain as JSON holds it."""
+def gain_facts(new: Measured, old: Measured) -> Estimate:
+    """The gain of one drafter over another as loop.json holds it."""
+    found = gain(totals(new), totals(old))
     return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in asdict(found).items()
+        "tau": found.tau,
+        "tau_ci95": found.tau_ci95,
+        "accepted": found.accepted,
+        "accepted_ci95": found.accepted_ci95,
     }
 
 
@@ -295,11 +395,11 @@ class Comparison:
     answers: int = 1440
     """Answers that the open-loop training reads."""
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Kind:
         """`rows`, each against the open loop, and `loop_over_distinct`."""
         base = self.held_out.measure(self.opened / "best", self.work / f"{OPEN}.json")
         rows = {OPEN: self.training_row(base, base, self.opened, self.answers)}
-        content: dict[str, Any] = {"rows": rows}
+        content: Kind = {"rows": rows}
         for name in (LOOP, ANSWERS):
             if (self.work / name / "loop.json").is_file():
                 rows[name] = self.loop_row(name, base)
@@ -308,40 +408,24 @@ class Comparison:
             found = self.held_out.measure(trained.parent / "best", self.work / f"{DISTINCT}.json")
             answers = read_manifest(self.work / DISTINCT / "answers", "generate")["counts"]["done"]
             rows[DISTINCT] = self.training_row(found, base, trained.parent, answers)
-            over = gain(totals(self.best(LOOP)), totals(found))
-            content["loop_over_distinct"] = as_json(over)
+            content["loop_over_distinct"] = gain_facts(self.best(LOOP), found)
         return content
 
-    def best(self, name: str) -> dict[str, Any]:
+    def best(self, name: str) -> Measured:
         """The best drafter of a loop on the held-out prompts."""
         folder = next(iter((self.work / name / "train").glob("*/best")))
         return self.held_out.measure(folder, self.work / f"{name}.json")
 
-    def row(self, found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-        """A drafter's tau, losslessness, and gain over the open loop."""
-        estimate = tau_estimate(totals(found))
-        return {
-            "tau": estimate.tau,
-            "tau_ci95": list(estimate.ci95),
-            "tar": estimate.tar,
-            "unconditional": list(estimate.unconditional),
-            "lossless": found["lossless"],
-            "weights_sha256": found["weights_sha256"],
-            "over_open": as_json(gain(totals(found), totals(base))),
-        }
-
-    def training_row(
-        self, found: Mapping[str, Any], base: Mapping[str, Any], folder: Path, answers: int
-    ) -> dict[str, Any]:
+    def training_row(self, found: Measured, base: Measured, folder: Path, answers: int) -> Row:
         """The row of one training."""
         manifest = read_manifest(folder, "train")
-        facts = {"steps": manifest["steps"], "tokens": manifest["tokens"], "answers": answers}
-        return {**self.row(found, base), **facts}
+        steps, tokens = manifest["steps"], manifest["tokens"]
+        return Row(**drafter_row(found, base), steps=steps, tokens=tokens, answers=answers)
 
-    def loop_row(self, name: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    def loop_row(self, name: str, base: Measured) -> Row:
         """The row of a loop: its best drafter on the held-out prompts, and its rounds."""
         content = read_json(self.work / name / "loop.json")
-        rounds = []
+        rounds: list[Round] = []
         for entry in content["rounds"]:
             kept = {key: entry[key] for key in ROUND_KEYS if key in entry}
             kept["measured"] = {
@@ -349,24 +433,38 @@ class Comparison:
                 for key, value in entry["measured"].items()
                 if not key.startswith("speedup")
             }
-            steps = entry["training"]["steps"]
-            rounds.append({**kept, "tokens": entry["spent"]["tokens"], "steps": steps})
-        return {
-            **self.row(self.best(name), base),
-            "steps": sum(entry["steps"] for entry in rounds),
-            "tokens": content["spent"]["tokens"],
-            "answers": sum(answers_of(entry) for entry in rounds),
-            "best_round": content["best"]["round"],
-            "ended_by": content["ended_by"],
-            "off": content["off"],
-            "rounds": rounds,
-        }
+            sums = {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
+            rounds.append(cast(Round, kept | sums))
+        return Row(
+            **drafter_row(self.best(name), base),
+            steps=sum(entry["steps"] for entry in rounds),
+            tokens=content["spent"]["tokens"],
+            answers=sum(answers_of(entry) for entry in rounds),
+            best_round=content["best"]["round"],
+            ended_by=content["ended_by"],
+            off=content["off"],
+            rounds=rounds,
+        )
 
 
-def answers_of(entry: Mapping[str, Any]) -> int:
+def drafter_row(found: Measured, base: Measured) -> Row:
+    """A drafter's tau, losslessness, and gain over the open loop."""
+    estimate = tau_estimate(totals(found))
+    return Row(
+        tau=estimate.tau,
+        tau_ci95=estimate.ci95,
+        tar=estimate.tar,
+        unconditional=estimate.unconditional,
+        lossless=found["lossless"],
+        weights_sha256=found["weights_sha256"],
+        over_open=gain_facts(found, base),
+    )
+
+
+def answers_of(entry: Round) -> int:
     """How many answers a round generated, those to prompts of its own making included."""
-    made = ("generated", "variations", "branches")
-    return sum(int(entry[name]["answers"]) for name in made if name in entry)
+    made = [entry.get("generated"), entry.get("variations"), entry.get("branches")]
+    return sum(int(found["answers"]) for found in made if found)
 
 
 # The page
@@ -389,20 +487,20 @@ SWITCHES = [
 ROUNDS = ["round", "answers", "generation", "training tokens", "tau, validation prompts", "gain"]
 ROUNDS += ["learns from"]
 FEW = (
-    f"Both sides have the same prompts and as many training tokens as above, by `python -m {SCRIPT} "
-    "--few-prompts`. The open loop goes through its greedy answers again and again; in the rounds "
-    "(`experiment=embedded_few_prompts`) the target also writes prompts of the same kind itself and "
-    "answers them ([variations](../feedback.md))."
+    "Both sides have the same prompts and as many training tokens as above, by `python -m "
+    f"{SCRIPT} --few-prompts`. The open loop goes through its greedy answers again and again; in "
+    "the rounds (`experiment=embedded_few_prompts`) the target also writes prompts of the same "
+    "kind itself and answers them ([variations](../feedback.md))."
 )
 
 
-def markdown(content: Mapping[str, Any]) -> list[str]:
+def markdown(content: Content) -> list[str]:
     """The lines of loop.md."""
     lines = ["# Rounds against one long training", "", *about(content)]
     for kind, entry in content["kinds"].items():
         lines += [f"## {kind}", "", *section(entry, content)]
-    few = content.get("few_prompts")
-    if few:
+    if "few_prompts" in content:
+        few = content["few_prompts"]
         lines += [f"# From {few['prompts']} prompts", "", FEW, ""]
         for kind, entry in few["kinds"].items():
             lines += [f"## {kind}, {few['prompts']} prompts", "", *section(entry, content)]
@@ -411,24 +509,24 @@ def markdown(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def about(content: Mapping[str, Any]) -> list[str]:
+def about(content: Content) -> list[str]:
     """What the page compares, and on what."""
     found = content["settings"]
     return [
         f"Written by `{content['command']}` from [loop.json](loop.json). Target "
         f"`{found['target']['id']}` ({found['target']['parameters']:,} parameters), "
         f"{found['prompts']} held-out prompts that took part in no decision, temperature "
-        f"{found['temperature']:g}, chains of {found['depth']}, up to {found['max_new_tokens']} new "
-        "tokens. Brackets: 95% bootstrap intervals over prompts; gains are paired. Training tokens: "
-        "without padding, trials included. How rounds work: [rounds.md](../rounds.md).",
+        f"{found['temperature']:g}, chains of {found['depth']}, up to {found['max_new_tokens']} "
+        "new tokens. Brackets: 95% bootstrap intervals over prompts; gains are paired. Training "
+        "tokens: without padding, trials included. How rounds work: [rounds.md](../rounds.md).",
         "",
     ]
 
 
-def section(entry: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+def section(entry: Kind, content: Content) -> list[str]:
     """A kind's tables."""
     lines = [f"`{' '.join(entry['overrides'])}`", "", *compared(entry)]
-    for seed, again in entry.get(REPEATED, {}).items():
+    for seed, again in entry.get("repeated", {}).items():
         title = f"Repeated with other prompts, as many, and seed {seed}:"
         lines += [title, "", *compared(again)]
     if "ablation" in entry:
@@ -442,7 +540,7 @@ def section(entry: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def compared(entry: Mapping[str, Any]) -> list[str]:
+def compared(entry: Kind) -> list[str]:
     """The table of a kind's rows, and what it shows besides."""
     remarks = []
     if "loop_over_distinct" in entry:
@@ -457,7 +555,7 @@ def compared(entry: Mapping[str, Any]) -> list[str]:
     return [*markdown_table(HEADER, table), "", *remarks, ""]
 
 
-def line(name: str, row: Mapping[str, Any]) -> list[str]:
+def line(name: str, row: Row) -> list[str]:
     """One row of a kind's table."""
     lossless = row["lossless"]
     ties = f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""
@@ -472,7 +570,7 @@ def line(name: str, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def switch_line(name: str, row: Mapping[str, Any]) -> list[str]:
+def switch_line(name: str, row: Row) -> list[str]:
     """One row of the ablation."""
     plain = name == "plain"
     return [
@@ -484,7 +582,7 @@ def switch_line(name: str, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def round_line(entry: Mapping[str, Any]) -> list[str]:
+def round_line(entry: Round) -> list[str]:
     """One round of a loop."""
     measured, gained, speed = entry["measured"], entry.get("gain"), entry.get("generation")
     fast = "plain"
@@ -505,12 +603,12 @@ def round_line(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def percent(found: Mapping[str, Any]) -> str:
+def percent(found: Estimate) -> str:
     """A gain in accepted drafted tokens per pass (tau - 1)."""
     return cell(found["accepted"], found["accepted_ci95"], "+.1%")
 
 
-def killed(found: Mapping[str, Any]) -> str:
+def killed(found: Killed) -> str:
     """The result of the loop that was killed again and again."""
     same = "the same" if found["same_weights"] else "OTHER"
     summary = "the same" if found["same_summary"] else "ANOTHER"

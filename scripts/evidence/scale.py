@@ -1,8 +1,10 @@
-"""The plan for real targets on many GPUs: `python -m scripts.evidence.scale` writes docs/reports/scale.json.
+"""The plan for real targets on many GPUs: `python -m scripts.evidence.scale` writes
+docs/reports/scale.json.
 
-It writes the tables of docs/scale.md too (`--check`: only compare them). Every row is `headstart train
---plan` for a target that is known by its config alone. The report also holds the plan's checks: the same
-count for the embedded target against its real steps, and the utilisation that throughput.json measured.
+It writes the tables of docs/scale.md too (`--check`: only compare them). Every row is `headstart
+train --plan` for a target that is known by its config alone. The report also holds the plan's
+checks: the same count for the embedded target against its real steps, and the utilisation that
+throughput.json measured.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -23,13 +25,14 @@ from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.evidence import throughput
 from scripts.evidence.common import DOCS, REPORTS, read_json
 from scripts.stages.plan import job_of
 from scripts.tools.common import Section, make_parser, run
 from train.engines.base import Objective
 from train.planning.dry_run import dry_batch, dry_step, plan_drafter
 from train.planning.footprint import Footprint
-from train.planning.plan import Plan, Speed, make_plan
+from train.planning.plan import Speed, make_plan
 from train.planning.target import plan_target
 
 REPORT, PAGE = REPORTS / "scale.json", DOCS / "scale.md"
@@ -50,11 +53,77 @@ TARGETS = {
 }
 """Target (assets/configs/<name>) -> ways to get its features, each with its overrides."""
 LEAST_PEAK = 0.7
-"""Share of the median measured peak below which a recipe's probe of the peak counts as disturbed."""
+"""Share of the median measured peak below which a recipe's probe of the peak counts as
+disturbed."""
 BACKING = {
     "eagle3": ["head=eagle3", "head.ttt_steps=4"],
     "dspark": ["head=dspark", "head.num_anchors=64"],
 }
+
+
+class PlanRow(TypedDict, total=False):
+    """What `headstart train --plan` prints, as far as the tables show it, and the row's labels."""
+
+    head: str
+    features: str
+    target: Mapping[str, Any]
+    settings: Mapping[str, int]
+    step_seconds: Mapping[str, float]
+    memory_bytes: Mapping[str, float]
+    disk_bytes: Mapping[str, Any]
+    reading: Mapping[str, float]
+    target_pass: Mapping[str, float]
+    fits: bool
+    tokens_per_second: float
+    hours: float
+    device_hours: float
+
+
+class Ratio(TypedDict):
+    """A planned figure, the measured one, and their ratio."""
+
+    planned: float
+    real: float
+    ratio: float
+
+
+class Counted(TypedDict):
+    """The plan's count of one micro-batch on the embedded target against its real steps."""
+
+    head: str
+    target_flops: Ratio
+    target_bytes: Ratio
+    drafter_flops: Ratio
+    drafter_bytes: Ratio
+
+
+class Utilisation(TypedDict):
+    """Utilisation over the recipes of throughput.json whose probe of the peak is plausible."""
+
+    lowest: float
+    middle: float
+    highest: float
+    recipes: int
+    of: str
+    left_out: dict[str, float]
+    median_peak_tflops: float
+
+
+class Checks(TypedDict):
+    """The plan's checks."""
+
+    counted: list[Counted]
+    utilisation: Utilisation | None
+
+
+class Content(TypedDict):
+    """scale.json."""
+
+    format: int
+    tokens: int
+    gpu: str
+    plans: list[PlanRow]
+    backing: Checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,30 +140,30 @@ def write(given: argparse.Namespace) -> int:
     return TABLES.write(PAGE, tables(read_json(REPORT)), given.check)
 
 
-def content() -> dict[str, Any]:
+def content() -> Content:
     """The report."""
     plans = [
-        {"target": target, "head": head, "features": way, **planned(target, head, changes, count)}
+        planned(target, head, changes, count) | PlanRow(head=head, features=way)
         for target, ways in TARGETS.items()
         for head in HEADS
         for way, changes in ways.items()
         for count in COUNTS
     ]
-    checks = {"counted": [counted(head) for head in BACKING], "utilisation": utilisation()}
+    checks: Checks = {"counted": [counted(head) for head in BACKING], "utilisation": utilisation()}
     return {"format": 1, "tokens": TOKENS, "gpu": GPU, "plans": plans, "backing": checks}
 
 
-def planned(target: str, head: str, changes: Sequence[str], count: int) -> Plan:
+def planned(target: str, head: str, changes: Sequence[str], count: int) -> PlanRow:
     """`headstart train --plan` for one row."""
     overrides = ["target=local", f"target.path=assets/configs/{target}", "target.device=cpu"]
     overrides += [*HEADS[head], "engine=deepspeed", f"train.sequence_length={LENGTH}"]
     overrides += [f"train.global_batch={2 * max(64, count)}", *changes]
     overrides += [f"plan.gpu={GPU}", f"plan.count={count}", f"plan.tokens={TOKENS}"]
     settings = load_settings(STAGES["plan"], overrides)
-    return make_plan(job_of(settings), settings.plan, Speed.of(settings.plan))
+    return cast(PlanRow, make_plan(job_of(settings), settings.plan, Speed.of(settings.plan)))
 
 
-def counted(head: str) -> dict[str, Any]:
+def counted(head: str) -> Counted:
     """FLOPs, and bytes at the peak, of one micro-batch on the embedded target: planned and real."""
     overrides = ["target=embedded", "target.device=cpu", *BACKING[head]]
     settings = load_settings(STAGES["train"], overrides)
@@ -126,15 +195,16 @@ def counted(head: str) -> dict[str, Any]:
         "drafter_flops": (dry.flops, took.flops),
         "drafter_bytes": (dry.peak, took.peak),
     }
-    return {"head": head} | {
-        name: {"planned": plan, "real": found, "ratio": divide(plan, found)}
+    ratios = {
+        name: Ratio(planned=plan, real=found, ratio=divide(plan, found))
         for name, (plan, found) in figures.items()
     }
+    return cast(Counted, {"head": head, **ratios})
 
 
-def utilisation() -> dict[str, Any] | None:
+def utilisation() -> Utilisation | None:
     """The lowest, median and highest utilisation of throughput.json; None without that report."""
-    rows = read_json(REPORTS / "throughput.json").get("rows")
+    rows: list[throughput.Row] = read_json(REPORTS / "throughput.json").get("rows")
     if not rows:
         return None
     kept, disturbed = split_probes(rows)
@@ -150,10 +220,9 @@ def utilisation() -> dict[str, Any] | None:
     }
 
 
-Rows = Sequence[Mapping[str, Any]]
-
-
-def split_probes(rows: Rows) -> tuple[Rows, Rows]:
+def split_probes(
+    rows: Sequence[throughput.Row],
+) -> tuple[list[throughput.Row], list[throughput.Row]]:
     """Rows whose measured peak is plausible, and the others.
 
     One machine has one peak: a probe far below the median was disturbed by other work, and the
@@ -167,7 +236,7 @@ def split_probes(rows: Rows) -> tuple[Rows, Rows]:
 # The page
 
 
-def tables(found: Mapping[str, Any]) -> str:
+def tables(found: Content) -> str:
     """One table per target, then the checks."""
     lines: list[str] = []
     for target in dict.fromkeys(plan["target"]["path"] for plan in found["plans"]):
@@ -179,7 +248,7 @@ HEADER = ["drafter, features", "GPUs", "GiB per GPU", "of them target", "fits", 
 HEADER += ["waiting for links", "tokens/s", "read, GB/s per GPU", "in all", "hours", "GPU-hours"]
 
 
-def table(target: str, rows: Rows) -> list[str]:
+def table(target: str, rows: Sequence[PlanRow]) -> list[str]:
     """The plans of one target."""
     body, disk = [], {}
     for row in rows:
@@ -225,7 +294,7 @@ def table(target: str, rows: Rows) -> list[str]:
     ]
 
 
-def store_note(rows: Rows) -> list[str]:
+def store_note(rows: Sequence[PlanRow]) -> list[str]:
     """What the rows with a store leave out."""
     stored = [row for row in rows if row["reading"]]
     if not stored:
@@ -234,20 +303,26 @@ def store_note(rows: Rows) -> list[str]:
     sizes = {row["head"]: row["reading"]["bytes_per_token"] / 1000 for row in stored}
     tokens = ", ".join(f"{head} {size:.1f} kB a token" for head, size in sizes.items())
     return [
-        "Rows from a store hold the target in parts (`features.trainer_target=parts`) and read bf16 "
-        f"features ({tokens}). Their GPU-hours come on top of making the store: one pass of the target "
-        f"over all tokens, {took['flops']:.2g} FLOP or {took['device_hours']:.0f} GPU-hours at the same "
-        "speed.",
+        "Rows from a store hold the target in parts (`features.trainer_target=parts`) and read "
+        f"bf16 features ({tokens}). Their GPU-hours come on top of making the store: one pass of "
+        f"the target over all tokens, {took['flops']:.2g} FLOP or {took['device_hours']:.0f} "
+        "GPU-hours at the same speed.",
         "",
     ]
 
 
-def checks(found: Mapping[str, Any]) -> list[str]:
+def checks(found: Checks) -> list[str]:
     """The plan of the embedded target against its real steps."""
     names = ("target_flops", "drafter_flops", "target_bytes", "drafter_bytes")
-    body = [
-        [row["head"], *(f"{row[name]['ratio']:.3f}" for name in names)] for row in found["counted"]
-    ]
+    body = []
+    for row in found["counted"]:
+        ratios = (
+            row["target_flops"],
+            row["drafter_flops"],
+            row["target_bytes"],
+            row["drafter_bytes"],
+        )
+        body.append([row["head"], *(f"{ratio['ratio']:.3f}" for ratio in ratios)])
     header = [
         "planned / real",
         *(name.replace("_flops", " FLOPs").replace("_", " ") for name in names),
@@ -263,7 +338,7 @@ def checks(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def left_out(used: Mapping[str, Any]) -> str:
+def left_out(used: Utilisation) -> str:
     """Which recipes do not count, and why."""
     if not used["left_out"]:
         return ""

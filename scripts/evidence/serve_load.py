@@ -1,15 +1,17 @@
-"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes docs/reports/serve_load.json.
+"""Load on `headstart serve`: `python -m scripts.evidence.serve_load` writes
+docs/reports/serve_load.json.
 
-The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai client.
-Answers are compared with plain offline decoding, token by token; differences are examined
-(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch. Phases:
+The server (`--drafter FOLDER`) is a process of its own on loopback; its clients are the openai
+client. Answers are compared with plain offline decoding, token by token; differences are examined
+(inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
+Phases:
 
-1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and over
-   HTTP by as many clients, in turn;
-2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be refused
-   or fail, and memory must not grow;
-3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once, the
-   others answered;
+1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and
+   over HTTP by as many clients, in turn;
+2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
+   refused or fail, and memory must not grow;
+3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
+   the others answered;
 4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 Exit status 1 when a request failed, a text is a mismatch, or memory grew.
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -51,9 +53,10 @@ from inference.server.metrics import resident_bytes
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.own import RunConfig
-from scripts.evidence.common import REPORTS, cpu_target
+from scripts.evidence.common import REPORTS
 from scripts.run import drafters
 from scripts.tools.common import PROMPTS, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
@@ -66,7 +69,8 @@ SHOWN = ("tau", "acceptance", "requests_total", "engine_seconds_total")
 """The server's metrics in the report, without their prefix."""
 LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
-"""Share of the load phase after which memory must not grow: until then kernels are cached by shape."""
+"""Share of the load phase after which memory must not grow: until then kernels are cached by
+shape."""
 ROUNDS = 3
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators vary."""
@@ -148,21 +152,86 @@ class Seen:
         else:
             self.different.append((case.number, text, tokens))
 
-    def summary(self) -> dict[str, Any]:
-        """A phase in numbers; seconds as percentiles."""
-        return {
-            "seconds": self.wall,
-            "answers": self.answers,
-            "failed": len(self.failures),
-            "failures": sorted(set(self.failures))[:5],
-            "refused": len(self.refused),
-            "refused_without_retry_after": self.without_retry_after,
-            "requests_per_second": divide(self.answers, self.wall),
-            "tokens_per_second": divide(self.tokens, self.wall),
-            "answer_seconds": percentiles(self.seconds),
-            "first_piece_seconds": percentiles(self.first),
-            "refusal_seconds": percentiles(self.refused),
-        }
+
+@dataclass
+class Phase:
+    """A phase in numbers; seconds as percentiles. places: of the server, where they are too few."""
+
+    clients: int
+    places: int | None
+    seconds: float
+    answers: int
+    failed: int
+    failures: list[str]
+    refused: int
+    refused_without_retry_after: int
+    requests_per_second: float
+    tokens_per_second: float
+    answer_seconds: dict[str, float]
+    first_piece_seconds: dict[str, float]
+    refusal_seconds: dict[str, float]
+    identical: int
+    near_ties: int
+    mismatches: int
+
+    @classmethod
+    def of(
+        cls,
+        seen: Seen,
+        target: TargetModel,
+        cases: list[Case],
+        clients: int,
+        places: int | None = None,
+    ) -> Phase:
+        """The numbers of what the clients have seen."""
+        return cls(
+            clients=clients,
+            places=places,
+            seconds=seen.wall,
+            answers=seen.answers,
+            failed=len(seen.failures),
+            failures=sorted(set(seen.failures))[:5],
+            refused=len(seen.refused),
+            refused_without_retry_after=seen.without_retry_after,
+            requests_per_second=divide(seen.answers, seen.wall),
+            tokens_per_second=divide(seen.tokens, seen.wall),
+            answer_seconds=percentiles(seen.seconds),
+            first_piece_seconds=percentiles(seen.first),
+            refusal_seconds=percentiles(seen.refused),
+            **examine(target, cases, seen),
+        )
+
+
+@dataclass
+class SpeedRatio:
+    """Tokens per second of the server over that of `Engine.run`; ratio: median of the pairs."""
+
+    offline_tokens_per_second: float
+    served_tokens_per_second: float
+    ratio: float
+    ratios: list[float]
+
+
+@dataclass
+class Memory:
+    """Resident bytes at the start, after the warm-up and at the end of the load phase."""
+
+    start: int
+    warm: int
+    end: int
+    most: int
+    growth: float
+    every_ten_seconds: list[int]
+
+
+@dataclass
+class End:
+    """The end of the server: exit status, seconds, and how the requests inside ended."""
+
+    status: int
+    seconds: float
+    answers: int
+    failed: int
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -299,16 +368,21 @@ def report(given: argparse.Namespace) -> int:
         end = end_server(server, cases)
     finally:
         server.process.kill()
-    clients = {"clients": given.clients}
-    crowd = {"clients": places + 120, "places": places}
-    device = device_facts(torch.device("cpu"))
-    machine = {"cpu": device["name"], "cores": os.cpu_count(), "threads": given.threads}
     packages = ("torch", "transformers", "fastapi", "uvicorn", "openai")
     shown = tuple(f"headstart_{name}" for name in SHOWN)
-    content: dict[str, Any] = {
+    load = Phase.of(below, target, cases, given.clients)
+    overload = Phase.of(above, target, cases, places + 120, places)
+    growth = memory_growth(begun, memory)
+    fine = is_fine(load, overload, growth, end)
+    content = {
         "format": 1,
         "command": given.command,
-        "machine": {**machine, "python": platform.python_version()},
+        "machine": {
+            "cpu": device_facts(torch.device("cpu"))["name"],
+            "cores": os.cpu_count(),
+            "threads": given.threads,
+            "python": platform.python_version(),
+        },
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "drafter": {
             "name": found.name,
@@ -317,18 +391,18 @@ def report(given: argparse.Namespace) -> int:
             "depth": decode.depth,
         },
         "server": {"rows": given.rows, "queue": queue, "cases": len(cases), "limits": LIMITS},
-        "ratios": compared,
-        "load": {**clients, **below.summary(), **examine(target, cases, below)},
-        "overload": {**crowd, **above.summary(), **examine(target, cases, above)},
-        "memory": memory_growth(begun, memory),
+        "ratios": {name: asdict(ratio) for name, ratio in compared.items()},
+        "load": {key: value for key, value in asdict(load).items() if value is not None},
+        "overload": asdict(overload),
+        "memory": asdict(growth),
         "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(shown)},
-        "end": end,
+        "end": asdict(end),
+        "fine": fine,
     }
-    content["fine"] = is_fine(content)
     write_json(given.out, content)
     parts = ("ratios", "load", "overload", "memory", "end", "fine")
     print(json.dumps({key: content[key] for key in parts}, indent=2))
-    return 0 if content["fine"] else 1
+    return 0 if fine else 1
 
 
 def say(phase: str) -> None:
@@ -336,21 +410,20 @@ def say(phase: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {phase}", file=sys.stderr, flush=True)
 
 
-def is_fine(content: dict[str, Any]) -> bool:
+def is_fine(load: Phase, overload: Phase, memory: Memory, end: End) -> bool:
     """Whether the server did all that it must."""
-    below, above, end = content["load"], content["overload"], content["end"]
     return (
-        below["failed"] == below["refused"] == below["mismatches"] == 0
-        and above["failed"] == above["mismatches"] == above["refused_without_retry_after"] == 0
-        and above["refused"] > 0
-        and content["memory"]["growth"] <= GROWTH_ALLOWED
-        and end["status"] == 0
-        and end["failed"] == 0
+        load.failed == load.refused == load.mismatches == 0
+        and overload.failed == overload.mismatches == overload.refused_without_retry_after == 0
+        and overload.refused > 0
+        and memory.growth <= GROWTH_ALLOWED
+        and end.status == end.failed == 0
     )
 
 
 def known_answers(target: TargetModel, count: int) -> list[Case]:
-    """Requests of different prompts, lengths and settings, each decoded alone and without a drafter."""
+    """Requests of different prompts, lengths and settings, each decoded alone and without a
+    drafter."""
     prompts = select_prompts(load_prompts([PROMPTS / "code.jsonl"]), count, seed=5)
     requests = to_requests(prompts, target.tokenizer, DecodeConfig())
     names = ("temperature", "top_k", "top_p", "min_p")
@@ -367,10 +440,11 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
     return cases
 
 
-def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> dict[str, Any]:
+def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> SpeedRatio:
     """Tokens per second of the server over that of `Engine.run` with as many rows as clients.
 
-    Both take turns, so that a machine that slows down slows both; the ratio is the median of the pairs.
+    Both take turns, so that a machine that slows down slows both; the ratio is the median of the
+    pairs.
     """
     pairs = []
     requests = [Request(case.number, case.prompt, case.seed, case.limit) for case in cases]
@@ -382,8 +456,7 @@ def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int)
         pairs.append((offline, divide(seen.tokens, seen.wall)))
     rates = [divide(served, offline) for offline, served in pairs]
     offline, served = (float(np.median(speeds)) for speeds in zip(*pairs, strict=True))
-    speeds = {"offline_tokens_per_second": offline, "served_tokens_per_second": served}
-    return {**speeds, "ratio": float(np.median(rates)), "ratios": rates}
+    return SpeedRatio(offline, served, float(np.median(rates)), rates)
 
 
 def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Server:
@@ -406,7 +479,7 @@ def start(given: argparse.Namespace, queue: int, decode: DecodeConfig) -> Server
     raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
 
 
-def end_server(server: Server, cases: list[Case]) -> dict[str, Any]:
+def end_server(server: Server, cases: list[Case]) -> End:
     """Ask sixteen long answers, send SIGTERM when all are in, and wait for them and the server."""
 
     async def interrupt() -> Seen:
@@ -426,8 +499,7 @@ def end_server(server: Server, cases: list[Case]) -> dict[str, Any]:
     begin = time.monotonic()
     seen = asyncio.run(interrupt())
     status, failed = server.process.wait(60), len(seen.failures)
-    seconds = time.monotonic() - begin
-    return {"status": status, "seconds": seconds, "answers": seen.answers, "failed": failed}
+    return End(status, time.monotonic() - begin, seen.answers, failed)
 
 
 def examine(target: TargetModel, cases: list[Case], seen: Seen) -> dict[str, int]:
@@ -449,18 +521,12 @@ def examine(target: TargetModel, cases: list[Case], seen: Seen) -> dict[str, int
     return counts
 
 
-def memory_growth(begun: int, memory: list[tuple[float, int]]) -> dict[str, Any]:
-    """Bytes at the start, after the warm-up and at the end of the load phase, and every ten seconds."""
+def memory_growth(begun: int, memory: list[tuple[float, int]]) -> Memory:
+    """Memory at the start, and of the load phase; memory: (seconds, bytes), twice a second."""
     total, end = memory[-1]
     warm = next(size for at, size in memory if at >= WARM_UP_SHARE * total)
-    return {
-        "start": begun,
-        "warm": warm,
-        "end": end,
-        "most": max(size for _, size in memory),
-        "growth": end / warm - 1,
-        "every_ten_seconds": [size for _, size in memory[::20]],
-    }
+    most = max(size for _, size in memory)
+    return Memory(begun, warm, end, most, end / warm - 1, [size for _, size in memory[::20]])
 
 
 if __name__ == "__main__":

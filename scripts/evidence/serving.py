@@ -2,14 +2,14 @@
 
     python -m scripts.evidence.serving --engine-python .venv-serve/bin/python --run outputs/families
 
---run: a run whose trainings are served (`headstart loop experiment=families`; of several learning rates
-the one with the best tau on the validation prompts). --drafters: which of them. Two rows need no
-training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the two
-lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
---speculators: folders that vLLM's training library saved, served as they are, imported and measured by
-our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does not
-have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1. --merge
-keeps the rows of the report that are not made anew; every row has the command that made it.
+--run: a run whose trainings are served (`headstart loop experiment=families`; of several learning
+rates the one with the best tau on the validation prompts). --drafters: which of them. Two rows need
+no training: ngram, the engine's own lookup, a control whose acceptance is not compared, since the
+two lookups differ; and Medusa through the proposer that we ship (inference/export/vllm_medusa.py).
+--speculators: folders that vLLM's training library saved, served as they are, imported and measured
+by our decoder, exported again and served again. --interpreted: drafters that vLLM's V1 runner does
+not have; its V2 runner serves them under Triton's interpreter, a few short answers at batch size 1.
+--merge keeps the rows of the report that are not made anew; every row has the command that made it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypedDict, cast
 
 from heads.api.checkpoint import load_drafter, new_drafter
 from heads.api.errors import UserError
@@ -66,13 +66,14 @@ NOT_COMPARED = {
 }
 CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 ABOUT = (
-    "Every drafter was exported with `headstart export`, checked with `verify-export` and served by "
-    "vLLM's CPU build beside the embedded target in float32, temperature 0. **identical**: answers that "
-    "are the engine's own plain answers, token by token. **tau**: 1 + accepted drafts / drafting steps, "
-    "the engine's definition, counted by the engine and by our decoder on the same prompts with the same "
-    "chain. **equal steps**: answers in which both accepted the same number of tokens in every step. "
-    "Positions: share of steps that accepted the i-th draft. tokens/s: the whole pass, prompts included, "
-    "on a machine that was shared; a comparison of speeds it is not."
+    "Every drafter was exported with `headstart export`, checked with `verify-export` and served "
+    "by vLLM's CPU build beside the embedded target in float32, temperature 0. **identical**: "
+    "answers that are the engine's own plain answers, token by token. **tau**: 1 + accepted "
+    "drafts / drafting steps, the engine's definition, counted by the engine and by our decoder "
+    "on the same prompts with the same chain. **equal steps**: answers in which both accepted "
+    "the same number of tokens in every step. Positions: share of steps that accepted the i-th "
+    "draft. tokens/s: the whole pass, prompts included, on a machine that was shared; a "
+    "comparison of speeds it is not."
 )
 
 
@@ -85,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--speculators", nargs="*", type=Path, default=[])
     parser.add_argument("--interpreted", nargs="*", default=[])
     add_options(parser, target="assets/tiny-target", prompts_per_domain=8, max_new_tokens=128)
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--out", type=Path, default=REPORTS)
     parser.add_argument("--merge", action="store_true")
     return run(parser, report, arguments)
@@ -100,7 +100,7 @@ def report(given: argparse.Namespace) -> None:
         bench = Bench(config, target, Path(scratch))
         rows, settings = serve_all(given, bench)
     print("\n".join(lines(rows)))
-    content = {
+    content: dict[str, object] = {
         "format": 1,
         "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
         "device": device_facts(target.device),
@@ -114,9 +114,9 @@ def report(given: argparse.Namespace) -> None:
     }
     path = given.out / "serving.json"
     if given.merge and path.is_file():
-        content = merge(read_json(path), content)
+        content = {**merge(read_json(path), cast(Content, content))}
     write_json(path, content)
-    write_page(given.out / "serving.md", markdown(content))
+    write_page(given.out / "serving.md", markdown(cast(Content, content)))
 
 
 def portable_words(given: argparse.Namespace) -> list[str]:
@@ -132,19 +132,20 @@ def portable_words(given: argparse.Namespace) -> list[str]:
     return [*words, "--merge"] if given.merge else words
 
 
-def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], dict[str, Any]]:
+def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], Settings]:
     """The rows, and the settings."""
     live = LiveConfig(
         python=given.engine_python,
         prompts_per_domain=given.prompts_per_domain,
         max_new_tokens=given.max_new_tokens,
-        batches=tuple(given.batches),
+        batches=(1, 8),
         seconds=3600.0,
     )
     target = bench.target
     served = [item for name in given.drafters for item in bench.export(given.run, name)]
     served += [item for folder in given.speculators for item in bench.from_speculators(folder)]
-    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of numba)
+    # vLLM's lookup leaves its process unable to start another engine with a drafter (because of
+    # numba)
     served.sort(key=lambda item: item.kind == "ngram")
     requests = make_requests(live, target, max((item.depth for item in served), default=1))
     process = EngineProcess(live.python, live.seconds, environment={"PYTHONPATH": str(ROOT)})
@@ -159,7 +160,7 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], d
         short = [item for item in few if len(item.tokens) + SHORT < POSITIONS - SHORT]
         interpreter = replace(process, environment=INTERPRETED)
         rows += live_check(target, slow, short, interpreter, (1,), POSITIONS)
-    settings = {
+    settings: Settings = {
         "temperature": 0.0,
         "max_new_tokens": live.max_new_tokens,
         "prompts": len(requests),
@@ -169,6 +170,51 @@ def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], d
     return rows, settings
 
 
+class StaticCheck(TypedDict):
+    """The verdict of `verify-export`."""
+
+    layout: str
+    static_faults: list[str]
+
+
+class Row(TypedDict, total=False):
+    """A row of serving.json: `LiveRow.to_dict`, the static check and the command."""
+
+    name: str
+    engine: str
+    batch: int
+    problems: list[str]
+    identical: int
+    sequences: int
+    near_ties: int
+    tau_engine: float
+    tau_ours: float
+    difference: float
+    answers_with_equal_steps: int
+    tokens_per_second: Mapping[str, float]
+    positions: Mapping[str, Sequence[float]]
+    corrected: Sequence[str]
+    command: str
+
+
+class Settings(TypedDict):
+    """What all rows share but the interpreted ones."""
+
+    temperature: float
+    max_new_tokens: int
+    prompts: int
+    batches: list[int]
+    interpreted: Mapping[str, int]
+
+
+class Content(TypedDict):
+    """serving.json, as far as the page shows it."""
+
+    settings: Settings
+    command: str
+    rows: list[Row]
+
+
 @dataclass
 class Bench:
     """The target, a folder for exports, and the static check's verdict on each of them, by row."""
@@ -176,7 +222,7 @@ class Bench:
     config: TargetConfig
     target: TargetModel
     scratch: Path
-    checks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checks: dict[str, StaticCheck] = field(default_factory=dict)
 
     def export(self, folder: Path, name: str, suffix: str = "") -> list[Served]:
         """The rows of a drafter of the run `folder`, exported and checked."""
@@ -202,18 +248,17 @@ class Bench:
         self.checks |= {item.name: verdict for item in found}
         return found
 
-    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> dict[str, Any]:
+    def write(self, checkpoint: Path, out: Path, engine: str = "vllm") -> StaticCheck:
         """Export a checkpoint; returns the static check's verdict."""
         read = prepare(checkpoint, engine)
         options = ExportConfig(engine=engine, out=str(out))
         export(options, read, Target.of(self.config, read.info), out)
         return self.check(out)
 
-    def check(self, out: Path) -> dict[str, Any]:
+    def check(self, out: Path) -> StaticCheck:
         """The static check's verdict."""
         verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
-        faults = verdict.faults
-        return {"layout": verdict.layout, "static_faults": faults}
+        return StaticCheck(layout=verdict.layout, static_faults=verdict.faults)
 
     def from_speculators(self, source: Path) -> list[Served]:
         """A folder that the library saved: as it is, compared with our import of it.
@@ -228,8 +273,8 @@ class Bench:
         drafter = load_drafter(checkpoint, target.info, target.weights)
         proposal = found.config["speculators_config"]["proposal_methods"][0]
         kind = str(found.config["speculators_model_type"])
-        method: dict[str, Any] = {"method": kind}
-        method["num_speculative_tokens"] = proposal["speculative_tokens"]
+        tokens = proposal["speculative_tokens"]
+        method = {"method": kind, "num_speculative_tokens": tokens}
         if kind == "peagle":
             method |= {"method": "eagle3", "parallel_drafting": True}
         corrections = ("grouped_rms_norm",) if drafter.kind == "dflash" else ()
@@ -248,8 +293,8 @@ def best(folder: Path, name: str) -> Path:
     found = trainings(folder, name)
     if not found:
         raise UserError(
-            f"'{folder}' holds no training of {name}. Run `headstart loop experiment=families`, or leave "
-            "it out of --drafters."
+            f"'{folder}' holds no training of {name}. Run `headstart loop experiment=families`, "
+            "or leave it out of --drafters."
         )
     rate = found[0]["rate"]
     return next(
@@ -259,21 +304,19 @@ def best(folder: Path, name: str) -> Path:
     )
 
 
-def merge(before: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+def merge(before: Content, fresh: Content) -> Content:
     """The report before, with its rows renewed and the new ones after them."""
     names = {row["name"] for row in fresh["rows"]}
     kept = [row for row in before["rows"] if row["name"] not in names]
-    return {
-        **before,
-        "rows": [*({"command": before["command"], **row} for row in kept), *fresh["rows"]],
-    }
+    command = Row(command=before["command"])
+    return {**before, "rows": [*(command | row for row in kept), *fresh["rows"]]}
 
 
 HEADER = ["drafter", "batch", "identical", "tau, engine", "tau, ours", "difference", "equal steps"]
 HEADER += ["tokens/s (plain)", "notes"]
 
 
-def markdown(content: Mapping[str, Any]) -> list[str]:
+def markdown(content: Content) -> list[str]:
     """The lines of serving.md."""
     settings = content["settings"]
     table, positions = [], []

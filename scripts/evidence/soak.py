@@ -1,9 +1,10 @@
-"""A long run of random work: `python -m scripts.evidence.soak --minutes 30` writes docs/reports/soak.json.
+"""A long run of random work: `python -m scripts.evidence.soak --minutes 30` writes
+docs/reports/soak.json.
 
-Random prompts, lengths, seeds and cancellations. Every answer is compared with plain decoding of the
-same request; differences are examined (inference/audit/comparison.py): a near tie of float32 is counted, anything
-else is a mismatch. Resident memory is read every round; growth is judged from the second third on, when
-every engine has its buffers. The exit status is 1 after a mismatch or growth.
+Random prompts, lengths, seeds and cancellations. Every answer is compared with plain decoding of
+the same request; differences are examined (inference/audit/comparison.py): a near tie of float32 is
+counted, anything else is a mismatch. Resident memory is read every round; growth is judged from the
+second third on, when every engine has its buffers. The exit status is 1 after a mismatch or growth.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -27,7 +28,8 @@ from heads.api.registry import get_kind
 from inference.audit.comparison import audit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.manifest import write_json
 from inference.measure.prompts import load_prompts, to_requests
 from inference.server.metrics import resident_bytes
@@ -40,21 +42,22 @@ GROWTH_ALLOWED = 0.03
 """Share by which resident memory may grow from the second to the last third: allocators vary."""
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))
 POOL = 12
-"""Engines kept at a time, all of one capacity, so that memory is level early and growth would show."""
+"""Engines kept at a time, all of one capacity, so that memory is level early and growth would
+show."""
 LIMITS = (1, 2, 7, 20, 48)
-SHAPES: tuple[dict[str, Any], ...] = (
-    {"shape": "chain", "depth": 3},
-    {"shape": "chain", "depth": 4},
-    {"shape": "tree", "choices": TREE},
-    {"shape": "dynamic", "nodes": 12, "depth": 4, "width": 3},
+SHAPES = (
+    DecodeConfig(shape="chain", depth=3),
+    DecodeConfig(shape="chain", depth=4),
+    DecodeConfig(shape="tree", choices=TREE),
+    DecodeConfig(shape="dynamic", nodes=12, depth=4, width=3),
 )
-BIASED = {"logit_bias": ((11, 2.0), (13, -4.0)), "bad_words": ((17,), (18, 19))}
-SAMPLING: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
-    {"repetition_penalty": 1.2},
-    {"temperature": 1.0, "min_p": 0.05, **BIASED},
+BIAS, BAD_WORDS = ((11, 2.0), (13, -4.0)), ((17,), (18, 19))
+SAMPLING = (
+    SamplingSettings(),
+    SamplingSettings(temperature=1.0),
+    SamplingSettings(temperature=0.7, top_k=50, top_p=0.9),
+    SamplingSettings(repetition_penalty=1.2),
+    SamplingSettings(temperature=1.0, min_p=0.05, logit_bias=BIAS, bad_words=BAD_WORDS),
 )
 
 
@@ -74,6 +77,29 @@ class Tally:
     """(seconds since the start, resident bytes) after every round."""
 
 
+class Content(TypedDict):
+    """soak.json."""
+
+    passed: bool
+    minutes: float
+    target: str
+    dtype: str
+    machine: str
+    threads: int
+    rounds: int
+    answers: int
+    tokens: int
+    cancelled: int
+    identical: int
+    near_ties: int
+    mismatches: int
+    failures: list[str]
+    memory_growth: float
+    memory_growth_allowed: float
+    memory: list[tuple[float, int]]
+    command: str
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the soak and write the report; returns the exit status."""
     parser = make_parser("scripts.evidence.soak", __doc__)
@@ -89,7 +115,7 @@ def report(given: argparse.Namespace) -> int:
     target = TargetModel.load(TargetConfig(path=given.target, dtype=given.dtype))
     soak = Soak(target, given.drafters, given.seed)
     soak.run(given.minutes * 60)
-    content = {**soak.report(), "command": given.command}
+    content = soak.report(given.command)
     write_json(given.out, content)
     shown = {key: value for key, value in content.items() if key != "memory"}
     print(json.dumps(shown, indent=1))
@@ -135,13 +161,12 @@ class Soak:
         """One engine, one batch of random requests; compared with plain decoding."""
         draw = self.random
         name = draw.choice(list(self.drafters))
-        shape = draw.choice(SHAPES)
-        config = DecodeConfig(
+        config = replace(
+            draw.choice(SHAPES),
             batch_size=draw.choice((1, 2, 5)),
             lag=draw.choice((0, 0, 1, 2)),
             prefill_chunk=draw.choice((16, 64, 2048)),
-            **shape,
-            **draw.choice(SAMPLING),
+            **asdict(draw.choice(SAMPLING)),
         )
         engine = self.engines.get((name, config))
         if engine is None:
@@ -175,7 +200,7 @@ class Soak:
         after = draw.randint(1, 12)
         seen = [0] * len(requests)
 
-        def watch(request: Request, tokens: list[int], record: Any) -> None:
+        def watch(request: Request, tokens: list[int], record: PassRecord | None) -> None:
             seen[request.index] += len(tokens)
             if request.index == doomed and seen[doomed] >= after:
                 engine.cancel(doomed)
@@ -222,25 +247,32 @@ class Soak:
             differences = [asdict(item) for item in judged.divergences]
             tally.failures.append(f"{name} {asdict(config)}: {differences}")
 
-    def report(self) -> dict[str, Any]:
+    def report(self, command: str) -> Content:
         """The numbers, and whether the soak passed."""
-        counts, memory = asdict(self.tally), self.tally.memory
-        del counts["memory"]
+        tally, memory = self.tally, self.tally.memory
         third = max(1, len(memory) // 3)
         parts = (memory[third : 2 * third] or memory, memory[-third:])
         middle, last = (max(size for _, size in part) for part in parts)
         growth = last / middle - 1
         return {
-            "passed": self.tally.mismatches == 0 and growth <= GROWTH_ALLOWED,
+            "passed": tally.mismatches == 0 and growth <= GROWTH_ALLOWED,
             "minutes": round(memory[-1][0] / 60, 1),
             "target": self.target.info.id.removeprefix(f"{ROOT}/"),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
-            **counts,
+            "rounds": tally.rounds,
+            "answers": tally.answers,
+            "tokens": tally.tokens,
+            "cancelled": tally.cancelled,
+            "identical": tally.identical,
+            "near_ties": tally.near_ties,
+            "mismatches": tally.mismatches,
+            "failures": tally.failures,
             "memory_growth": round(growth, 4),
             "memory_growth_allowed": GROWTH_ALLOWED,
             "memory": memory[:: max(1, len(memory) // 60)],
+            "command": command,
         }
 
 

@@ -2,16 +2,17 @@
 
     python -m scripts.evidence.speculators --python PYTHON --answers outputs/families/generate
 
-PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2 threads;
-each side is a process of its own, all of them alive at once and timed in turns. One step reads 4,096
-positions on both sides: 8 rows of 512 here, one packed row there. That library packs everything into
-one row, whose attention is dense on a CPU, so it is timed with shorter rows too, and compared at its
-fastest. Memory is compared where both hold equally many positions at once: 4,096, and 512 (ours
-accumulates the gradients of 8 rows). Its features are made beforehand and not timed with its steps;
-ours are made in the step, so that comparison is against us. What making theirs costs with plain
-transformers is reported too.
+PYTHON is one that has speculators. Same target, same answers (cut alike), same architecture, 2
+threads; each side is a process of its own, all of them alive at once and timed in turns. One step
+reads 4,096 positions on both sides: 8 rows of 512 here, one packed row there. That library packs
+everything into one row, whose attention is dense on a CPU, so it is timed with shorter rows too,
+and compared at its fastest. Memory is compared where both hold equally many positions at once:
+4,096, and 512 (ours accumulates the gradients of 8 rows). Its features are made beforehand and not
+timed with its steps; ours are made in the step, so that comparison is against us. What making
+theirs costs with plain transformers is reported too.
 
-`--only timing` or `--only tau` renews one half of the report: tau does not depend on the machine's load.
+`--only timing` or `--only tau` renews one half of the report: tau does not depend on the machine's
+load.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
-from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
@@ -39,15 +39,24 @@ from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.manifest import write_json
 from inference.measure.config import process_facts
-from inference.measure.prompts import load_prompts, select_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.metrics import tau_estimate
+from inference.measure.prompts import load_prompts, select_prompts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.evidence.common import REPORTS, cpu_target, read_json, tau_facts
+from scripts.evidence.common import (
+    REPORTS,
+    TauFacts,
+    decode_prompts,
+    family_recipe,
+    read_json,
+    sum_up,
+    tau_facts,
+)
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 from train.config import TrainingJob
 from train.data.pack import PackedData
 from train.distributed import join_world
@@ -69,14 +78,17 @@ VERSION = "0.9.0"
 LENGTH, ROWS = 512, 8
 PLACES = LENGTH * ROWS
 SHORTER = (2048, 1024, 512)
+"""Shorter rows of the library that are timed too, in tokens."""
+STEPS, COUNT, NEW_TOKENS = 61, 24, 96
+"""Of the comparison of tau: training steps, prompts, and new tokens per prompt."""
 ROW_BY_ROW = "ours, one row at a time"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One architecture on both sides: our overrides, the library's flags, and our learning rate."""
+    """One architecture: the library's flags, and our learning rate (recipe:
+    experiment=families)."""
 
-    overrides: tuple[str, ...]
     flags: tuple[str, ...]
     rate: float
 
@@ -86,15 +98,35 @@ EAGLE3 = (
     "--ttt-steps 4 --no-norm-before-residual --no-norm-before-fc --fc-norm --norm-output".split()
 )
 KINDS = {
-    "eagle3": Kind(("head=eagle3", "head.ttt_steps=4"), tuple(EAGLE3), 1e-2),
-    "dspark": Kind(("head=dspark", "head.num_anchors=64"), (*BLOCKS, "--block-size", "7"), 1e-3),
-    "dflash": Kind(("head=dflash", "head.num_anchors=64"), (*BLOCKS, "--block-size", "8"), 1e-3),
+    "eagle3": Kind(tuple(EAGLE3), 1e-2),
+    "dspark": Kind((*BLOCKS, "--block-size", "7"), 1e-3),
+    "dflash": Kind((*BLOCKS, "--block-size", "8"), 1e-3),
 }
 RECIPES = {
     "as it comes": (),  # Muon at 1e-3, linear decay
     "AdamW 3e-3": ("--optimizer", "adamw", "--lr", "3e-3"),
 }
-"""The library's optimisers tried for tau; the best one counts. Timed with AdamW, the cheaper one."""
+"""The library's optimisers tried for tau; the best one counts. Timed with AdamW, the cheaper
+one."""
+
+
+class Answer(TypedDict, total=False):
+    """What a side prints, as one line of JSON: about itself at first, then about each command."""
+
+    trained_weights: int
+    steps_per_epoch: int
+    seconds: float
+    tokens: int
+    peak_bytes: int
+
+
+class Job(TypedDict):
+    """The job file of our side."""
+
+    overrides: list[str]
+    answers: str
+    out: str
+    threads: int
 
 
 class Side:
@@ -108,17 +140,17 @@ class Side:
                 command, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=ROOT
             )
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Answer:
         """The next answer; raises `UserError` with the end of its log when the process has died."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             tail = self.log.read_text(encoding="utf-8")[-1500:]
             raise UserError(f"a side of the comparison ended early ({self.log}):\n{tail}")
-        found: dict[str, Any] = json.loads(line)
+        found: Answer = json.loads(line)
         return found
 
-    def ask(self, **command: Any) -> dict[str, Any]:
+    def ask(self, **command: str | int) -> Answer:
         """Send one command and wait for its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
@@ -138,6 +170,40 @@ class Side:
         self.end()
 
 
+@dataclass
+class SideSpeed:
+    """Steps of one side, timed."""
+
+    trained_weights: int
+    tokens: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Speed and memory of all sides of a kind; ratios are ours over theirs."""
+
+    sides: dict[str, SideSpeed]
+    their_features_tokens_per_second: float
+    their_fastest: str
+    speed_ratio: float
+    speed_ratio_at_equal_steps: float
+    speed_ratio_with_their_features: float
+    memory_ratio: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TauComparison:
+    """tau of both sides of a kind; difference: ours less the best of theirs."""
+
+    steps: int
+    prompts: int
+    sides: dict[str, TauFacts]
+    difference: float
+
+
 @dataclass(frozen=True)
 class Setting:
     """What both sides of a comparison share."""
@@ -150,15 +216,18 @@ class Setting:
     shorter: tuple[int, ...] = SHORTER
     seed: int = 0
 
-    def ours(self, kind: Kind, name: str, steps: int, at_once: int = ROWS) -> Side:
+    def ours(self, kind: str, name: str, steps: int, at_once: int = ROWS) -> Side:
         """Our side of a training of `steps` steps, `at_once` rows per forward pass."""
         out = fresh(self.work / f"ours-{name}")
-        overrides = ["experiment=[families]", *kind.overrides, f"optim.lr={kind.rate}"]
+        overrides = ["experiment=[families]", *family_recipe(kind)]
+        overrides += [f"optim.lr={KINDS[kind].rate}"]
         overrides += [f"train.max_steps={steps}", "train.eval_every=0", "train.parity=false"]
         overrides += [f"train.seed={self.seed}", f"train.micro_batch={at_once}"]
         overrides += ["target=local", f"target.path={self.target}", "target.dtype=float32"]
-        job = {"overrides": overrides, "answers": str(self.answers), "out": str(out)}
-        write_json(out / "job.json", {**job, "threads": self.threads})
+        job = Job(
+            overrides=overrides, answers=str(self.answers), out=str(out), threads=self.threads
+        )
+        write_json(out / "job.json", job)
         command = [sys.executable, "-m", MODULE, "--side", str(out / "job.json")]
         return Side(command, out / "log.txt")
 
@@ -191,7 +260,7 @@ class Setting:
 
     def taps(self, kind: str) -> list[int]:
         """The layers that our drafter of this kind reads by default."""
-        overrides = ["experiment=[families]", *KINDS[kind].overrides]
+        overrides = ["experiment=[families]", *family_recipe(kind)]
         head = load_settings(STAGES["train"], overrides).head
         drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
         return list(drafter.needs.taps)
@@ -203,7 +272,8 @@ class Setting:
 
     def making(self, kind: str) -> dict[str, float]:
         """Tokens and seconds that making the library's features took, with plain transformers."""
-        return read_json(self.data(kind) / "made.json")
+        found: dict[str, float] = read_json(self.data(kind) / "made.json")
+        return found
 
     def data(self, kind: str) -> Path:
         """The library's data set: that of these documents, this target and these layers."""
@@ -246,88 +316,80 @@ def write_rows(setting: Setting) -> int:
     return tokens
 
 
-def timing(setting: Setting, name: str, warm: int, rounds: int) -> dict[str, Any]:
+def timing(setting: Setting, name: str, warm: int, rounds: int) -> Timing:
     """Tokens per second and peak memory of all sides, timed in turns.
 
     One round is two steps of ours, and as many positions of theirs; `warm` rounds are not counted.
     """
-    kind = KINDS[name]
     sides: dict[str, tuple[Side, int]] = {
-        "ours": (setting.ours(kind, name, 1000), 2),
-        ROW_BY_ROW: (setting.ours(kind, f"{name}-1", 1000, at_once=1), 2),
+        "ours": (setting.ours(name, name, 1000), 2),
+        ROW_BY_ROW: (setting.ours(name, f"{name}-1", 1000, at_once=1), 2),
     }
     for places in (PLACES, *setting.shorter):
         side = setting.theirs(name, f"{name}-{places}", places, RECIPES["AdamW 3e-3"], 1000)
         sides[name_of(places)] = (side, 2 * PLACES // places)
-    rows: dict[str, dict[str, Any]] = {
-        label: {
-            "trained_weights": side.answer()["trained_weights"],
-            "tokens": 0,
-            "seconds": 0.0,
-            "peak_bytes": 0,
-        }
-        for label, (side, _) in sides.items()
+    rows = {
+        label: SideSpeed(side.answer()["trained_weights"]) for label, (side, _) in sides.items()
     }
     for turn in range(warm + rounds):
         for label, (side, count) in sides.items():
-            found, entry = side.ask(do="steps", count=count), rows[label]
-            entry["peak_bytes"] = found["peak_bytes"]
+            found, row = side.ask(do="steps", count=count), rows[label]
+            row.peak_bytes = found["peak_bytes"]
             if turn >= warm:
-                entry["tokens"] += found["tokens"]
-                entry["seconds"] += found["seconds"]
+                row.tokens += found["tokens"]
+                row.seconds += found["seconds"]
     for side, _ in sides.values():
         side.end()
-    speeds = {label: entry["tokens"] / entry["seconds"] for label, entry in rows.items()}
-    for label, speed in speeds.items():
-        rows[label]["tokens_per_second"] = speed
+    for row in rows.values():
+        row.tokens_per_second = row.tokens / row.seconds
+    speeds = {label: row.tokens_per_second for label, row in rows.items()}
     made = setting.making(name)
     fastest = max((x for x in speeds if not x.startswith("ours")), key=speeds.__getitem__)
     whole = 1 / (1 / speeds[fastest] + made["seconds"] / made["tokens"])
-    return {
-        "sides": rows,
-        "their_features_tokens_per_second": made["tokens"] / made["seconds"],
-        "their_fastest": fastest,
-        "speed_ratio": speeds["ours"] / speeds[fastest],
-        "speed_ratio_at_equal_steps": speeds["ours"] / speeds[name_of(PLACES)],
-        "speed_ratio_with_their_features": speeds["ours"] / whole,
-        "memory_ratio": {
-            str(places): rows[label]["peak_bytes"] / rows[name_of(places)]["peak_bytes"]
+    return Timing(
+        sides=rows,
+        their_features_tokens_per_second=made["tokens"] / made["seconds"],
+        their_fastest=fastest,
+        speed_ratio=speeds["ours"] / speeds[fastest],
+        speed_ratio_at_equal_steps=speeds["ours"] / speeds[name_of(PLACES)],
+        speed_ratio_with_their_features=speeds["ours"] / whole,
+        memory_ratio={
+            str(places): rows[label].peak_bytes / rows[name_of(places)].peak_bytes
             for places, label in ((PLACES, "ours"), (LENGTH, ROW_BY_ROW))
             if name_of(places) in rows
         },
-    }
+    )
 
 
-def tau(setting: Setting, name: str, given: argparse.Namespace) -> dict[str, Any]:
+def tau(setting: Setting, name: str, given: argparse.Namespace) -> TauComparison:
     """tau of both sides after equally many steps, with one decoder on the same held-out prompts."""
     target = setting.model
-    decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=given.tokens, batch_size=8)
+    decode = DecodeConfig(temperature=0.0, depth=4, max_new_tokens=NEW_TOKENS, batch_size=8)
     found = load_prompts((str(given.prompts),))
     domains = len({prompt.domain for prompt in found})
-    chosen = select_prompts(found, max(1, given.count // domains), seed=setting.seed)
-    room = target.info.max_position_embeddings
-    requests = to_requests(chosen, target.tokenizer, decode, capacity=room, overlong="skip")
+    chosen = select_prompts(found, max(1, COUNT // domains), seed=setting.seed)
+    counts = set[int]()
 
-    def judge(folder: Path) -> dict[str, Any]:
-        drafter = load_drafter(folder, target.info, target.weights)
-        return tau_facts(quick_tau(target, drafter, requests, decode))
+    def measure(folder: Path) -> TauFacts:
+        done = decode_prompts(target, folder, chosen, decode)
+        counts.add(len(done))
+        return tau_facts(tau_estimate(sum_up(done, chosen, decode.depth)))
 
-    ours = setting.ours(KINDS[name], name, given.steps)
+    ours = setting.ours(name, name, STEPS)
     ours.answer()
     saved = setting.work / f"ours-{name}" / "saved"
-    ours.train(given.steps, saved)
-    rows = {"ours": judge(saved)}
+    ours.train(STEPS, saved)
+    rows = {"ours": measure(saved)}
     for number, (recipe, flags) in enumerate(RECIPES.items()):
         label = f"{name}-tau-{number}"
-        steps = ("--scheduler-total-steps", str(given.steps))
+        steps = ("--scheduler-total-steps", str(STEPS))
         side = setting.theirs(name, label, PLACES, (*flags, *steps), 1000)
         side.answer()
-        side.train(given.steps, setting.work / f"theirs-{label}" / "saved")
-        rows[f"speculators, {recipe}"] = judge(setting.converted(label))
+        side.train(STEPS, setting.work / f"theirs-{label}" / "saved")
+        rows[f"speculators, {recipe}"] = measure(setting.converted(label))
     best = max(row["tau"] for label, row in rows.items() if label != "ours")
     difference = rows["ours"]["tau"] - best
-    count = len(requests)
-    return {"steps": given.steps, "prompts": count, "sides": rows, "difference": difference}
+    return TauComparison(STEPS, max(counts), rows, difference)
 
 
 def compare(given: argparse.Namespace) -> None:
@@ -340,8 +402,7 @@ def compare(given: argparse.Namespace) -> None:
             "give --python, one that has speculators, and --answers, a folder of generate."
         )
     answers, target, work = (x.resolve() for x in (given.answers, given.target, given.work))
-    shorter = tuple(given.rows)
-    setting = Setting(given.python, answers, target, work, given.threads, shorter)
+    setting = Setting(given.python, answers, target, work, given.threads)
     report = {"format": 1, **(read_json(given.out) if given.only else {})}
     tokens = write_rows(setting)
     facts = {
@@ -350,13 +411,15 @@ def compare(given: argparse.Namespace) -> None:
         "command": f"python -m {MODULE} --python PYTHON --answers outputs/families/generate",
     }
     for part in [given.only] if given.only else ["timing", "tau"]:
-        found: dict[str, Any] = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
-        for name in given.kinds:
-            if part == "timing":
-                found[name] = timing(setting, name, given.warm, given.rounds)
-            else:
-                found[name] = tau(setting, name, given)
-        report[part] = {**report.get(part, {}), **found}
+        shared = {"facts": facts, "places_per_step": PLACES, "tokens": tokens}
+        found: dict[str, Timing | TauComparison] = {
+            name: timing(setting, name, warm=1, rounds=4)
+            if part == "timing"
+            else tau(setting, name, given)
+            for name in given.kinds
+        }
+        rows = {name: asdict(row) for name, row in found.items()}
+        report[part] = {**report.get(part, {}), **shared, **rows}
         write_json(given.out, report)
     print(json.dumps(report, indent=1))
 
@@ -364,7 +427,7 @@ def compare(given: argparse.Namespace) -> None:
 # Our side, step by step on command, with the protocol of foreign/speculators_worker.py
 
 
-def build_side(job: dict[str, Any]) -> tuple[Run, TrainEngine]:
+def build_side(job: Job) -> tuple[Run, TrainEngine]:
     """The run of `headstart train` with the job's overrides, and the engine of a fresh drafter."""
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
@@ -427,7 +490,7 @@ def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
 def follow_commands(path: Path) -> None:
     """Build our side from a job file and follow the commands on stdin."""
     channel = Channel()
-    job = read_json(path)
+    job: Job = read_json(path)
     torch.set_num_threads(job["threads"])
     made, engine = build_side(job)
     weights = sum(p.numel() for p in made.drafter.parameters() if p.requires_grad)
@@ -444,22 +507,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser, target=TARGET, prompts=(PROMPTS, "held-out prompts for tau"))
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["eagle3", "dspark"])
     parser.add_argument("--only", choices=("timing", "tau"))
-    add_options(
-        parser,
-        threads=2,
-        warm=(1, "rounds that are not counted"),
-        rounds=(4, "rounds of two steps that are timed"),
-    )
-    rows = "shorter rows of the library to time, in tokens"
-    parser.add_argument("--rows", nargs="*", type=int, default=SHORTER, help=rows)
-    add_options(
-        parser,
-        steps=(61, "steps before tau is measured"),
-        count=(24, "prompts for tau"),
-        tokens=(96, "new tokens per prompt"),
-        work=ROOT / "outputs" / "speculators",
-        out=REPORTS / "speculators.json",
-    )
+    work, out = ROOT / "outputs" / "speculators", REPORTS / "speculators.json"
+    add_options(parser, threads=2, work=work, out=out)
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     return run(parser, compare, arguments)
 

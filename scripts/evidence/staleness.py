@@ -1,48 +1,49 @@
-"""Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes docs/reports/watch.json.
+"""Evidence for watch and refresh: `python -m scripts.evidence.staleness` writes
+docs/reports/watch.json.
 
 After `headstart loop experiment=families`. It fine-tunes the embedded target on C++ headers
-(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system
-prompt. A drafter of the unchanged target gets a reference on prompts that neither has seen; then
-`headstart watch` decodes other unseen prompts with every version of the target. False alarms are counted
-on streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
-training from scratch on the new target's answers to 1,440 prompts, on held-out prompts of old and new
-domains. Steps that are done are skipped, so the command may be repeated.
+(scripts/assets), and changes it in other ways: LoRA merged, quantised, with another system prompt.
+A drafter of the unchanged target gets a reference on prompts that neither has seen; then `headstart
+watch` decodes other unseen prompts with every version of the target. False alarms are counted on
+streams resampled from the answers of the unchanged target. `headstart refresh` is compared with a
+training from scratch on the new target's answers to 1,440 prompts, on held-out prompts of old and
+new domains. Steps that are done are skipped, so the command may be repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 
-from heads.api.checkpoint import load_drafter
 from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine
 from inference.manifest import read_manifest, write_json
-from inference.measure.metrics import (
-    Outcome,
-    Totals,
-    divide,
-    interval95,
-    resample_weights,
-    tau_estimate,
-)
-from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.metrics import divide, interval95, resample_weights, tau_estimate
+from inference.measure.prompts import load_prompts
 from inference.staleness.evidence import Grid
 from inference.staleness.reference import WATCH_FILE, Reference
 from inference.staleness.result import STALENESS_FILE
-from inference.target.model import TargetModel
 from scripts.assets import changed_targets, cpp_headers
-from scripts.evidence.common import REPORTS, cpu_target, read_json, run_stage, tau_facts
+from scripts.evidence.common import (
+    REPORTS,
+    TauFacts,
+    decode_prompts,
+    family_recipe,
+    read_json,
+    run_on_target,
+    sum_up,
+    tau_facts,
+)
 from scripts.evidence.streams import Plan, Streams
 from scripts.run.process import git_state
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
@@ -55,20 +56,10 @@ RESAMPLED = {"unchanged": 1, "finetuned": 5, "lora": 5}
 WATCH_KEYS = ("verdict", "alarms", "alarm_after", "test", "domains")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A recipe of conf/experiment/families.yaml."""
-
-    head: str
-    rate: float
-    overrides: tuple[str, ...]
-
-
-COPIED = ("head.from_target_layers=[0,3,5]", "head.share_embeddings=true")
-ROWS = {
-    "distilled": Row("distilled", 1.5e-3, COPIED),
-    "eagle3_copied": Row("eagle3", 3e-3, ("head.ttt_steps=4", "head.from_target_layer=7")),
-}
+RATES = {"distilled": 1.5e-3, "eagle3_copied": 3e-3}
+"""Row of conf/experiment/families.yaml -> its best learning rate."""
+HEADS = {"distilled": "distilled", "eagle3_copied": "eagle3"}
+"""Row -> its kind, which names the refreshed drafter's folder."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ class Folders:
     @property
     def old(self) -> Path:
         """The drafter of the unchanged target."""
-        return self.drafters / "train" / f"{self.row}@{ROWS[self.row].rate:g}" / "best"
+        return self.drafters / "train" / f"{self.row}@{RATES[self.row]:g}" / "best"
 
     @property
     def prompts(self) -> Path:
@@ -130,11 +121,54 @@ class Folders:
     def stage(self, name: str, run_name: str, folder: str, *overrides: str) -> None:
         """Run a stage on a version of the target; a watch may raise its alarm."""
         path = self.work / folder if folder else TARGET
-        shared = ["experiment=[families]", "target=local", f"target.path={path}"]
-        shared += ["target.dtype=float32", f"run.root={self.work}", f"run.name={run_name}"]
-        threads = f"run.threads={torch.get_num_threads()}"
+        own = (f"run.threads={torch.get_num_threads()}", *overrides)
         statuses = (0, 1) if name == "watch" else (0,)
-        run_stage(name, *shared, threads, *overrides, statuses=statuses)
+        run_on_target(name, path, self.work / run_name, *own, statuses=statuses)
+
+
+class Training(TypedDict):
+    """The facts of a training's manifest that the report holds."""
+
+    steps: int
+    tokens: int
+    seconds: float
+
+
+class SideTau(TauFacts):
+    """tau of one drafter on the changed target, over all prompts and by domain."""
+
+    domains: dict[str, float]
+
+
+class Comparison(TypedDict):
+    """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
+
+    prompts: int
+    sides: dict[str, SideTau]
+    refreshed_by_full: float
+    refreshed_by_full_ci95: tuple[float, float]
+    gap_regained: float
+    gap_regained_ci95: tuple[float, float]
+
+
+class Resampled(TypedDict):
+    """Alarms on resampled streams; answers_to_alarm: percentiles of those that raised one."""
+
+    streams: int
+    length: int
+    alarms: int
+    share: float
+    share_within_200: float
+    answers_to_alarm: dict[int, float] | None
+    bound: float
+    tolerance: float
+
+
+class Watched(TypedDict, total=False):
+    """The keys of staleness.json that the verdict of this report reads."""
+
+    alarms: list[object]
+    alarm_after: int | None
 
 
 # Making
@@ -149,22 +183,18 @@ def make(folders: Folders) -> None:
         changed_targets.finetune(TARGET, folders.work / name, pairs, recipe)
 
 
-def train_full(folders: Folders) -> dict[str, Any]:
-    """A drafter trained from scratch on answers of the fine-tuned target; returns its manifest."""
-    row, asked = ROWS[folders.row], f"data.path={folders.prompts / 'train.jsonl'}"
+def train_full(folders: Folders) -> Training:
+    """A drafter trained from scratch on answers of the fine-tuned target."""
+    row, asked = folders.row, f"data.path={folders.prompts / 'train.jsonl'}"
     folders.stage("generate", "full", "finetuned", "data=embedded", asked)
-    recipe = (
-        f"head={row.head}",
-        *row.overrides,
-        f"optim.lr={row.rate}",
-        f"run.drafter={folders.row}",
-    )
+    recipe = (*family_recipe(row), f"optim.lr={RATES[row]}", f"run.drafter={row}")
     validation = f"train.prompts=[{folders.prompts / 'validation.jsonl'}]"
     folders.stage("train", "full", "finetuned", *recipe, validation)
-    return read_manifest(folders.full, "train")
+    found = read_manifest(folders.full, "train")
+    return Training(steps=found["steps"], tokens=found["tokens"], seconds=found["seconds"])
 
 
-def refresh(folders: Folders, full: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+def refresh(folders: Folders, full: Training) -> Any:
     """`headstart refresh` within its share of the full training's tokens; returns refresh.json."""
     steps = int(SHARE * full["tokens"]) // 512
     place = folders.prompts
@@ -174,7 +204,7 @@ def refresh(folders: Folders, full: Mapping[str, Any], changes: Sequence[str]) -
     own += ["data=embedded", f"data.path={place / 'train.jsonl'}"]
     own += [f"train.prompts=[{place / 'validation.jsonl'}]"]
     own += ["bench=jsonl", f"bench.prompts={place / 'measuring.jsonl'}"]
-    folders.stage("refresh", folders.refreshed.name, "finetuned", *own, *changes)
+    folders.stage("refresh", folders.refreshed.name, "finetuned", *own)
     return read_json(folders.refreshed / "refresh" / "refresh.json")
 
 
@@ -191,7 +221,7 @@ def learn(folders: Folders) -> Reference:
     return Reference.read(folders.reference)
 
 
-def watch(folders: Folders, name: str) -> dict[str, Any]:
+def watch(folders: Folders, name: str) -> Watched:
     """The result of `headstart watch` on a version of the target.
 
     It sees `WATCHED` fresh prompts, and of the unchanged target all of them.
@@ -204,7 +234,8 @@ def watch(folders: Folders, name: str) -> dict[str, Any]:
         own += ["bench=jsonl", f"bench.prompts={folders.prompts / 'fresh.jsonl'}"]
         change = CHANGES[name]
         folders.stage("watch", folders.watches.name, change.folder, *own, *change.overrides)
-    return read_json(path)
+    found = read_json(path)
+    return cast(Watched, {key: found[key] for key in WATCH_KEYS})
 
 
 def pools(*references: Reference) -> dict[str, list[tuple[int, int]]]:
@@ -216,14 +247,14 @@ def pools(*references: Reference) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def resample(folders: Folders, reference: Reference, name: str, count: int) -> dict[str, Any]:
+def resample(folders: Folders, reference: Reference, name: str, count: int) -> Resampled:
     """Alarms on streams whose reference is drawn from all answers of the unchanged target.
 
     Their fresh answers are drawn from these too ("unchanged") or from those of a changed target.
     """
     path = folders.work / f"streams-{folders.row}" / f"{name}.json"
     if path.is_file():
-        return read_json(path)
+        return cast(Resampled, read_json(path))
     unchanged = pools(reference, Reference.read(folders.watches / "unchanged" / WATCH_FILE))
     changed = Reference.read(folders.watches / name / WATCH_FILE)
     fresh = unchanged if name == "unchanged" else pools(changed)
@@ -233,16 +264,16 @@ def resample(folders: Folders, reference: Reference, name: str, count: int) -> d
     raised = sorted(value for value in streams.run(count) if value is not None)
     early = sum(value <= WATCHED for value in raised)
     after = {q: float(np.percentile(raised, q)) for q in (50, 95)} if raised else None
-    found = {
-        "streams": count,
-        "length": LENGTH,
-        "alarms": len(raised),
-        "share": divide(len(raised), count),
-        "share_within_200": divide(early, count),
-        "answers_to_alarm": after,
-        "bound": ALARM_RATE,
-        "tolerance": TOLERANCE,
-    }
+    found = Resampled(
+        streams=count,
+        length=LENGTH,
+        alarms=len(raised),
+        share=divide(len(raised), count),
+        share_within_200=divide(early, count),
+        answers_to_alarm=after,
+        bound=ALARM_RATE,
+        tolerance=TOLERANCE,
+    )
     write_json(path, found)
     return found
 
@@ -250,79 +281,68 @@ def resample(folders: Folders, reference: Reference, name: str, count: int) -> d
 # tau
 
 
-def totals(target: TargetModel, checkpoint: Path, path: Path) -> Totals:
-    """The passes of a drafter on the prompts of `path`, greedy chains of 4."""
-    decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
-    found = load_prompts(path)
-    drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
-    room = target.info.max_position_embeddings
-    requests = to_requests(found, target.tokenizer, decode, capacity=room, overlong="skip")
-    done = {item.request.index: item for item in Engine(target, drafter, decode).run(requests)}
-    outcomes = [Outcome(found[i].id, found[i].domain, done[i].passes) for i in sorted(done)]
-    return Totals.collect(outcomes, 4)
-
-
-def compare(folders: Folders) -> dict[str, Any]:
+def compare(folders: Folders) -> Comparison:
     """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
     target = cpu_target(folders.work / "finetuned")
-    refreshed = folders.refreshed / "train" / ROWS[folders.row].head
+    refreshed = folders.refreshed / "train" / HEADS[folders.row]
     checkpoints = {
         "old": folders.old,
         "refreshed": refreshed / "best",
         "full": folders.full / "best",
     }
-    path = folders.prompts / "measuring.jsonl"
-    sides = {name: totals(target, folder, path) for name, folder in checkpoints.items()}
+    prompts = load_prompts(folders.prompts / "measuring.jsonl")
+    decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
+    sides = {
+        name: sum_up(decode_prompts(target, folder, prompts, decode, True), prompts, decode.depth)
+        for name, folder in checkpoints.items()
+    }
     weights = resample_weights(len(sides["full"].prompts), seed=0)
     drawn = {name: (weights @ x.committed) / (weights @ x.passes) for name, x in sides.items()}
     tau = {name: side.committed.sum() / side.passes.sum() for name, side in sides.items()}
     regained = (drawn["refreshed"] - drawn["old"], drawn["full"] - drawn["old"])
-    rows: dict[str, Any] = {}
+    rows = {}
     for name, side in sides.items():
         parts = side.domain_rows().items()
         domains = {domain: tau_estimate(side.take(part)).tau for domain, part in parts}
-        rows[name] = {**tau_facts(tau_estimate(side)), "domains": domains}
+        rows[name] = SideTau(**tau_facts(tau_estimate(side)), domains=domains)
     return {
         "prompts": len(sides["full"].prompts),
         "sides": rows,
         "refreshed_by_full": divide(tau["refreshed"], tau["full"]),
-        "refreshed_by_full_ci95": list(interval95(drawn["refreshed"], drawn["full"])),
+        "refreshed_by_full_ci95": interval95(drawn["refreshed"], drawn["full"]),
         "gap_regained": divide(tau["refreshed"] - tau["old"], tau["full"] - tau["old"]),
-        "gap_regained_ci95": list(interval95(*regained)),
+        "gap_regained_ci95": interval95(*regained),
     }
 
 
 # The report
 
 
-def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, Any]:
-    """All evidence for one drafter."""
+def row_of(folders: Folders, given: argparse.Namespace) -> dict[str, object]:
+    """All evidence for one drafter: its row of watch.json."""
     reference = learn(folders)
     watched = {name: watch(folders, name) for name in CHANGES if name not in given.skip}
     full = train_full(folders)
-    refreshed = refresh(folders, full, given.refresh)
+    refreshed = refresh(folders, full)
     tau, cost = compare(folders), refreshed["cost"]
     answers = read_manifest(folders.work / "full" / "generate", "generate")["counts"]
-    training = {key: full[key] for key in ("steps", "tokens", "seconds")}
     share = divide(cost["training_tokens"], full["tokens"])
     left_out = ("drafter", "old_target")
     costs = {
-        "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **training},
+        "full": {"answers": answers["done"], "answer_tokens": answers["tokens"], **full},
         "refresh": cost,
         "training_tokens_share": share,
         "settings": {k: v for k, v in refreshed["settings"].items() if k not in left_out},
     }
     streams = {
-        name: resample(folders, reference, name, given.streams // part)
+        name: resample(folders, reference, name, STREAMS // part)
         for name, part in RESAMPLED.items()
     }
     quiet = watched["unchanged"]["alarms"] == [] and streams["unchanged"]["share"] < 0.01
     return {
         "drafter": {"row": folders.row, "kind": reference.drafter["kind"]},
         "reference": {name: len(tally.answers) for name, tally in reference.tallies.items()},
-        "watched": {
-            name: {key: found[key] for key in WATCH_KEYS} for name, found in watched.items()
-        },
+        "watched": watched,
         "resampled": streams,
         "refresh": {"tau": tau, "cost": costs},
         "holds": {
@@ -359,13 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "watch_report")
     families = ROOT / "outputs" / "families"
     parser.add_argument("--drafters", type=Path, default=families, help="the families' run")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=list(RATES), default=list(RATES))
     skip = "where torchao or bitsandbytes is missing"
     parser.add_argument("--skip", nargs="+", choices=("int8", "int4"), default=[], help=skip)
-    changes = "overrides of the refresh"
-    parser.add_argument("--refresh", nargs="*", default=[], metavar="KEY=VALUE", help=changes)
-    streams = "of the unchanged target; a fifth of others"
-    parser.add_argument("--streams", type=int, default=STREAMS, help=streams)
     add_options(parser, threads=1, out=REPORTS / "watch.json")
     return run(parser, report, arguments)
 

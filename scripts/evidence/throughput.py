@@ -1,10 +1,12 @@
-"""Training speed of every trainable recipe on the embedded target: writes docs/reports/throughput.json.
+"""Training speed of every trainable recipe on the embedded target: writes
+docs/reports/throughput.json.
 
     python -m scripts.evidence.throughput --answers outputs/families/generate
 
-Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau) in a
-process of its own, so that its peak of memory is its own. The first steps are left out: they warm up,
-and the first one counts FLOPs. The report is written after every recipe; `--only` replaces single rows.
+Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau)
+in a process of its own, so that its peak of memory is its own. The first steps are left out: they
+warm up, and the first one counts FLOPs. The report is written after every recipe; `--only` replaces
+single rows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -36,6 +38,13 @@ MODULE = "scripts.evidence.throughput"
 WARM_UP = 2
 EXPERIMENT = "experiment=families"
 KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
+
+
+class Peak(TypedDict):
+    """The peak that utilisation is relative to, and where it is from."""
+
+    tflops: float
+    source: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +78,7 @@ def measure(given: argparse.Namespace) -> None:
     if unknown:
         raise UserError(f"--only {unknown[0]}: there is no such row. Rows: {', '.join(known)}.")
     before = read_json(given.out) if given.only else {}
-    rows = {row["name"]: row for row in before.get("rows", [])}
+    rows: dict[str, Row] = {row["name"]: row for row in before.get("rows", [])}
     for name in given.only or known:
         options = {"answers": given.answers, "steps": given.steps, "rows": given.rows}
         options |= {"threads": given.threads, "one": name}
@@ -88,7 +97,24 @@ def measure(given: argparse.Namespace) -> None:
         write_json(given.out, report(given, [rows[each] for each in known if each in rows]))
 
 
-def report(given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class Row(TypedDict, total=False):
+    """One recipe: figures of the steps that count, and what the training's summary says."""
+
+    name: str
+    tokens_per_second: float
+    step_seconds: float
+    shares: Mapping[str, float]
+    loader_wait_seconds: float
+    mfu: float
+    kind: str
+    peak: Peak
+    peak_memory_bytes: int
+    padding: float
+    device: Mapping[str, object]
+    engine: str
+
+
+def report(given: argparse.Namespace, rows: Sequence[Row]) -> dict[str, object]:
     """The report's content."""
     git = git_state()
     steps = {"steps": given.steps, "warm_up": WARM_UP}
@@ -102,7 +128,7 @@ def report(given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict
     }
 
 
-def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
+def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> Row:
     """Train a recipe for a few steps, in this process; returns the figures of those that count."""
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-throughput-") as folder:
@@ -117,7 +143,7 @@ def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> dict[s
         return steady(lines, read_json(out / "summary.json"))
 
 
-def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, Any]:
+def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Row:
     """Figures of the steps after the warm-up: ratios of sums."""
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]
@@ -125,14 +151,14 @@ def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
     whole = sum(parts.values())
     used = sum(line["cost"]["mfu"] * sum(line["cost"][name] for name in PARTS) for line in timed)
     seconds = sum(line["seconds"] for line in timed)
-    return {
+    found: Row = {
         "tokens_per_second": divide(tokens, seconds),
         "step_seconds": divide(seconds, len(timed)),
         "shares": {name: divide(part, whole) for name, part in parts.items()},
         "loader_wait_seconds": parts["data"],
         "mfu": divide(used, whole),
-        **{name: summary[name] for name in KEPT},
     }
+    return cast(Row, {**found, **{name: summary[name] for name in KEPT}})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """The tuner against an exhaustive search, and the traffic simulator against the real decoder.
 
-    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report --survey-only
     python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report
-    python -m scripts.evidence.tune --page
+    --survey-only python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys
+    outputs/tune_report python -m scripts.evidence.tune --page
 
-For every drafter and batch size the tuner chooses on validation prompts; then every draft of the grid
-is decoded on other prompts, all taking turns with plain decoding. Reported in docs/reports/tune.json are
-the choice's loss against the best of the grid there, and the predicted speed against the measured one,
-on the tuner's own prompts and on the others; the same for the speedup over plain decoding, which does
-not change with the machine's pace. The first command measures acceptance alone, for which the machine
-may be busy; the second needs the machine to itself. Drafters may be measured one at a time: the report
-keeps the others. The tables in docs/tuning.md are written from the report at the end, and by the third
-command.
+For every drafter and batch size the tuner chooses on validation prompts; then every draft of the
+grid is decoded on other prompts, all taking turns with plain decoding. Reported in
+docs/reports/tune.json are the choice's loss against the best of the grid there, and the predicted
+speed against the measured one, on the tuner's own prompts and on the others; the same for the
+speedup over plain decoding, which does not change with the machine's pace. The first command
+measures acceptance alone, for which the machine may be busy; the second needs the machine to
+itself. Drafters may be measured one at a time: the report keeps the others. The tables in
+docs/tuning.md are written from the report at the end, and by the third command.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, sum_turns
-from scripts.evidence.common import DOCS, REPORTS, cell, cpu_target, read_json
+from scripts.evidence.common import DOCS, REPORTS, cell, read_json
 from scripts.run import drafters
 from scripts.tools.common import Section, add_options, make_parser, run
+from scripts.tools.recording import cpu_target
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -78,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
     parser.add_argument("--page", action="store_true", help="only write the page's tables")
     parser.add_argument("--survey-only", action="store_true")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(HELD_OUT))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-traffic", action="store_true")
     parser.add_argument("--out", type=Path, default=REPORTS / "tune.json")
     return run(parser, report, arguments)
 
@@ -96,13 +95,11 @@ def report(given: argparse.Namespace) -> None:
     target = cpu_target(given.target)
     for item in given.drafters:
         name, _, folder = item.partition("=")
-        kept, batches = given.surveys / f"{name}.json", tuple(given.batches)
-        tuner = survey(target, Path(folder), kept, batches)
+        tuner = survey(target, Path(folder), given.surveys / f"{name}.json")
         if given.survey_only:
             continue
         found = compare(tuner, given.held_out)
-        if not given.no_traffic:
-            found["traffic"] = traffic(tuner, given.held_out)
+        found["traffic"] = traffic(tuner, given.held_out)
         content = {
             "drafters": {},
             **read_json(given.out),
@@ -120,11 +117,12 @@ def report(given: argparse.Namespace) -> None:
         print(json.dumps(content["summary"][name], indent=1), flush=True)
 
 
-def survey(target: TargetModel, folder: Path, kept: Path, batches: tuple[int, ...]) -> Tuner:
-    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else measured."""
+def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
+    """A tuner with its acceptance: from `kept`, if that has the same weights and grid, else
+    measured."""
     found = drafters.at(folder)
     assert found.checkpoint is not None, "`at` reads a checkpoint"
-    config = replace(GRID, batches=batches)
+    config = replace(GRID, batches=tuple(HELD_OUT))
     prompts, drafter = load_prompts(config.prompts), drafters.load(found, target)
     tuner = Tuner.prepare(config, target, drafter, prompts, DecodeConfig(), print)
     weights = file_sha256(found.checkpoint / WEIGHTS_FILE)
@@ -154,8 +152,8 @@ def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
 def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
     """Every draft of the grid on prompts that are new to the tuner, the fastest first.
 
-    Each has its speed relative to the fastest, with an interval over blocks. Those close to the fastest
-    run longer, as the tuner's finalists do.
+    Each has its speed relative to the fastest, with an interval over blocks. Those close to the
+    fastest run longer, as the tuner's finalists do.
     """
     count = -(-HELD_OUT[batch] // 3)
     grid = replace(tuner.config, prompts_per_domain=count, rounds=1, close_rounds=2)
@@ -163,16 +161,15 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     other = Tuner.prepare(grid, tuner.target, tuner.drafter, prompts, tuner.decode)
     turns = other.compare(tuner.survey(0.0).drafts, 0.0, batch)
     found = other.speeds(turns)
-    longest = max(item.turns for item in found)
-    best = next(item.draft for item in found if item.turns == longest)
-    rows = []
-    for item in found:
-        draft = item.draft
-        taken = turns[draft]
-        own, fastest = sum_turns(draft, taken), sum_turns(best, turns[best][: len(taken)])
+    longest = max(row.turns for row in found)
+    best = next(row.draft for row in found if row.turns == longest)
+    compared: list[dict[str, Any]] = []
+    for row in found:
+        taken = turns[row.draft]
+        own, fastest = sum_turns(row.draft, taken), sum_turns(best, turns[best][: len(taken)])
         ratio, interval = metrics.speedup(own, fastest, grid.seed)
-        rows.append({**item.to_dict(), "of_best": ratio, "of_best_ci95": list(interval)})
-    return sorted(rows, key=lambda row: -float(row["of_best"]))
+        compared.append({**row.to_dict(), "of_best": ratio, "of_best_ci95": list(interval)})
+    return sorted(compared, key=lambda row: -float(row["of_best"]))
 
 
 def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -269,8 +266,8 @@ def tables(content: Mapping[str, Any]) -> str:
                 ["drafter", "draft", "tokens/s", "latency p50", "latency p95"], simulated
             ),
             "",
-            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), by "
-            f"`{command}`.",
+            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
+            f"by `{command}`.",
             "",
         ]
     )

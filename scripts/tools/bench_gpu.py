@@ -1,10 +1,11 @@
 """How near to the memory's speed the decoder runs: `python -m scripts.tools.bench_gpu`.
 
-The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so that its
-greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding, and the layers add
-little to the residual stream. Drafters of real shapes do their real work and are accepted as a recorded
-trajectory says (`inference/measure/replay.py`), so what is measured depends on the decoder and the machine alone.
-Writes the whole report with its roofline, and the few numbers that it is judged by, as JSON.
+The target has the shape of Llama-3.1-8B (or any other, by flags) and random weights, arranged so
+that its greedy text is a known cycle whatever the rounding: the LM head is the shifted embedding,
+and the layers add little to the residual stream. Drafters of real shapes do their real work and are
+accepted as a recorded trajectory says (`inference/measure/replay.py`), so what is measured depends
+on the decoder and the machine alone. Writes the whole report with its roofline, and the few numbers
+that it is judged by, as JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.api.checkpoint import new_drafter
+from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.distilled import Config as DistilledConfig
 from heads.eagle3 import Config as Eagle3Config
@@ -34,6 +36,7 @@ from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.measure.run import measure
+from inference.report.model import Report
 from inference.target.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
 from inference.target.model import TargetModel
 from scripts.tools.common import ROOT, add_options, make_parser, run
@@ -47,9 +50,11 @@ SHAPES = {
     "llama31_8b": dict(zip(SIZES, LLAMA, strict=True)),
     "toy": dict(zip(SIZES, TOY, strict=True)),
 }
-"""Sizes of the target, the distilled drafter (small_*: Llama-3.2-1B) and EAGLE-3's draft vocabulary."""
+"""Sizes of the target, the distilled drafter (small_*: Llama-3.2-1B) and EAGLE-3's draft
+vocabulary."""
 STRIDE = 7919
-"""The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for long."""
+"""The text counts up by this much, modulo the vocabulary; prime, so that it does not repeat for
+long."""
 WANTED = {"plain_share": 0.65, "synchronisations_per_step": 0.0, "gap_share": 0.05}
 """What a GPU of the H100/H200 class must reach: at least the first, at most the others."""
 
@@ -127,7 +132,8 @@ def record(sources: Sequence[str], path: Path) -> None:
 def random_target(
     sizes: dict[str, int], device: torch.device, dtype: torch.dtype, positions: int
 ) -> TargetModel:
-    """A Llama of the given sizes whose greedy text counts up by `STRIDE`, robustly in every dtype."""
+    """A Llama of the given sizes whose greedy text counts up by `STRIDE`, robustly in every
+    dtype."""
     config = LlamaConfig(
         vocab_size=sizes["vocab"],
         hidden_size=sizes["hidden"],
@@ -160,7 +166,7 @@ def random_target(
     )
 
 
-def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, Any]:
+def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, TrainableDrafter]:
     """Freshly initialised drafters of the two shapes, by the names of their trajectories."""
     distilled = DistilledConfig(
         num_layers=sizes["small_layers"],
@@ -181,8 +187,8 @@ def drafters(sizes: dict[str, int], target: TargetModel) -> dict[str, Any]:
 
 
 def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
-    """What the target writes, prompts included, by construction. Raises `UserError` when one of them is not
-    what it writes.
+    """What the target writes, prompts included, by construction. Raises `UserError` when one of
+    them is not what it writes.
     """
     size = target.info.vocab_size
     made = [
@@ -199,12 +205,13 @@ def texts(target: TargetModel, requests: Sequence[Request]) -> list[list[int]]:
     done = next(iter(Engine(target, None, decode).run(requests[:1])))
     if [*requests[0].tokens, *done.tokens] != made[0]:
         raise UserError(
-            "the random target does not write its known text in this dtype and size; choose a larger --hidden."
+            "the random target does not write its known text in this dtype and size; choose a "
+            "larger --hidden."
         )
     return made
 
 
-def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
+def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, object]:
     """Build, measure, and collect what the report says."""
     device, dtype = pick_device(given.device), DTYPES[given.dtype]
     known = read_trajectories(given.trajectories)
@@ -225,7 +232,8 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         recorded = name if given.trajectory == "own" else given.trajectory
         if recorded not in known:
             raise UserError(
-                f"'{given.trajectories}' holds no trajectory '{recorded}'. Record it with --record {recorded}=FOLDER."
+                f"'{given.trajectories}' holds no trajectory '{recorded}'. Record it with "
+                f"--record {recorded}=FOLDER."
             )
         trajectory = known[recorded]
         depth = given.depth or max(trajectory.accepted)
@@ -240,10 +248,10 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         roofline=True,
     )
     with TemporaryDirectory() as scratch:
-        report = measure(config, target, arms, prompts, Path(scratch)).to_dict()
+        report = measure(config, target, arms, prompts, Path(scratch))
     return {
         "format": 1,
-        "device": report["device"],
+        "device": report.device.to_dict(),
         "sizes": sizes,
         "trajectories": {
             arm.name: {"tau": arm.drafter.trajectory.tau, "source": arm.drafter.trajectory.source}
@@ -251,26 +259,49 @@ def bench(given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
         },
         "measured": judged(target, arms, requests, report),
         "wanted": WANTED if device.type == "cuda" else {},
-        "report": report,
+        "report": report.to_dict(),
     }
 
 
+class JudgedArm(TypedDict):
+    """The numbers of one drafter that a run is judged by."""
+
+    tau: float
+    speedup: float
+    speedup_ci95: Sequence[float]
+    efficiency: float
+    share: float
+    split: Mapping[str, float]
+    trajectory_followed: bool
+    synchronisations_per_step: float | None
+
+
+class Judged(TypedDict):
+    """The numbers that a run is judged by."""
+
+    plain_share: float
+    plain_tokens_per_second: float
+    bandwidth: float
+    plain_synchronisations_per_step: float | None
+    arms: dict[str, JudgedArm]
+
+
 def judged(
-    target: TargetModel, arms: Sequence[Arm], requests: Sequence[Request], report: dict[str, Any]
-) -> dict[str, Any]:
+    target: TargetModel, arms: Sequence[Arm], requests: Sequence[Request], report: Report
+) -> Judged:
     """The numbers that a run is judged by. Gap and synchronisations only where there is CUDA."""
-    roofline, found = report["roofline"], {}
+    roofline, found = report.roofline, dict[str, JudgedArm]()
+    assert roofline is not None, "the measurement asks for it"
     for arm in arms:
         done = list(Engine(target, arm.drafter, arm.decode).run(requests))
-        entry = next(item for item in report["drafters"] if item["draft"]["name"] == arm.name)
-        numbers = roofline["arms"][arm.name]
+        entry, numbers = report.drafter(arm.name), roofline.arms[arm.name]
         found[arm.name] = {
-            "tau": entry["tau"],
-            "speedup": entry["speedup"],
-            "speedup_ci95": entry["speedup_ci95"],
-            "efficiency": numbers["efficiency"],
-            "share": numbers["share"],
-            "split": numbers["split"],
+            "tau": entry.tau,
+            "speedup": entry.speedup,
+            "speedup_ci95": entry.speedup_ci95,
+            "efficiency": numbers.efficiency,
+            "share": numbers.share,
+            "split": dict(numbers.split.items()),
             "trajectory_followed": arm.drafter.followed(done, arm.decode.depth),
             "synchronisations_per_step": synchronisations(
                 target, arm.drafter, arm.decode, requests[0]
@@ -278,9 +309,9 @@ def judged(
         }
     plain = DecodeConfig(shape="none", max_new_tokens=requests[0].max_new_tokens)
     return {
-        "plain_share": roofline["baseline"]["share"],
-        "plain_tokens_per_second": report["baseline"]["tokens_per_second"],
-        "bandwidth": roofline["bandwidth"]["used_bytes_per_second"],
+        "plain_share": roofline.baseline.share,
+        "plain_tokens_per_second": report.baseline.tokens_per_second,
+        "bandwidth": roofline.bandwidth.used_bytes_per_second,
         "plain_synchronisations_per_step": synchronisations(target, None, plain, requests[0]),
         "arms": found,
     }
@@ -289,8 +320,8 @@ def judged(
 def synchronisations(
     target: TargetModel, drafter: Any, decode: DecodeConfig, request: Request
 ) -> float | None:
-    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond those of a
-    short one.
+    """Blocking synchronisations per step, by CUDA's own debug mode: those of a long answer beyond
+    those of a short one.
     """
     if target.device.type != "cuda":
         return None

@@ -1,8 +1,9 @@
-"""Kernels against plain torch and the memory's speed: `python -m scripts.tools.bench_kernels --out FILE`.
+"""Kernels against plain torch and the memory's speed: `python -m scripts.tools.bench_kernels --out
+FILE`.
 
 On a GPU. `triton.testing.do_bench` times every call many times, each with an empty level-2 cache. A
-kernel's bandwidth is what it must read and write at least, over its median time; it is reported as a
-share of what a large copy moves.
+kernel's bandwidth is what it must read and write at least, over its median time; it is reported as
+a share of what a large copy moves.
 
 Legend: B rows, N nodes, L context, D head size.
 """
@@ -70,12 +71,13 @@ class Sizes:
 class Contest:
     """Several calls that do the same; calls[KERNEL] is ours."""
 
-    what: dict[str, Any]
+    what: dict[str, int]
     calls: dict[str, Call]
     moved: int
     """Bytes that one call must read and write at least."""
     difference: float
-    """Largest difference of the kernel's result from the reference's, as a share of the largest value.
+    """Largest difference of the kernel's result from the reference's, as a share of the largest
+    value.
 
     Of `noise_pick`: share of nodes with another pick (scores nearer than the noise's rounding).
     """
@@ -97,8 +99,9 @@ def report(given: argparse.Namespace) -> None:
             raise UserError(f"there is no bench '{name}'.{suggest(name, BENCHES)}")
     if not torch.cuda.is_available():
         raise UserError(
-            "kernels are measured on a CUDA device, and torch sees none here; under the interpreter they "
-            "run for tests only, at no meaningful speed. Run this on a GPU, with a CUDA build of torch."
+            "kernels are measured on a CUDA device, and torch sees none here; under the "
+            "interpreter they run for tests only, at no meaningful speed. Run this on a GPU, "
+            "with a CUDA build of torch."
         )
     from triton.testing import do_bench
 
@@ -109,13 +112,13 @@ def report(given: argparse.Namespace) -> None:
     device = torch.device("cuda")
     content = measure(given.benches or list(BENCHES), device, Sizes(), timer)
     write_json(given.out, {"command": given.command, **content})
-    print(f"{len(content['results'])} comparisons: {given.out}")
+    print(given.out)
 
 
 @torch.no_grad()
 def measure(
     benches: Sequence[str], device: torch.device, sizes: Sizes, timer: Timer
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The report: device, versions, sizes and a result per comparison."""
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     sink = torch.empty_like(source)
@@ -164,7 +167,8 @@ def wide_tree(nodes: int, device: torch.device) -> TokenTree:
 
 
 def tree_attention(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Against scaled_dot_product_attention with the whole mask, without the empty half of the buffers.
+    """Against scaled_dot_product_attention with the whole mask, without the empty half of the
+    buffers.
 
     `sdpa`: query heads of one group stacked as rows, as the decoder does without the kernel; `sdpa,
     repeated keys`: keys and values copied for each query head, as transformers does with a mask.
@@ -259,7 +263,8 @@ def walk_commit(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
 
 
 def noise_pick(device: torch.device, sizes: Sizes) -> Iterator[Contest]:
-    """Noise, temperature and argmax in one pass, against the same in torch and against argmax alone."""
+    """Noise, temperature and argmax in one pass, against the same in torch and against argmax
+    alone."""
     seeds = torch.ones(1, dtype=torch.int64, device=device)
     for nodes in sizes.nodes:
         logits = torch.randn(1, nodes, sizes.vocab, device=device, dtype=BF16)

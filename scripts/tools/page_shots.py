@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
 
 from heads.api.errors import UserError
 
@@ -46,6 +46,17 @@ FOCUSED = """() => {
     panel: viewer ? viewer.querySelector(".candidates").textContent : "",
   };
 }"""
+
+
+class Focused(TypedDict):
+    """What `FOCUSED` returns about the focused element."""
+
+    what: str
+    token: bool
+    visible: bool
+    named: bool
+    place: int
+    panel: str
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,10 +158,9 @@ def open_page(
 def walk(tab: Any) -> list[str]:
     """Walk through a page by Tab and through an answer by arrows; what went wrong on the way."""
 
-    def press(key: str) -> dict[str, Any] | None:
+    def press(key: str) -> Focused | None:
         tab.keyboard.press(key)
-        focused: dict[str, Any] | None = tab.evaluate(FOCUSED)
-        return focused
+        return cast("Focused | None", tab.evaluate(FOCUSED))
 
     found, stops, tokens = [], 0, False
     while stops < MOST_STOPS and (here := press("Tab")):

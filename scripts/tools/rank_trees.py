@@ -7,14 +7,14 @@ The folders hold drafters of the embedded target, as `make demo` trains them
 
 * `rankings`: by what nodes should be compared (`heads.api.tree.Ranking`), with the target's noise
   shared and at temperature 0;
-* `shapes`: the accepted length of dynamic trees, of a chain, and of a searched static tree of the same
-  depth;
-* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what rejection rules
-  accept on the same chains.
+* `shapes`: the accepted length of dynamic trees, of a chain, and of a searched static tree of the
+  same depth;
+* `rules`: with shared noise the plain `match` rule needs no draft probabilities; what rejection
+  rules accept on the same chains.
 
-The first two replay: the match rule never changes the text, so the target decodes every prompt once and
-gives its states once, and any shape is then followed along the known text. That is the accepted length
-of decoding, exactly, without the target's passes.
+The first two replay: the match rule never changes the text, so the target decodes every prompt once
+and gives its states once, and any shape is then followed along the known text. That is the accepted
+length of decoding, exactly, without the target's passes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from heads.api.checkpoint import load_drafter
 from heads.api.tree import DraftShape, DynamicShape, Ranking, TokenTree
@@ -35,12 +36,11 @@ from inference.manifest import write_json
 from inference.measure import metrics
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import Prompt, load_prompts, to_requests
-from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.tune.replay import Replay
 from inference.tune.tree_search import measure_ranks, search_tree
 from scripts.tools.common import PROMPTS, ROOT, TARGET, add_options, make_parser, run
-from scripts.tools.recording import split_prompts
+from scripts.tools.recording import cpu_target, split_prompts
 
 DEPTH = 4
 TEMPERATURES = (0.0, 1.0)
@@ -49,6 +49,15 @@ SIZES = ((17, 8), (26, 8))
 PARTS = ("rankings", "shapes", "rules")
 VALIDATION = 4
 """Other prompts per domain, on which static trees are searched."""
+
+
+class TauRow(TypedDict, total=False):
+    """tau with its interval; expected_tau: of a searched tree, under the measured rates."""
+
+    tau: float
+    ci95: list[float]
+    passes: int
+    expected_tau: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,45 +74,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(given: argparse.Namespace) -> None:
     """Measure, write and print; parts and drafters of an earlier report stay."""
-    content = {**measure(given), "command": given.command}
+    content: dict[str, Any] = {**measure(given), "command": given.command}
     if given.out.exists():
         before = json.loads(given.out.read_text(encoding="utf-8"))
         for part in PARTS:
             if part in before:
-                content[part] = before[part] | content.get(part, {})
+                content[part] = {**before[part], **content.get(part, {})}
     write_json(given.out, content)
     print(json.dumps(content, indent=2))
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, object]:
     """All parts asked for, per drafter."""
-    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    target = cpu_target(given.target)
     everything = load_prompts(given.prompts)
     prompts, validation = split_prompts(everything, given.per_domain, VALIDATION)
     drafters = {}
     for item in given.drafters:
         name, _, folder = item.partition("=")
         drafters[name] = load_drafter(Path(folder), target.info, target.weights).eval()
-    content: dict[str, Any] = {
-        "prompts": len(prompts),
-        "max_new_tokens": given.tokens,
-        "depth": DEPTH,
-    }
     texts = {}
     if {"rankings", "shapes"} & set(given.parts):
         texts = {x: decode_plainly(target, prompts, x, given.tokens) for x in TEMPERATURES}
+    content = {"prompts": len(prompts), "max_new_tokens": given.tokens, "depth": DEPTH}
+    parts = dict[str, dict[str, object]]()
     for part in given.parts:
-        found: dict[str, Any] = {name: {} for name in drafters}
+        parts[part] = {}
         for name, drafter in drafters.items():
             if part == "rules":
-                found[name] = rules(target, drafter, prompts, given.rules, given.tokens)
+                parts[part][name] = rules(target, drafter, prompts, given.rules, given.tokens)
                 continue
-            for temperature, written in texts.items():
-                replay = Replay(target, drafter, written, temperature)
-                taus = rankings(replay) if part == "rankings" else shapes(replay, validation)
-                found[name][f"temperature {temperature:g}"] = taus
-        content[part] = found
-    return content
+            replays = {x: Replay(target, drafter, written, x) for x, written in texts.items()}
+            parts[part][name] = {
+                f"temperature {x:g}": rankings(one)
+                if part == "rankings"
+                else shapes(one, validation)
+                for x, one in replays.items()
+            }
+    return content | parts
 
 
 def decode_plainly(
@@ -117,7 +125,7 @@ def decode_plainly(
     return sorted(Engine(target, None, decode).run(requests), key=lambda item: item.request.index)
 
 
-def rankings(replay: Replay) -> dict[str, Any]:
+def rankings(replay: Replay) -> dict[str, dict[str, TauRow]]:
     """Every ranking at every size."""
     return {
         f"{nodes} nodes, width {width}": {
@@ -128,7 +136,7 @@ def rankings(replay: Replay) -> dict[str, Any]:
     }
 
 
-def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
+def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, TauRow]:
     """A chain, a static tree searched on other prompts, and dynamic trees, all of one depth."""
     found = {"chain": tau(replay, TokenTree.chain(DEPTH))}
     decode = DecodeConfig(temperature=replay.temperature, depth=DEPTH, max_new_tokens=64)
@@ -137,23 +145,22 @@ def shapes(replay: Replay, validation: Sequence[Prompt]) -> dict[str, Any]:
     for nodes, width in SIZES:
         searched = search_tree(accuracy, nodes)
         static = tau(replay, TokenTree.from_choices(searched.choices))
-        found[f"searched, {nodes} nodes"] = static | {"expected_tau": round(searched.tau, 4)}
+        static["expected_tau"] = round(searched.tau, 4)
+        found[f"searched, {nodes} nodes"] = static
         found[f"dynamic, {nodes} nodes"] = tau(replay, DynamicShape(nodes, DEPTH, width))
     return found
 
 
 def rules(
     target: TargetModel, drafter: Any, prompts: Sequence[Prompt], names: Sequence[str], tokens: int
-) -> dict[str, Any]:
+) -> dict[str, TauRow]:
     """Chains at temperature 1 under several acceptance rules; `match` also without shared noise."""
-    settings: dict[str, dict[str, Any]] = {name: {"rule": name} for name in names}
+    base = DecodeConfig(temperature=1.0, depth=DEPTH, max_new_tokens=tokens, batch_size=8)
+    settings = {name: replace(base, rule=name) for name in names}
     if "match" in settings:
-        settings["match, own noise"] = {"rule": "match", "share_noise": False}
+        settings["match, own noise"] = replace(base, rule="match", share_noise=False)
     found = {}
-    for label, changes in settings.items():
-        decode = DecodeConfig(
-            temperature=1.0, depth=DEPTH, max_new_tokens=tokens, batch_size=8, **changes
-        )
+    for label, decode in settings.items():
         requests = to_requests(prompts, target.tokenizer, decode)
         done = Engine(target, drafter, decode).run(requests)
         outcomes = [Outcome(str(item.request.index), "", item.passes) for item in done]
@@ -161,12 +168,12 @@ def rules(
     return found
 
 
-def tau(replay: Replay, shape: DraftShape) -> dict[str, Any]:
+def tau(replay: Replay, shape: DraftShape) -> TauRow:
     """tau of decoding the replayed texts with drafts of a shape."""
     return estimate(replay.outcomes(shape), shape.max_depth)
 
 
-def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> dict[str, Any]:
+def estimate(outcomes: list[Outcome], depth: int = DEPTH) -> TauRow:
     """tau with its interval, as reports hold them."""
     outcomes.sort(key=lambda outcome: int(outcome.prompt))
     found = metrics.tau_estimate(Totals.collect(outcomes, depth))

@@ -1,6 +1,8 @@
-"""What tools share that decode prompts with a finished drafter to fit something on what was accepted.
+"""What tools share that decode prompts with a finished drafter to fit something on what was
+accepted.
 
-Every fifth prompt is held out, so that the quality of a fit is measured on prompts that it never saw.
+Every fifth prompt is held out, so that the quality of a fit is measured on prompts that it never
+saw.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ def recording_parser(
     return parser
 
 
+def cpu_target(path: Path | str = TARGET) -> TargetModel:
+    """A target in float32 on the CPU."""
+    return TargetModel.load(TargetConfig(path=str(path), dtype="float32", device="cpu"))
+
+
 def load(given: argparse.Namespace) -> tuple[TargetModel, Any]:
     """The target in float32 on the CPU, and the drafter of the checkpoint."""
-    target = TargetModel.load(TargetConfig(path=given.target, dtype="float32", device="cpu"))
+    target = cpu_target(given.target)
     return target, load_drafter(given.drafter, target.info, target.weights)
 
 
@@ -52,8 +59,8 @@ def split_requests(
     fitted_on = [request for place, request in enumerate(requests) if place % HELD_OUT_EVERY]
     if not fitted_on:
         raise UserError(
-            f"at least two prompts are needed, one of which is held out; given {len(requests)}. Raise "
-            "--count or give more."
+            f"at least two prompts are needed, one of which is held out; given {len(requests)}. "
+            "Raise --count or give more."
         )
     return fitted_on, requests[::HELD_OUT_EVERY]
 

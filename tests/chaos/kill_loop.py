@@ -33,7 +33,7 @@ CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup"
 LONGEST_SECONDS = 1200.0
 FEW = [
     rounds.RECIPE,
-    *rounds.KINDS["distilled"][1],
+    *rounds.own_overrides("distilled"),
     *"debug=fast sampling.batch_size=1 loop.round.overrides=[] loop.round.prompts=share".split(),
     *"loop.round.patience=0 train.save_every=2 train.parity=false data.limit=24 run.threads=1".split(),
 ]

@@ -59,7 +59,7 @@ def peak_bytes() -> int:
 
 
 def load_rows(path: Path) -> list[dict[str, list[int]]]:
-    """Rows {"tokens", "mask"} as compare_speculators wrote them."""
+    """Rows {"tokens", "mask"} as scripts.evidence.speculators writes them."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 

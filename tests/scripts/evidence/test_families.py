@@ -1,4 +1,5 @@
-"""The families' table: it shows what the reports say, names the best learning rate, and says what is missing."""
+"""The families' table: it shows what the reports say, names the best learning rate, and says what
+is missing."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert [training["rate"] for training in good["trainings"]] == [0.01, 0.1, 0.001]
     text = (tmp_path / "reports" / "families.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith(("| good", "| slow"))]
-    assert lines[0].startswith("| good | 1.20 M | 7 | 1,234 | 2.80 [2.70, 2.95] | 2.81 [2.70, 2.95]")
+    assert lines[0].startswith(
+        "| good | 1.20 M | 7 | 1,234 | 2.80 [2.70, 2.95] | 2.81 [2.70, 2.95]"
+    )
     assert lines[1].startswith("| slow | 1.20 M | - | - | 2.75 [2.60, 2.90]")
     assert "0.75 | 0.69 | 1.80 [1.70, 1.90] | 82% | 256/256 |" in lines[0]
     assert "| good | 0.001: 1.50, 0.01: 2.50, 0.1: 2.00 |" in text

@@ -1,4 +1,5 @@
-"""The report of rounds: its page says what its JSON holds, and a row's gains are those of the numbers beside them."""
+"""The report of rounds: its page says what its JSON holds, and a row's gains are those of the
+numbers beside them."""
 
 from __future__ import annotations
 
@@ -14,12 +15,11 @@ from scripts.evidence.common import REPORTS
 from scripts.evidence.rounds import (
     FEW_PROMPTS,
     FEW_RECIPE,
-    KINDS,
     OPEN_STEPS,
-    REPEATED,
     markdown,
     open_training,
     other_prompts,
+    own_overrides,
 )
 from train.data.sources import Mixture
 
@@ -35,25 +35,38 @@ def test_the_page_is_written_from_the_json(content: dict[str, Any]) -> None:
 
 
 def test_gains_follow_from_the_rows(content: dict[str, Any]) -> None:
-    """In the committed report: accepted drafted tokens per pass are tau - 1, and a row's gain is over its own open loop."""
+    """In the committed report: accepted drafted tokens per pass are tau - 1, and a row's gain is
+    over its own open loop."""
     few = list(content.get("few_prompts", {}).get("kinds", {}).values())
-    kinds = [*content["kinds"].values(), *few, *(again for entry in few for again in entry.get(REPEATED, {}).values())]
+    kinds = [
+        *content["kinds"].values(),
+        *few,
+        *(again for entry in few for again in entry.get("repeated", {}).values()),
+    ]
     assert kinds
     for entry in kinds:
         opened = entry["rows"]["open"]["tau"] - 1
         for row in entry["rows"].values():
-            assert row["over_open"]["accepted"] == pytest.approx((row["tau"] - 1) / opened - 1, abs=1e-9)
+            assert row["over_open"]["accepted"] == pytest.approx(
+                (row["tau"] - 1) / opened - 1, abs=1e-9
+            )
             assert row["lossless"]["mismatches"] == 0
-            assert row["tokens"] <= 1.01 * entry["rows"]["open"]["tokens"]  # equal training in whole steps, or less
+            # equal training in whole steps, or less
+            assert row["tokens"] <= 1.01 * entry["rows"]["open"]["tokens"]
         for row in entry.get("ablation", {}).values():
             plain = entry["ablation"]["plain"]["tau"] - 1
-            assert row["over_plain"]["accepted"] == pytest.approx((row["tau"] - 1) / plain - 1, abs=1e-9)
+            assert row["over_plain"]["accepted"] == pytest.approx(
+                (row["tau"] - 1) / plain - 1, abs=1e-9
+            )
 
 
 def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, Any]) -> None:
     kind, entry = next(iter(content["few_prompts"]["kinds"].items()))
-    again = {"overrides": entry["overrides"], "rows": {name: entry["rows"][name] for name in ("open", "loop")}}
-    few = {"prompts": 96, "kinds": {kind: {**entry, REPEATED: {"7": again}}}}
+    again = {
+        "overrides": entry["overrides"],
+        "rows": {name: entry["rows"][name] for name in ("open", "loop")},
+    }
+    few = {"prompts": 96, "kinds": {kind: {**entry, "repeated": {"7": again}}}}
     page = "\n".join(markdown({**content, "kinds": {}, "few_prompts": few}))
     assert "Repeated with other prompts, as many, and seed 7:" in page
     row = next(line for line in page.splitlines() if line.startswith("| **rounds"))
@@ -62,7 +75,7 @@ def test_a_repetition_stands_beside_the_kind_that_it_repeats(content: dict[str, 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_open_loop_of_few_prompts_trains_like_the_rounds(tmp_path: Path, seed: int) -> None:
-    own = KINDS["distilled"][1]
+    own = own_overrides("distilled")
     rounds = load_settings(STAGES["loop"], [FEW_RECIPE, *own, *other_prompts(seed)])
     opened = load_settings(STAGES["train"], open_training(own, seed, tmp_path))
     assert (opened.head, opened.optim, opened.engine) == (rounds.head, rounds.optim, rounds.engine)

@@ -1,4 +1,5 @@
-"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables from the report."""
+"""The scripts behind docs/scale.md and docs/reports/throughput.json: figures from lines, tables
+from the report."""
 
 from __future__ import annotations
 
@@ -44,15 +45,19 @@ def test_every_row_of_the_families_is_measured_and_composes() -> None:
 
 
 def test_the_plans_compose() -> None:
-    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"])
+    assert split_flags(["--plan", "head=eagle3"]) == ({"--plan"}, ["head=eagle3"], "")
     for changes in scale.HEADS.values():
         plan = load_settings(STAGES["plan"], [*changes, "plan.gpu=h100", "plan.count=8"]).plan
         assert (plan.gpu, plan.count) == ("h100", 8)
 
 
 def test_a_disturbed_probe_of_the_peak_is_left_out_and_named() -> None:
-    rows = [{"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
-            for number, (name, peak) in enumerate((("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1)]  # fmt: skip
+    rows = [
+        {"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
+        for number, (name, peak) in enumerate(
+            (("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1
+        )
+    ]
     kept, spoilt = scale.split_probes(rows)
     assert [row["name"] for row in kept] == ["a", "b", "c"]
     assert [row["name"] for row in spoilt] == ["spoilt"]

@@ -1,10 +1,12 @@
-"""The load test of the server: a short run of all its phases for real, and what it does not let pass."""
+"""The load test of the server: a short run of all its phases for real, and what it does not let
+pass."""
 
 from __future__ import annotations
 
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ from scripts.evidence import serve_load
 from scripts.evidence.serve_load import Case, Seen
 
 GOOD: dict[str, Any] = {
-    "load": {"failed": 0, "refused": 0, "mismatches": 0},
-    "overload": {"failed": 0, "refused": 9, "mismatches": 0, "refused_without_retry_after": 0},
-    "memory": {"growth": 0.01},
-    "end": {"status": 0, "failed": 0},
+    "load": SimpleNamespace(failed=0, refused=0, mismatches=0),
+    "overload": SimpleNamespace(failed=0, refused=9, mismatches=0, refused_without_retry_after=0),
+    "memory": SimpleNamespace(growth=0.01),
+    "end": SimpleNamespace(status=0, failed=0),
 }
 
 
@@ -37,10 +39,10 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_nothing_that_is_asked_for_may_fail(part: str, key: str, value: float) -> None:
-    assert serve_load.is_fine(GOOD)
+    assert serve_load.is_fine(**GOOD)
     planted = copy.deepcopy(GOOD)
-    planted[part][key] = value
-    assert not serve_load.is_fine(planted)
+    setattr(planted[part], key, value)
+    assert not serve_load.is_fine(**planted)
 
 
 def test_an_answer_counts_as_identical_by_text_and_tokens() -> None:
@@ -55,13 +57,26 @@ def test_an_answer_counts_as_identical_by_text_and_tokens() -> None:
 def test_growth_is_judged_after_the_warm_up() -> None:
     memory = [(float(second), 100 + 10 * min(second, 30)) for second in range(100)]
     kept = serve_load.memory_growth(90, memory)
-    assert (kept["start"], kept["warm"], kept["end"], kept["growth"]) == (90, 400, 400, 0.0)
+    assert (kept.start, kept.warm, kept.end, kept.growth) == (90, 400, 400, 0.0)
 
 
 @pytest.mark.slow
 def test_all_phases_run(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    short = ["--clients", "4", "--minutes", "0.03", "--overload-seconds", "1", "--rows", "2", "--cases", "8", "--out", str(out)]
+    short = [
+        "--clients",
+        "4",
+        "--minutes",
+        "0.03",
+        "--overload-seconds",
+        "1",
+        "--rows",
+        "2",
+        "--cases",
+        "8",
+        "--out",
+        str(out),
+    ]
     serve_load.main(short)
     report = json.loads(out.read_text())
     for phase in ("load", "overload"):

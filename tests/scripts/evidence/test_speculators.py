@@ -1,5 +1,5 @@
-"""The comparison with speculators: both sides read the same, our side trains as `headstart train` does, what is converted is the
-same drafter. The library itself is not needed here.
+"""The comparison with speculators: both sides read the same, our side trains as `headstart train`
+does, what is converted is the same drafter. The library itself is not needed here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def target(micro: Path) -> TargetModel:
     return TargetModel.load(TargetConfig(str(micro / "target"), dtype="float32", device="cpu"))
 
 
-def test_rows_are_the_documents_of_our_training(micro: Path, tmp_path: Path, target: TargetModel) -> None:
+def test_rows_are_the_documents_of_our_training(
+    micro: Path, tmp_path: Path, target: TargetModel
+) -> None:
     setting = Setting("python", micro / "answers", micro / "target", tmp_path, 1)
     tokens = write_rows(setting)
     rows = speculators_worker.load_rows(tmp_path / "rows.jsonl")
@@ -54,7 +56,10 @@ def test_their_features_are_our_taps(micro: Path, target: TargetModel) -> None:
         needs = FeatureSpec(tuple(layers), last_hidden=True)
         with torch.autocast("cpu", torch.bfloat16):
             taps, last = target.features(
-                tokens, torch.arange(len(row))[None], torch.ones_like(tokens, dtype=torch.int32), needs
+                tokens,
+                torch.arange(len(row))[None],
+                torch.ones_like(tokens, dtype=torch.int32),
+                needs,
             )
         assert taps is not None
         assert last is not None
@@ -85,10 +90,22 @@ def test_our_side_takes_the_steps_of_headstart_train(
     from scripts.config.stages import STAGES
     from train.run import train
 
-    overrides = ["head=medusa", "head.num_heads=2", "engine=torch", "target=local", f"target.path={micro / 'target'}",
-                 "target.dtype=float32", "target.device=cpu", "train.max_steps=3", "train.global_batch=2", "train.micro_batch=2",
-                 "train.sequence_length=64", "train.eval_every=0", "train.parity=false",
-                 "train.tracker.wandb=disabled"]  # fmt: skip
+    overrides = [
+        "head=medusa",
+        "head.num_heads=2",
+        "engine=torch",
+        "target=local",
+        f"target.path={micro / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "train.max_steps=3",
+        "train.global_batch=2",
+        "train.micro_batch=2",
+        "train.sequence_length=64",
+        "train.eval_every=0",
+        "train.parity=false",
+        "train.tracker.wandb=disabled",
+    ]
     job = {
         "overrides": overrides,
         "answers": str(micro / "answers"),
@@ -103,14 +120,27 @@ def test_our_side_takes_the_steps_of_headstart_train(
         {"do": "save", "to": str(tmp_path / "saved")},
     )
     speculators.train_side(run, engine, channel)
-    assert [sorted(answer) for answer in channel.answers] == [["peak_bytes", "seconds", "tokens"]] * 2 + [
-        ["saved"]
-    ]
+    assert [sorted(answer) for answer in channel.answers] == [
+        ["peak_bytes", "seconds", "tokens"]
+    ] * 2 + [["saved"]]
     s = load_settings(STAGES["train"], overrides)
-    train(s.head.kind, s.head.config, target=s.target, data=micro / "answers", out=tmp_path / "b", config=s.train,
-          features=s.features, engine=s.engine, optim=s.optim, schedule=s.schedule, decode=s.decode, joint=s.joint)  # fmt: skip
+    train(
+        s.head.kind,
+        s.head.config,
+        target=s.target,
+        data=micro / "answers",
+        out=tmp_path / "b",
+        config=s.train,
+        features=s.features,
+        engine=s.engine,
+        optim=s.optim,
+        schedule=s.schedule,
+        decode=s.decode,
+        joint=s.joint,
+    )
     mine, theirs = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", tmp_path / "b" / "best")
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "saved", tmp_path / "b" / "best")
     )
     assert set(mine) == set(theirs)
     for name in mine:
@@ -118,7 +148,9 @@ def test_our_side_takes_the_steps_of_headstart_train(
 
 
 def test_a_side_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
-    side = Side([sys.executable, "-c", "import sys; sys.exit('no such thing')"], tmp_path / "log.txt")
+    side = Side(
+        [sys.executable, "-c", "import sys; sys.exit('no such thing')"], tmp_path / "log.txt"
+    )
     with pytest.raises(UserError, match="no such thing"):
         side.answer()
 
@@ -134,7 +166,11 @@ class Clock:
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.counts.append(command["count"])
-        return {"seconds": self.seconds * len(self.counts), "tokens": self.tokens, "peak_bytes": self.peak}
+        return {
+            "seconds": self.seconds * len(self.counts),
+            "tokens": self.tokens,
+            "peak_bytes": self.peak,
+        }
 
     def end(self) -> None:
         self.counts.append(0)
@@ -145,21 +181,25 @@ def test_speeds_are_ratios_of_sums_after_the_warm_rounds(
 ) -> None:
     ours, single = Clock(1.0, 800, 300), Clock(1.5, 800, 150)
     long, short = Clock(8.0, 800, 600), Clock(2.0, 400, 200)
-    monkeypatch.setattr(Setting, "ours", lambda self, kind, name, steps, at_once=8: ours if at_once == 8 else single)
     monkeypatch.setattr(
-        Setting, "theirs", lambda self, kind, name, places, flags, epochs: long if places == 4096 else short
+        Setting, "ours", lambda self, kind, name, steps, at_once=8: ours if at_once == 8 else single
+    )
+    monkeypatch.setattr(
+        Setting,
+        "theirs",
+        lambda self, kind, name, places, flags, epochs: long if places == 4096 else short,
     )
     monkeypatch.setattr(Setting, "making", lambda self, kind: {"tokens": 1000, "seconds": 10.0})
     setting = Setting("python", tmp_path, tmp_path, tmp_path, 1, shorter=(512,))
     found = timing(setting, "eagle3", warm=1, rounds=2)
     assert (long.counts, short.counts) == ([2, 2, 2, 0], [16, 16, 16, 0])
-    rows = found["sides"]
-    assert rows["speculators, rows of 4096"]["tokens_per_second"] == pytest.approx(1600 / (16 + 24))
-    assert found["their_fastest"] == "speculators, rows of 512"
-    assert found["speed_ratio_at_equal_steps"] == pytest.approx(8.0)
+    rows = found.sides
+    assert rows["speculators, rows of 4096"].tokens_per_second == pytest.approx(1600 / (16 + 24))
+    assert found.their_fastest == "speculators, rows of 512"
+    assert found.speed_ratio_at_equal_steps == pytest.approx(8.0)
     theirs = 800 / (4 + 6)
-    assert found["speed_ratio"] == pytest.approx(rows["ours"]["tokens_per_second"] / theirs)
-    assert found["speed_ratio_with_their_features"] == pytest.approx(
-        rows["ours"]["tokens_per_second"] / (1 / (1 / theirs + 10.0 / 1000))
+    assert found.speed_ratio == pytest.approx(rows["ours"].tokens_per_second / theirs)
+    assert found.speed_ratio_with_their_features == pytest.approx(
+        rows["ours"].tokens_per_second / (1 / (1 / theirs + 10.0 / 1000))
     )
-    assert found["memory_ratio"] == pytest.approx({"4096": 0.5, "512": 0.75})
+    assert found.memory_ratio == pytest.approx({"4096": 0.5, "512": 0.75})
