@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import NonEmpty, PositiveInt, config
 from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter, forget
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
@@ -30,38 +31,30 @@ from heads.nn.cascade.join import join, split_shape
 from heads.nn.cascade.parts import bind_part, build_part, initialise_part, modules_of, told, union
 from heads.nn.drafting.plan import TreePlan, last_valid
 
-MODES = ("speed_up", "join")
 
-
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of a cascade."""
 
-    mode: str = "speed_up"
+    mode: Literal["speed_up", "join"] = "speed_up"
     """speed_up: the first part drafts for the second one, which drafts for the target. join: all parts draft for the target."""
     parts: tuple[Mapping[str, Any], ...] = ()
     """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training. speed_up: two, the smaller
     first. join: two or more; the first one gets the asked shape, the others branches beside it."""
-    proposed: int = 3
+    proposed: PositiveInt = 3
     """speed_up: tokens that the lower level proposes per inner round (>= 1)."""
-    rounds: int = 2
+    rounds: PositiveInt = 2
     """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens, each further one 1 to
     proposed + 1."""
-    branches: tuple[int, ...] = (5,)
+    branches: NonEmpty[PositiveInt] = (5,)
     """join: drafted tokens of each part after the first (>= 1); the last number also counts for those without one."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"head.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
         if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):
             raise UserError(
                 "head.parts of a cascade must list two parts (head.mode=speed_up: the smaller first) or more "
                 f"(head.mode=join); given: {len(self.parts)}. Longer chains are cascades of cascades."
-            )
-        if self.proposed < 1 or self.rounds < 1 or not self.branches or min(self.branches) < 1:
-            raise UserError(
-                "head.proposed, head.rounds and every entry of head.branches must be at least 1; given: "
-                f"{self.proposed}, {self.rounds}, {list(self.branches)}."
             )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
+from heads.api.config import Fraction, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
@@ -28,11 +29,12 @@ from heads.nn.small_lm.config import NetworkConfig
 from heads.nn.small_lm.model import SmallLM
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of a distilled drafter. Sizes of 0 follow the target."""
 
-    token_share: float = 1.0
+    token_share: Fraction = 1.0
     """Share of a document's supervised tokens to train on (AdaSPEC; the paper takes 0.4): those on which the drafter is furthest
     behind `reference`. 1: all of them.
     """
@@ -44,17 +46,15 @@ class Config(NetworkConfig, ObjectiveConfig):
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
         NetworkConfig.__post_init__(self)
-        if not 0.0 < self.token_share <= 1.0:
-            raise UserError(f"head.token_share must lie in (0, 1]; given {self.token_share}.")
         if (self.token_share < 1.0) != bool(self.reference):
             raise UserError(
-                "head.token_share below 1 and head.reference belong together: the reference drafter decides which tokens are kept. "
-                f"Given {self.token_share} and '{self.reference}'."
+                "head.token_share below 1 and head.reference belong together: the reference drafter decides "
+                f"which tokens are kept. Given {self.token_share} and '{self.reference}'."
             )
         if self.token_share < 1.0 and self.lk_annealed > 0:
             raise UserError(
-                "head.lk_annealed weighs tokens by the acceptance of all of them, which says nothing of single tokens: use another "
-                "objective with head.token_share below 1."
+                "head.lk_annealed weighs tokens by the acceptance of all of them, which says nothing of single "
+                "tokens: use another objective with head.token_share below 1."
             )
 
 

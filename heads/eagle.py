@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -44,6 +45,7 @@ from heads.nn.feature.chain import Chain, State
 from heads.nn.rope import Rope
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of EAGLE. Sizes of 0 are taken from the target."""
@@ -60,36 +62,29 @@ class Config:
     """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and of the same
     sizes. -1: random.
     """
-    align_steps: int = 1
+    align_steps: PositiveInt = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
-    step_decay: float = 1.0
+    step_decay: Fraction = 1.0
     """Step k (1-based) weighs step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
-    feature_weight: float = 1.0
+    feature_weight: NonNegativeFloat = 1.0
     """Weight of SmoothL1 between drafted and true features, a mean over their H entries (>= 0)."""
-    logit_weight: float = 0.1
+    logit_weight: NonNegativeFloat = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
-    top_k_weight: float = 0.0
+    top_k_weight: NonNegativeFloat = 0.0
     """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS: 1)."""
-    top_k: int = 10
+    top_k: PositiveInt = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
     """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs none)."""
-    noise: float = 0.1
+    noise: NonNegativeFloat = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
     def __post_init__(self) -> None:
-        if self.align_steps < 1 or self.top_k < 1:
+        weights = (self.feature_weight, self.logit_weight, self.top_k_weight)
+        if not any(weights):
             raise UserError(
-                "head.align_steps and head.top_k must be at least 1; "
-                f"given {self.align_steps} and {self.top_k}."
-            )
-        if not 0.0 < self.step_decay <= 1.0:
-            raise UserError(f"head.step_decay must lie in (0, 1]; given {self.step_decay}.")
-        weights = (self.feature_weight, self.logit_weight, self.top_k_weight, self.noise)
-        if min(weights) < 0 or max(weights[:3]) == 0:
-            raise UserError(
-                "head.feature_weight, head.logit_weight and head.top_k_weight must not be negative, nor all 0, and head.noise must "
-                f"not be negative; given {', '.join(map(str, weights))}."
+                "head.feature_weight, head.logit_weight and head.top_k_weight must not be all 0; given "
+                f"{', '.join(map(str, weights))}."
             )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -33,6 +34,7 @@ from heads.nn.feature.taps import TapDrafter, look_at_itself
 from heads.nn.rope import Rope
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of EAGLE-3. Sizes of 0 are taken from the target."""
@@ -63,22 +65,18 @@ class Config:
     """
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole vocabulary."""
-    ttt_steps: int = 5
+    ttt_steps: PositiveInt = 5
     """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in 3.1)."""
-    decay: float = 0.8
+    decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
-    hard_label_weight: float = 0.0
+    hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token instead of the target's distribution (0 to 1)."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
-            raise UserError("head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false.")
-        if self.ttt_steps < 1:
-            raise UserError(f"head.ttt_steps must be at least 1; given {self.ttt_steps}.")
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
-        if not 0.0 <= self.hard_label_weight <= 1.0:
-            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
+            raise UserError(
+                "head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false."
+            )
 
 
 class Drafter(TapDrafter):

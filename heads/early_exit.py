@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonNegativeInt, UnitInterval, config
+from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init, losses
@@ -34,45 +36,36 @@ from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
 from heads.nn.target.layers import DraftLayer, KeptLayer
 
-ADAPTERS = ("none", "attention", "layer")
 
-
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
-    exit_layer: int = 0
+    exit_layer: NonNegativeInt = 0
     """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of them."""
     layers: tuple[int, ...] = ()
     """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers` finds."""
-    skip_ratio: float = 0.0
+    skip_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last are kept. A set to start from
     when none was searched."""
     without_attention: tuple[int, ...] = ()
     """Kept layers whose attention is left out."""
     without_mlp: tuple[int, ...] = ()
     """Kept layers whose MLP is left out."""
-    adapter: str = "none"
+    adapter: Literal["none", "attention", "layer"] = "none"
     """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or layer (with an MLP as well).
     An adapter has to be trained; it needs `exit_layer`."""
     adapter_from_target_layer: int = -1
     """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or Mistral); -1: random."""
-    hard_label_weight: float = 0.0
+    hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the answer's token instead of the target's distribution (0 to 1)."""
 
     def __post_init__(self) -> None:
-        if self.adapter not in ADAPTERS:
-            raise UserError(f"head.adapter '{self.adapter}' is unknown.{suggest(self.adapter, ADAPTERS)}")
-        if self.exit_layer < 0:
-            raise UserError(
-                f"head.exit_layer must be at least 1, or 0 for half the layers; given {self.exit_layer}."
-            )
         if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:
             raise UserError(
                 "head.exit_layer, head.layers and head.skip_ratio exclude each other: give one of them."
             )
-        if not 0.0 <= self.skip_ratio < 1.0:
-            raise UserError(f"head.skip_ratio must be at least 0 and below 1; given {self.skip_ratio}.")
         left_out = self.layers or self.skip_ratio
         if self.adapter != "none" and (left_out or self.without_attention or self.without_mlp):
             raise UserError(
@@ -83,8 +76,6 @@ class Config:
             raise UserError(
                 "head.adapter_from_target_layer needs an adapter: set head.adapter to attention or layer."
             )
-        if not 0.0 <= self.hard_label_weight <= 1.0:
-            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
 
 
 def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:

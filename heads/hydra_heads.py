@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, NonNegativeFloat, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -43,13 +44,14 @@ from heads.nn.feature.base import FeatureDrafter, layer_shape, probabilities_of,
 from heads.nn.rope import Rope, look_up
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of Hydra heads. Sizes of 0 are taken from the target."""
 
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Heads K, the deepest token that can be drafted (>= 1)."""
-    num_layers: int = 1
+    num_layers: PositiveInt = 1
     """Blocks per head (>= 1; 4 in Hydra++). The first one reads k+1 vectors, the others one."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each, as in the paper's code); otherwise
@@ -66,25 +68,12 @@ class Config:
     """Size of a head of the prefix layer (even)."""
     intermediate_size: int = 0
     """Width of the prefix layer's MLP."""
-    decay: float = 0.8
+    decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
-    hard_label_weight: float = 1.0
+    hard_label_weight: UnitInterval = 1.0
     """Share of the loss taken against the answer's token; the rest against the target's distribution (0 to 1; Hydra++: 0)."""
-    noise: float = 0.0
+    noise: NonNegativeFloat = 0.0
     """States read in training get noise from U(-noise, noise) (>= 0)."""
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise UserError(
-                "hydra_heads needs head.num_heads >= 1 and head.num_layers >= 1; "
-                f"given {self.num_heads} and {self.num_layers}."
-            )
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
-        if not 0.0 <= self.hard_label_weight <= 1.0:
-            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
-        if self.noise < 0:
-            raise UserError(f"head.noise must not be negative; given {self.noise}.")
 
 
 class FirstBlock(nn.Module):

@@ -18,32 +18,27 @@ Legend: B rows, N nodes, D depth of the chain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from heads.api.config import config
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.api.errors import UserError, suggest
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
 from heads.nn.lookup.table import ChainCache, Fixed, History
 
-FILLS = ("follow", "prompt", "repeat")
 
-
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of Jacobi drafting."""
 
-    fill: str = "follow"
+    fill: Literal["follow", "prompt", "repeat"] = "follow"
     """Guesses for positions that no pass has picked for: follow (what followed the last occurrence of the guess before it),
     prompt (tokens of the text so far, as if at random), repeat (the guess before it)."""
-
-    def __post_init__(self) -> None:
-        if self.fill not in FILLS:
-            raise UserError(f"head.fill '{self.fill}' is unknown.{suggest(self.fill, FILLS)}")
 
 
 @dataclass

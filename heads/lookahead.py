@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from heads.api.config import AtLeastTwo, NonNegativeInt, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -40,15 +41,16 @@ PROMPT_CHUNK = 64
 """N-grams of a prompt collected at once."""
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of lookahead decoding."""
 
-    ngram: int = 4
+    ngram: AtLeastTwo = 4
     """Tokens of an n-gram, its first one included (>= 2): up to ngram - 1 tokens are accepted from one."""
-    window: int = 0
+    window: NonNegativeInt = 0
     """Columns of the window; 0: what fits the draft's shape."""
-    guesses: int = 0
+    guesses: NonNegativeInt = 0
     """N-grams verified per pass; 0: what fits the draft's shape."""
     pool: int = 1024
     """N-grams remembered per row, the oldest going first."""
@@ -56,9 +58,8 @@ class Config:
     """Whether n-grams of the prompt and of the answer go into the pool too, beside those of the trajectories."""
 
     def __post_init__(self) -> None:
-        for name, least in (("ngram", 2), ("window", 0), ("guesses", 0), ("pool", PROMPT_CHUNK)):
-            if getattr(self, name) < least:
-                raise UserError(f"head.{name} must be at least {least}; given: {getattr(self, name)}.")
+        if self.pool < PROMPT_CHUNK:
+            raise UserError(f"head.pool must be at least {PROMPT_CHUNK}; given: {self.pool}.")
 
 
 @dataclass(frozen=True, eq=False)

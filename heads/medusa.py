@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, PositiveInt, config
 from heads.api.drafter import Noise, Proposal, TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -28,31 +29,23 @@ from heads.nn.drafting.growth import fill
 from heads.nn.drafting.plan import Plan, PlanCache, last_valid
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of Medusa heads."""
 
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Heads K, the deepest token that can be drafted (>= 1; 3 to 5 in the paper)."""
-    num_layers: int = 1
+    num_layers: PositiveInt = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
     """Give every head an LM head of its own, started from the target's (V * H weights each); otherwise share
     the frozen one.
     """
-    decay: float = 0.8
+    decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
     """Train on the target's distribution at the predicted position instead of the token it sampled there."""
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise UserError(
-                "medusa needs head.num_heads >= 1 and head.num_layers >= 1; "
-                f"given {self.num_heads} and {self.num_layers}."
-            )
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
 
 
 @dataclass

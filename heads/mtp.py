@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, PositiveInt, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -46,15 +47,16 @@ from heads.nn.feature.modules import Module, ModuleChain
 from heads.nn.rope import Rope, Rotation
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
-    depths: int = 4
+    depths: PositiveInt = 4
     """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one does, ever less well."""
-    beta: float = 1.0
+    beta: Fraction = 1.0
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
     soft_labels: bool = True
     """Train on the target's distribution instead of the token it said."""
@@ -70,12 +72,6 @@ class Config:
     """Start the blocks from this layer of the target (0-based); it must be Llama-like and of the same sizes. -1:
     random.
     """
-
-    def __post_init__(self) -> None:
-        if self.depths < 1:
-            raise UserError(f"head.depths must be at least 1; given {self.depths}.")
-        if not 0.0 < self.beta <= 1.0:
-            raise UserError(f"head.beta must lie in (0, 1]; given {self.beta}.")
 
 
 class MtpBlock(nn.Module):

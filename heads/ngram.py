@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from heads.api.config import config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -24,6 +25,7 @@ from heads.nn.drafting.plan import TreePlan
 from heads.nn.lookup.table import History
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of n-gram lookup."""

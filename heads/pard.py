@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import AtLeastTwo, Fraction, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -34,13 +35,14 @@ from heads.nn.small_lm.config import NetworkConfig
 from heads.nn.small_lm.model import SmallLM, State
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of PARD. Sizes of 0 follow the target."""
 
-    depth: int = 8
+    depth: AtLeastTwo = 8
     """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or more."""
-    keep: float = 0.7
+    keep: Fraction = 0.7
     """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all) ..."""
     keep_least: float = 0.2
     """... but at least this (0 to keep)."""
@@ -50,14 +52,9 @@ class Config(NetworkConfig, ObjectiveConfig):
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
         NetworkConfig.__post_init__(self)
-        if self.depth < 2:
+        if not 0.0 <= self.keep_least <= self.keep:
             raise UserError(
-                f"head.depth must be at least 2, or nothing is drafted in parallel; given {self.depth}."
-            )
-        if not 0.0 < self.keep <= 1.0 or not 0.0 <= self.keep_least <= self.keep:
-            raise UserError(
-                "head.keep must lie in (0, 1] and head.keep_least between 0 and head.keep; "
-                f"given {self.keep} and {self.keep_least}."
+                f"head.keep_least must lie between 0 and head.keep; given {self.keep_least} and {self.keep}."
             )
 
 

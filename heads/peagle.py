@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
+from heads.api.config import Fraction, NonNegativeInt, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -38,6 +39,7 @@ from heads.nn.feature.taps import TapDrafter, look_at_itself
 from heads.nn.rope import Rope, look_up
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of P-EAGLE. Sizes of 0 are taken from the target."""
@@ -54,7 +56,7 @@ class Config:
     """RMSNorm on every query and key head, as in Qwen3."""
     own_embedding: bool = False
     """An embedding of its own, trained, started from the target's (V * H weights), as the library `speculators` trains it."""
-    num_layers: int = 0
+    num_layers: NonNegativeInt = 0
     """Decoder layers (>= 0); 0: a quarter of the target's, at least 1 and at most 4 (4 in the paper)."""
     num_attention_heads: int = 0
     """Query heads."""
@@ -66,34 +68,22 @@ class Config:
     """Width of the MLP."""
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole vocabulary."""
-    depths: int = 5
+    depths: PositiveInt = 5
     """Depths that are trained (>= 1); deeper ones can be drafted, ever less well."""
-    keep: float = 0.7
+    keep: Fraction = 0.7
     """Share of anchors that each further depth keeps in training (0 < keep <= 1; COD)."""
-    keep_at_least: float = 0.2
+    keep_at_least: UnitInterval = 0.2
     """Least share of anchors at any depth (0 to 1)."""
-    decay: float = 1.0
+    decay: Fraction = 1.0
     """Depth k (1-based) weighs decay^(k-1) in the loss, besides being rarer (0 < decay <= 1)."""
-    hard_label_weight: float = 0.0
+    hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token instead of the target's distribution (0 to 1)."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
-            raise UserError("head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false.")
-        if self.depths < 1 or self.num_layers < 0:
             raise UserError(
-                "head.depths must be at least 1 and head.num_layers at least 0; "
-                f"given {self.depths} and {self.num_layers}."
+                "head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false."
             )
-        if not 0.0 < self.keep <= 1.0 or not 0.0 <= self.keep_at_least <= 1.0:
-            raise UserError(
-                "head.keep must lie in (0, 1] and head.keep_at_least in [0, 1]; "
-                f"given {self.keep} and {self.keep_at_least}."
-            )
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"head.decay must lie in (0, 1]; given {self.decay}.")
-        if not 0.0 <= self.hard_label_weight <= 1.0:
-            raise UserError(f"head.hard_label_weight must lie in [0, 1]; given {self.hard_label_weight}.")
 
 
 @dataclass

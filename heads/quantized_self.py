@@ -15,12 +15,13 @@ Legend: B rows, T positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import AtLeastTwo, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -29,13 +30,14 @@ from heads.nn.target.drafting import SelfDrafter
 from heads.nn.target.layers import KeptLayer, MakeProduct
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of a quantised self."""
 
-    bits: int = 4
+    bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
-    group_size: int = 64
+    group_size: AtLeastTwo = 64
     """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have fast products on CPUs."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""
@@ -43,9 +45,7 @@ class Config:
     """Run only these layers of the target (ascending, 0-based); empty: all of them."""
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise UserError(f"head.bits must be 4 or 8; given {self.bits}.")
-        if self.group_size < 2 or self.group_size % 2:
+        if self.group_size % 2:
             raise UserError(
                 f"head.group_size must be an even number of weights, such as 64; given {self.group_size}."
             )

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -34,6 +35,7 @@ from heads.nn.lookup.counts import Counted, fill_counted
 from heads.nn.lookup.table import History
 
 
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of suffix lookup."""
@@ -42,31 +44,26 @@ class Config:
     """Shortest run of tokens that counts as a match (>= 1)."""
     max_n: int = 24
     """Longest run of tokens compared (>= min_n)."""
-    history_tokens: int = 8192
+    history_tokens: NonNegativeInt = 8192
     """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps none. All rows search all of
     them at every step."""
-    context: int = 8
+    context: NonNegativeInt = 8
     """Tokens before an answer that are remembered with it (>= 0), so that its beginning can be found."""
-    occurrences: int = 64
+    occurrences: PositiveInt = 64
     """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the newest of other answers."""
-    min_probability: float = 0.1
+    min_probability: UnitInterval = 0.1
     """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0 drafts all that is known."""
-    per_match: float = 0.0
+    per_match: NonNegativeFloat = 0.0
     """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens behind a match of 2; 0 sets no such limit."""
-    backoff: float = 0.0
+    backoff: UnitInterval = 0.0
     """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0 counts the longest alone."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
             raise UserError(
-                f"suffix needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. Change head.min_n or head.max_n."
+                f"suffix needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. Change "
+                "head.min_n or head.max_n."
             )
-        for name, least in (("history_tokens", 0), ("context", 0), ("occurrences", 1), ("per_match", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"head.{name} must be at least {least}; given: {getattr(self, name)}.")
-        for name in ("min_probability", "backoff"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"head.{name} must be between 0 and 1; given: {getattr(self, name)}.")
 
 
 @dataclass

@@ -28,6 +28,7 @@ from typing import Any, TypedDict
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from heads.api.config import PositiveFloat, config
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, PassRecord
@@ -75,22 +76,17 @@ answer's length fits.)"""
 ROWS_PER_SHARD = 8192
 
 
+@config("records")
 @dataclass(frozen=True)
 class RecordsConfig:
     """What `generate` and `measure` write down of their verifications."""
 
     enabled: bool = False
-    """Record every verification: what was drafted, how likely both models held it, where it
-    failed."""
-    max_megabytes: float = 1024.0
-    """Recording ends when its files reach this size; what is decoded afterwards is not on
-    record."""
+    """Record every verification: what was drafted, how likely both models held it, where it failed."""
+    max_megabytes: PositiveFloat = 1024.0
+    """Recording ends when its files reach this size; what is decoded afterwards is not on record."""
     redact: bool = False
     """Leave out every token: positions, depths, lengths and log-probabilities stay."""
-
-    def __post_init__(self) -> None:
-        if self.max_megabytes <= 0:
-            raise UserError(f"records.max_megabytes must be above 0; given: {self.max_megabytes}.")
 
     @property
     def max_bytes(self) -> int:

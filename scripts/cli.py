@@ -1,7 +1,8 @@
 """The `headstart` command: `headstart <stage> [group=option] [key=value] ...`.
 
-Nothing heavy is imported here, so that help and mistakes in a stage's name answer at once; a stage's own module is imported when
-it runs. A `UserError` is printed as one message and ends with status 2; HEADSTART_DEBUG=1 shows where it came from.
+Nothing heavy is imported here, so that help and mistakes in a stage's name answer at once; a
+stage's own module is imported when it runs. A `UserError` is printed as one message and ends with
+status 2; HEADSTART_DEBUG=1 shows where it came from.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ usage: headstart <stage> [group=option] [key=value] ...
        headstart <stage> --help          groups, options and keys of a stage
        headstart <stage> --show [...]    the composed configuration, without running it
        headstart train --plan [...]      what a training will take: memory, disk, hours
-       headstart train --complete [...]  whether train (or generate) is complete: status 0, or 3 where work is left
+       headstart train --complete [...]  whether train (or generate) is complete: status 0, else 3
        headstart <stage> -m key=a,b      once for every combination of the listed values
        headstart --version
 
@@ -42,8 +43,8 @@ Errors are one message; {debug}=1 adds the traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was given, 3 not
-    complete, 130 interrupted)."""
+    """Run one command; returns the exit status (0 done, 1 our own failure, 2 a mistake in what was
+    given, 3 not complete, 130 interrupted)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return dispatch(given)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"headstart{process_name()}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone. Python would complain once more when it flushes at exit.
+        # The reader of a pipe (`| head`) has gone. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -63,12 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"headstart{process_name()}: {complaint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nheadstart: interrupted; the same command continues where this one stopped.", file=sys.stderr)
+        print(
+            "\nheadstart: interrupted; the same command continues where this one stopped.",
+            file=sys.stderr,
+        )
         return 130
 
 
 def dispatch(given: list[str]) -> int:
-    """Find the stage and the flags in `given` and hand over; raises `UserError` for an unknown stage."""
+    """Find the stage and the flags in `given` and hand over; raises `UserError` for an unknown
+    stage."""
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage())
         return 0
@@ -108,7 +113,8 @@ def dispatch(given: list[str]) -> int:
 def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
     """Separate flags, overrides and the file of `--config`; raises `UserError` for an unknown flag.
 
-    `--config <file>` is how a loop starts a stage in another process: all settings stand in the file.
+    `--config <file>` is how a loop starts a stage in another process: all settings stand in the
+    file.
     """
     spellings = {
         "--help": "--help",
@@ -131,7 +137,8 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
             flags.add(spellings[item])
         elif item.startswith("-"):
             raise UserError(
-                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without dashes, "
+                f"there is no flag '{item}'.{suggest(item, spellings)} Settings are given without "
+                "dashes, "
                 "as key=value."
             )
         else:
@@ -142,13 +149,21 @@ def split_flags(rest: list[str]) -> tuple[set[str], list[str], str]:
 
 
 def disk_complaint(error: BaseException | None) -> str | None:
-    """What to tell a person when the disk is full, also where a library put its own words around that; None for other errors."""
+    """What to tell a person when the disk is full, also where a library put its own words around
+    that; None for other errors."""
     if error is None:
         return None
-    if (isinstance(error, OSError) and error.errno in FULL) or any(words in str(error) for words in FULL_WORDS):
-        where = f" while writing '{error.filename}'" if isinstance(error, OSError) and error.filename else ""
+    if (isinstance(error, OSError) and error.errno in FULL) or any(
+        words in str(error) for words in FULL_WORDS
+    ):
+        where = (
+            f" while writing '{error.filename}'"
+            if isinstance(error, OSError) and error.filename
+            else ""
+        )
         return (
-            f"the disk is full{where} ({error}). What was complete is kept. Free some space, or give another run.root; the same "
+            f"the disk is full{where} ({error}). What was complete is kept. Free some space, or "
+            "give another run.root; the same "
             "command then continues where this one stopped."
         )
     return disk_complaint(error.__cause__ or error.__context__)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from heads.api.config import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveInt, config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
@@ -30,43 +31,44 @@ MUST_MATCH = ("kind", "head", "target", "precision", "joint")
 """Facts of a run that a saved state cannot do without; the others are warned about when they differ."""
 
 
+@config("train")
 @dataclass(frozen=True)
 class TrainConfig:
     """How long, on how much at a time, and what is done along the way."""
 
-    max_steps: int = 0
+    max_steps: NonNegativeInt = 0
     """Updates in all; 0: as many as `epochs` take."""
     epochs: float = 1.0
     """Passes over the data when max_steps is 0 (a fraction is allowed)."""
-    global_batch: int = 16
+    global_batch: PositiveInt = 16
     """Rows per update over all processes."""
-    micro_batch: int = 4
+    micro_batch: PositiveInt = 4
     """Rows per forward pass of one process; global_batch is a multiple of micro_batch x processes."""
-    sequence_length: int = 512
+    sequence_length: AtLeastTwo = 512
     """Tokens per row; answers are packed into rows."""
-    eval_every: int = 100
+    eval_every: NonNegativeInt = 100
     """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights count as the best."""
     prompts: tuple[str, ...] = ()
     """Held-out prompts for these measurements: .jsonl files or folders of them."""
-    eval_prompts: int = 24
+    eval_prompts: PositiveInt = 24
     """Prompts of a measurement in all, as evenly as possible from every domain."""
-    eval_tokens: int = 64
+    eval_tokens: PositiveInt = 64
     """Most new tokens per prompt in a measurement."""
-    eval_batch: int = 8
+    eval_batch: PositiveInt = 8
     """Prompts decoded together in a measurement (tau does not depend on it)."""
-    patience: int = 0
+    patience: NonNegativeInt = 0
     """Stop after so many measurements in a row without a higher tau; 0: never."""
-    goal: float = 0.0
+    goal: NonNegativeFloat = 0.0
     """Stop once a measurement's tau reaches this; 0: never."""
-    save_every: int = 100
+    save_every: NonNegativeInt = 100
     """Steps between saved states; one more comes at the end. 0: at the end only."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Saved states to keep (at least 1)."""
-    max_seconds: float = 0.0
+    max_seconds: NonNegativeFloat = 0.0
     """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit. What comes
     out then depends on the machine's speed: prefer max_steps.
     """
-    peak_tflops: float = 0.0
+    peak_tflops: NonNegativeFloat = 0.0
     """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0: known GPUs by name, and a CPU
     is measured by a short matrix product, at the start and again at the end.
     """
@@ -82,17 +84,12 @@ class TrainConfig:
     """Where figures go besides log.jsonl: Weights & Biases, TensorBoard."""
 
     def __post_init__(self) -> None:
-        for name, least in (("global_batch", 1), ("micro_batch", 1), ("sequence_length", 2), ("eval_prompts", 1),
-                            ("eval_tokens", 1), ("eval_batch", 1), ("keep", 1), ("max_steps", 0), ("eval_every", 0),
-                            ("patience", 0), ("goal", 0), ("save_every", 0), ("max_seconds", 0), ("peak_tflops", 0)):  # fmt: skip
-            if getattr(self, name) < least:
-                raise UserError(f"train.{name} must be at least {least}; given: {getattr(self, name)}.")
         if not self.max_steps and self.epochs <= 0:
             raise UserError(f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}.")
         if self.eval_every and not self.prompts:
             raise UserError(
-                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a .jsonl file or a folder), or set "
-                "train.eval_every=0 to keep the last weights unmeasured."
+                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a .jsonl file or a "
+                "folder), or set train.eval_every=0 to keep the last weights unmeasured."
             )
 
     def steps(self, per_epoch: int) -> int:

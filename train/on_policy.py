@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
 from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.tree import TokenTree
@@ -35,38 +36,27 @@ _OWN_STREAM = 0x2545F4914F6CDD1D  # what is drawn here differs from what the los
 _MASK63 = (1 << 63) - 1
 
 
+@config("train.on_policy")
 @dataclass(frozen=True)
 class OnPolicyConfig:
     """How much of the training is on what the drafter itself writes."""
 
-    share: float = 0.0
+    share: UnitInterval = 0.0
     """Probability that a row is rewritten (0 to 1); 0: never."""
-    window: int = 16
+    window: PositiveInt = 16
     """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a largest depth can draft no
     deeper.
     """
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     """Of the drafter's sampling; 0: its most likely tokens."""
     rest: bool = False
     """Whether the answer's own tokens behind the window stay supervised: the target then judges them behind the drafter's words.
     Not where the drafter ended the text.
     """
-    every: int = 1
+    every: PositiveInt = 1
     """Only every so many steps have rewritten rows (at least 1)."""
-    start: int = 0
+    start: NonNegativeInt = 0
     """Steps before the first of them: what an untrained drafter writes teaches little."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0 or self.temperature < 0.0:
-            raise UserError(
-                "train.on_policy.share must lie in [0, 1] and train.on_policy.temperature must not be negative; "
-                f"given {self.share} and {self.temperature}."
-            )
-        for name, least in (("window", 1), ("every", 1), ("start", 0)):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"train.on_policy.{name} must be at least {least}; given {getattr(self, name)}."
-                )
 
 
 @dataclass(frozen=True)

@@ -6,54 +6,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import Fraction, NonNegativeFloat, PositiveFloat, UnitInterval, config
+from heads.api.errors import UserError
 
-KINDS = ("cosine", "linear", "constant", "wsd")
+Beta = Annotated[float, Ge(0), Lt(1)]
 
 
+@config("optim")
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW (decoupled weight decay) and gradient clipping."""
 
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4 (methods.md)."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of the running square (> 0)."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never decayed."""
-    clip: float = 1.0
+    clip: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; a longer one is scaled down to it. 0 leaves gradients alone."""
 
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.eps <= 0:
-            raise UserError(f"optim.lr and optim.eps must be above 0; given: {self.lr} and {self.eps}.")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise UserError(f"optim.betas must lie in [0, 1); given: {list(self.betas)}.")
-        if self.weight_decay < 0 or self.clip < 0:
-            raise UserError(
-                f"optim.weight_decay and optim.clip must not be negative; given: {self.weight_decay} and "
-                f"{self.clip}."
-            )
 
-
+@config("schedule")
 @dataclass(frozen=True)
 class ScheduleConfig:
     """How the learning rate moves over a run of known length."""
 
-    kind: str = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine, linear, constant, or wsd (warm up, stay, decay in the last part)."""
-    warmup: float = 0.04
+    warmup: NonNegativeFloat = 0.04
     """Linear warm-up: a share of all steps when below 1, else a number of steps."""
-    min_ratio: float = 0.1
+    min_ratio: UnitInterval = 0.1
     """Rate at the last step, as a share of the peak (0 to 1); `constant` ignores it."""
-    decay: float = 0.2
+    decay: Fraction = 0.2
     """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most 1)."""
     begin: float = 0.0
     """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from another. Its rate climbs from 0 to the
@@ -62,18 +55,10 @@ class ScheduleConfig:
     """Where in the schedule this training ends (above begin, at most 1)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"schedule.kind '{self.kind}' is unknown.{suggest(self.kind, KINDS)}")
-        if self.warmup < 0:
-            raise UserError(f"schedule.warmup must not be negative; given: {self.warmup}.")
-        if not 0.0 <= self.min_ratio <= 1.0:
-            raise UserError(f"schedule.min_ratio must lie between 0 and 1; given: {self.min_ratio}.")
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"schedule.decay must be above 0 and at most 1; given: {self.decay}.")
         if not 0.0 <= self.begin < self.end <= 1.0:
             raise UserError(
-                f"schedule.begin and schedule.end are shares of one schedule, 0 <= begin < end <= 1; given: {self.begin} and "
-                f"{self.end}."
+                "schedule.begin and schedule.end are shares of one schedule, 0 <= begin < end <= 1; given: "
+                f"{self.begin} and {self.end}."
             )
 
     def warmup_steps(self, total: int) -> int:

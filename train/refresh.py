@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import WEIGHTS_FILE, load_weights, new_drafter, read_config
+from heads.api.config import NonNegativeFloat, NonNegativeInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
@@ -35,6 +36,7 @@ ADAPTER = "default"
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
+@config("train.refresh")
 @dataclass(frozen=True)
 class RefreshConfig:
     """Where a training starts, and how much of the drafter it may change."""
@@ -46,19 +48,16 @@ class RefreshConfig:
     old_target: str = ""
     """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has changed by since is added to the
     drafter first (`carry`): worth it where drafters begin as copies of the target's layers."""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are trained."""
-    lora_alpha: float = 0.0
+    lora_alpha: NonNegativeFloat = 0.0
     """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
 
     def __post_init__(self) -> None:
-        for name in ("lora_rank", "lora_alpha"):
-            if getattr(self, name) < 0:
-                raise UserError(f"train.refresh.{name} must not be negative; given {getattr(self, name)}.")
         if not self.init_from and (self.lora_rank or self.other_target or self.old_target):
             raise UserError(
-                "train.refresh.lora_rank, train.refresh.other_target and train.refresh.old_target are for trainings that start "
-                "from a drafter: give its folder as train.refresh.init_from."
+                "train.refresh.lora_rank, train.refresh.other_target and train.refresh.old_target are for "
+                "trainings that start from a drafter: give its folder as train.refresh.init_from."
             )
 
     @property

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from heads.api.config import build
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
@@ -74,13 +75,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """The frozen configuration of `kind` from plain values; lists become the tuples that the dataclass declares."""
+    """The configuration of `kind` from stored plain values; raises `UserError` where they do not fit."""
     config_class = get_kind(kind).config_class
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     try:
-        return config_class(**plain)
-    except TypeError as error:
-        raise UserError(f"the stored configuration does not fit kind '{kind}': {error}.") from error
+        return build(config_class, values, "head")
+    except UserError as error:
+        raise UserError(f"the stored configuration does not fit kind '{kind}': {error}") from error
 
 
 def new_drafter(

@@ -1,12 +1,12 @@
 """Configuration classes: frozen dataclasses whose types say which values are allowed.
 
-`@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from YAML
-(`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does not fit
-becomes one `UserError` with the dotted path, what was given, what is allowed and the nearest name.
-Conditions that concern several fields stay in `__post_init__`.
+`@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from
+YAML (`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does
+not fit becomes one `UserError` with the dotted path, what was given, what is allowed and the
+nearest name. Conditions that concern several fields stay in `__post_init__`.
 
-Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared tuple, a
-mapping the declared dataclass, a whole number a float or a text, a text a path.
+Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared
+tuple, a mapping the declared dataclass, a whole number a float or a text, a text a path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import (
     Annotated,
@@ -29,14 +29,7 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-)
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError, create_model
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from heads.api.errors import UserError, suggest
@@ -47,21 +40,25 @@ Item = TypeVar("Item")
 # ---- bounded types -----------------------------------------------------------------------------
 
 PositiveInt = Annotated[int, Ge(1)]
+AtLeastTwo = Annotated[int, Ge(2)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 UnitInterval = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
+Weight = Annotated[float, Ge(0), AllowInfNan(False)]
 NonEmpty = Annotated[tuple[Item, ...], MinLen(1)]
 BOUNDED = (
     "PositiveInt",
+    "AtLeastTwo",
     "NonNegativeInt",
     "PositiveFloat",
     "NonNegativeFloat",
     "UnitInterval",
     "Fraction",
     "OpenFraction",
+    "Weight",
 )
 """Names of the types above that have limits."""
 
@@ -89,7 +86,13 @@ def config(path: str) -> Callable[[type[T]], type[T]]:
         hints = get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cast(Any, cls)):
             field.type = strict(hints[field.name])
-        made = cast(Any, checked_dataclass(cast(Any, cls), frozen=True, config=SETTINGS))
+        made: Any = cls
+        if hasattr(
+            cls, "__pydantic_validator__"
+        ):  # a base is checked: pydantic would change `cls` itself
+            names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+            made = type(cls.__name__, (cls,), names)
+        made = checked_dataclass(made, frozen=True, config=SETTINGS)
         validating = made.__init__
 
         @functools.wraps(validating)
@@ -108,17 +111,18 @@ def config(path: str) -> Callable[[type[T]], type[T]]:
 def build(cls: type[T], values: Any, path: str) -> T:
     """Build a configuration class, or any dataclass, from plain values.
 
-    Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path` is
-    the dotted path of `values` in its messages.
+    Raises `UserError` for unknown keys, wrong types, values out of range and missing ones; `path`
+    is the dotted path of `values` in its messages.
     """
     missing = find_unset(values)
     if missing is not None:
         where, hint = locate(cls, missing, path)
         raise UserError(f"{where} is missing. Give it as {where}=... ({expected(hint)}).")
     try:
-        if hasattr(cls, "__pydantic_validator__"):
-            return cast(T, TypeAdapter(cls).validate_python(values))
-        twin = unchecked_twin(cls).model_validate(values)
+        validator = getattr(cls, "__pydantic_validator__", None)
+        if validator is not None:
+            return cast(T, validator.validate_python(values))
+        twin = unchecked_twin(cast(Any, cls)).model_validate(values)
         return cls(**{name: getattr(twin, name) for name in twin.model_fields_set})
     except ValidationError as error:
         raise explain(error, cls, path) from None
@@ -175,6 +179,13 @@ def find_unset(values: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise `UserError` unless `value` is a name of a registry, which no type can list."""
+    names = list(allowed)
+    if value not in names:
+        raise UserError(f"{key} '{value}' is unknown.{suggest(value, names)}")
+
+
 # ---- errors ------------------------------------------------------------------------------------
 
 
@@ -195,7 +206,7 @@ def explain(error: ValidationError, cls: type, path: str) -> UserError:
         where, hint = locate(cls, place[:-1], path)
     if kind == "literal_error":
         allowed = [str(option) for option in get_args(bare(hint))]
-        return UserError(f"{where}: given {describe(value)}.{suggest(str(value), allowed)}")
+        return UserError(f"{where} {value!r} is unknown.{suggest(str(value), allowed)}")
     if kind == "too_short":
         return UserError(f"{where} is empty. Give at least one value.")
     if kind.startswith(("greater_than", "less_than")):
@@ -251,9 +262,11 @@ def limits(hint: Any) -> str:
         for name in ("ge", "gt", "le", "lt")
     )
     if ge is not None and le is not None:
-        return f"be {ge} to {le}"
+        return f"lie in [{ge}, {le}]"
     if gt is not None and lt is not None:
         return f"lie between {gt} and {lt}"
+    if ge is not None and lt is not None:
+        return f"lie in [{ge}, {lt})"
     if ge == 0 and lt is None:
         return "not be negative"
     parts = {"be at least": ge, "be above": gt, "at most": le, "below": lt}

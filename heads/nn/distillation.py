@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import OpenFraction, PositiveFloat, config
 from heads.api.errors import UserError
 from heads.nn import losses
 from heads.nn.feature.base import next_tokens, teacher_logits
@@ -25,6 +26,7 @@ from heads.nn.feature.base import next_tokens, teacher_logits
 OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce")
 
 
+@config("head")
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What the drafter's distribution q is trained towards, p being the target's: a weighted sum."""
@@ -35,7 +37,7 @@ class ObjectiveConfig:
     """Weight of KL(drafter || target)."""
     jsd: float = 0.0
     """Weight of the generalised Jensen-Shannon divergence."""
-    jsd_beta: float = 0.5
+    jsd_beta: OpenFraction = 0.5
     """Its mixture weight of the target's distribution (0 < beta < 1)."""
     tv: float = 0.0
     """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see lk_annealed."""
@@ -43,11 +45,11 @@ class ObjectiveConfig:
     """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses: L_alpha)."""
     lk_annealed: float = 0.0
     """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK losses: L_lambda)."""
-    lk_eta: float = 3.0
+    lk_eta: PositiveFloat = 3.0
     """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
     ce: float = 0.0
     """Weight of the cross entropy against the answer's tokens."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Both distributions of the soft objectives are taken at this temperature (> 0)."""
 
     def __post_init__(self) -> None:
@@ -56,11 +58,6 @@ class ObjectiveConfig:
             raise UserError(
                 "a distilled drafter needs an objective: give a positive weight to one or more of "
                 f"head.{', head.'.join(OBJECTIVES)}, and none below 0; given {weights}."
-            )
-        if not 0.0 < self.jsd_beta < 1.0 or self.temperature <= 0.0 or self.lk_eta <= 0.0:
-            raise UserError(
-                "head.jsd_beta must lie in (0, 1), head.temperature and head.lk_eta above 0; "
-                f"given {self.jsd_beta}, {self.temperature} and {self.lk_eta}."
             )
 
     @property

@@ -31,7 +31,7 @@ from inference.audit.config import AuditConfig
 from inference.audit.drafters import KNOWS, ScriptedDrafter, scripted_drafters
 from inference.audit.findings import AuditedTarget, AuditRow, DistributionRow, Findings
 from inference.audit.statistics import FlipSummary, Text, chi_square, entropy, exact_distribution
-from inference.decoding.config import DecodeConfig
+from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.rules.names import CHAINS_ONLY
@@ -51,7 +51,6 @@ DISTRIBUTION_ROWS = 64
 class Changes(TypedDict, total=False):
     """Settings of `DecodeConfig` that differ from the user's."""
 
-    shape: str
     batch_size: int
     max_new_tokens: int
     temperature: float
@@ -242,7 +241,7 @@ class _Precision:
         plain = replace(self.decode, shape="none", rule="match", batch_size=1, max_new_tokens=limit)
         return replace(plain, **changes)
 
-    def with_shape(self, decode: DecodeConfig, shape: str, own: DecodeConfig) -> DecodeConfig:
+    def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
         """`decode` with a draft of that shape: as deep as the drafter's own, and its own tree where
         it has one.
         """

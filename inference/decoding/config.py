@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import Fraction, PositiveFloat, PositiveInt, config, require_one_of
+from heads.api.errors import UserError
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
-from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, MODES, AdaptiveSettings
+from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS, AdaptiveSettings
 from inference.decoding.rules.names import RULES
 from inference.decoding.rules.registry import check_shape
 from inference.decoding.sampling.distribution import SamplingSettings
 
-SHAPES = ("none", "chain", "tree", "dynamic")
-GRAPHS = ("auto", "off")
+Shape = Literal["none", "chain", "tree", "dynamic"]
 
 
+@config("decode")
 @dataclass(frozen=True)
 class DecodeConfig(SamplingSettings):
     """How to decode: the target's sampling (inherited), the draft's shape, the batch."""
@@ -24,13 +27,13 @@ class DecodeConfig(SamplingSettings):
     rule: str = "match"
     """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
     (chains and trees), or typical, which changes the text's distribution."""
-    typical_epsilon: float = 0.09
+    typical_epsilon: Fraction = 0.09
     """Rule typical: a draft at least this likely is always kept."""
-    typical_delta: float = 0.3
+    typical_delta: Fraction = 0.3
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
-    shape: str = "chain"
+    shape: Shape = "chain"
     """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""
     choices: tuple[tuple[int, ...], ...] = ()
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
@@ -38,21 +41,21 @@ class DecodeConfig(SamplingSettings):
     """Nodes of a dynamic tree, the root included."""
     width: int = 8
     """Dynamic trees: nodes expanded per level, and children considered per node."""
-    batch_size: int = 1
+    batch_size: PositiveInt = 1
     """Rows decoded together; finished rows are refilled."""
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
     """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for comparison."""
     seed: int = 0
     """Base of the per-prompt seeds."""
-    prefill_chunk: int = 2048
+    prefill_chunk: PositiveInt = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
-    lag: int = -1
+    lag: Annotated[int, Ge(-1), Le(8)] = -1
     """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere. Never changes the text."""
-    graph: str = "auto"
+    graph: Literal["auto", "off"] = "auto"
     """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
-    adaptive: str = "none"
+    adaptive: Literal["none", "entropy", "confidence", "throughput"] = "none"
     """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from exceeds the threshold; SVIP),
     confidence (the estimated probability that a draft is reached and kept falls below the threshold), throughput (most expected
     tokens per second of the batch), or none. Never changes the text under match, nor its distribution under rejection and block."""
@@ -65,37 +68,24 @@ class DecodeConfig(SamplingSettings):
     adaptive_lengths: tuple[int, ...] = ()
     """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a
     step. Empty: always `depth`."""
-    adaptive_costs: tuple[float, ...] = ()
+    adaptive_costs: tuple[PositiveFloat, ...] = ()
     """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured when a batch is set up."""
     compile: bool = False
     """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster steps after."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("shape", SHAPES), ("rule", RULES), ("graph", GRAPHS), ("adaptive", MODES)):
-            given = getattr(self, name)
-            if given not in allowed:
-                raise UserError(f"decode.{name} '{given}' is unknown.{suggest(given, allowed)}")
+        super().__post_init__()
+        require_one_of("decode.rule", self.rule, RULES)
         if self.shape == "tree" and not self.choices:
             raise UserError(
                 "decode.shape is 'tree' but decode.choices is empty: give paths such as [[0],[1],[0,0]]."
             )
-        for name in ("depth", "batch_size", "max_new_tokens", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise UserError(f"decode.{name} must be at least 1; given: {getattr(self, name)}.")
-        if not -1 <= self.lag <= 8:
-            raise UserError(f"decode.lag must be -1 (automatic) or 0 to 8 steps; given: {self.lag}.")
-        for name in ("typical_epsilon", "typical_delta"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"decode.{name} must be above 0 and at most 1; given: {getattr(self, name)}.")
-        super().__post_init__()
         check_shape(self.rule, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.rule)
-        if self.adaptive_costs and (
-            len(self.adaptive_costs) != self.depth + 1 or min(self.adaptive_costs) <= 0
-        ):
+        if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
             raise UserError(
-                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each number of nodes up to "
-                f"decode.depth + 1; given: {list(self.adaptive_costs)}."
+                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each number of "
+                f"nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
             )
 
     def adaptive_settings(self) -> AdaptiveSettings:

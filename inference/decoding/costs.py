@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heads.api.config import NonEmpty, NonNegativeInt, PositiveInt, config
 from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -38,34 +39,21 @@ StepKey = tuple[str, str, int]
 """(drafter or draft; "verify", "draft" or "commit"; nodes) of a timed call."""
 
 
+@config("bench.costs")
 @dataclass(frozen=True)
 class CostConfig:
     """Where cost curves are measured: every combination of nodes, batches and lengths."""
 
-    nodes: tuple[int, ...] = ()
-    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost
-    curves."""
-    batches: tuple[int, ...] = (1,)
+    nodes: tuple[PositiveInt, ...] = ()
+    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
+    batches: NonEmpty[PositiveInt] = (1,)
     """Rows decoded together."""
-    lengths: tuple[int, ...] = (128, 512)
+    lengths: NonEmpty[PositiveInt] = (128, 512)
     """Cached tokens per row."""
-    repeats: int = 15
+    repeats: PositiveInt = 15
     """Timed calls per point; the median counts."""
-    warmup: int = 3
+    warmup: NonNegativeInt = 3
     """Calls per point beforehand, not timed."""
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "batches", "lengths"):
-            values = getattr(self, name)
-            if any(value < 1 for value in values) or (name != "nodes" and not values):
-                raise UserError(
-                    f"bench.costs.{name} must list whole numbers of at least 1; given: {values}."
-                )
-        if self.repeats < 1 or self.warmup < 0:
-            raise UserError(
-                "bench.costs.repeats must be at least 1 and bench.costs.warmup at least 0; "
-                f"given: {self.repeats} and {self.warmup}."
-            )
 
 
 @dataclass(frozen=True)

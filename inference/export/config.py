@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonNegativeInt, config, require_one_of
 
 ENGINES = ("vllm", "sglang", "speculators", "transformers")
 """Export targets. speculators: vLLM's library of drafters, whose folders vLLM serves directly."""
@@ -14,6 +14,7 @@ READABLE = ("speculators", "mtp", "eagle3", "dflash", "eagle", "medusa", "causal
 """Layouts that are imported, in the order in which `inference.export.importing` tries them."""
 
 
+@config("export")
 @dataclass(frozen=True)
 class ExportConfig:
     """What is exported, for which engine, and where to."""
@@ -24,7 +25,7 @@ class ExportConfig:
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
     """The folder to write; empty: <run>/export/<drafter>/<engine>."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
     decode.yaml says, without one as many as the drafter was trained for."""
     dtype: str = ""
@@ -37,18 +38,12 @@ class ExportConfig:
     """Replace the folder if it exists and an export wrote it."""
 
     def __post_init__(self) -> None:
-        if self.dtype and self.dtype not in FLOATS:
-            raise UserError(
-                f"export.dtype '{self.dtype}' is unknown. Allowed: {', '.join(FLOATS)}, or nothing."
-            )
-        if self.engine not in ENGINES:
-            raise UserError(
-                f"export.engine '{self.engine}' is unknown.{suggest(self.engine, ENGINES)}"
-            )
-        if self.tokens < 0:
-            raise UserError(f"export.tokens must not be negative; given {self.tokens}.")
+        if self.dtype:
+            require_one_of("export.dtype", self.dtype, FLOATS)
+        require_one_of("export.engine", self.engine, ENGINES)
 
 
+@config("import")
 @dataclass(frozen=True)
 class ImportConfig:
     """Which folder is imported, and where to."""
@@ -66,8 +61,4 @@ class ImportConfig:
     """Replace the checkpoint if it exists and was imported."""
 
     def __post_init__(self) -> None:
-        allowed = ("auto", *READABLE)
-        if self.layout not in allowed:
-            raise UserError(
-                f"import.layout '{self.layout}' is unknown.{suggest(self.layout, allowed)}"
-            )
+        require_one_of("import.layout", self.layout, ("auto", *READABLE))

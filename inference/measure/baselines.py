@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,51 +23,40 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
+from heads.api.config import PositiveFloat, PositiveInt, config
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
 
-MODES = ("generate", "assisted", "assisted_constant", "prompt_lookup")
-SERVING_MODES = ("plain", "ngram", "draft_model")
+Mode = Literal["generate", "assisted", "assisted_constant", "prompt_lookup"]
+ServingMode = Literal["plain", "ngram", "draft_model"]
 
 
+@config("bench.baselines")
 @dataclass(frozen=True)
 class BaselinesConfig:
     """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
 
-    transformers: tuple[str, ...] = ()
-    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no
-    confidence threshold) and prompt_lookup.
+    transformers: tuple[Mode, ...] = ()
+    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no confidence
+    threshold) and prompt_lookup.
     """
     assistant: str = ""
     """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own
     (kind distilled).
     """
-    lookup_tokens: int = 10
+    lookup_tokens: PositiveInt = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
     """Python of an environment with vLLM; empty: vLLM is not measured."""
-    vllm: tuple[str, ...] = SERVING_MODES
+    vllm: tuple[ServingMode, ...] = ("plain", "ngram", "draft_model")
     """Of plain, ngram and draft_model."""
-    vllm_drafted: int = 4
+    vllm_drafted: PositiveInt = 4
     """Tokens that vLLM drafts per step."""
-    vllm_seconds: float = 1800.0
+    vllm_seconds: PositiveFloat = 1800.0
     """Longest time that one vLLM mode may take."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("transformers", MODES), ("vllm", SERVING_MODES)):
-            for given in getattr(self, name):
-                if given not in allowed:
-                    raise UserError(
-                        f"bench.baselines.{name}: '{given}' is unknown.{suggest(given, allowed)}"
-                    )
-        for name in ("lookup_tokens", "vllm_drafted", "vllm_seconds"):
-            if getattr(self, name) <= 0:
-                raise UserError(
-                    f"bench.baselines.{name} must be positive; given: {getattr(self, name)}."
-                )
 
     @property
     def needs_assistant(self) -> bool:

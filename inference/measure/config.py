@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
+from heads.api.config import PositiveInt, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
@@ -40,6 +41,7 @@ SHARED_SETTINGS = (
 PACKAGES = ("torch", "transformers", "numpy", "headstart")
 
 
+@config("bench")
 @dataclass(frozen=True)
 class BenchConfig:
     """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
@@ -50,11 +52,11 @@ class BenchConfig:
     """
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all."""
-    prompts_per_domain: int = 16
+    prompts_per_domain: PositiveInt = 16
     """Measured prompts of each domain, at most."""
-    warmup_prompts: int = 2
+    warmup_prompts: PositiveInt = 2
     """Prompts decoded beforehand by every arm, not measured."""
-    repeats: int = 1
+    repeats: PositiveInt = 1
     """How often every prompt is measured. More repeats steady the clock; answers do not change."""
     compare_noise: bool = True
     """Above temperature 0, rule match: measure every trained drafter also with its own noise
@@ -73,11 +75,6 @@ class BenchConfig:
     """Other people's decoding loops on the same prompts; nothing unless asked for."""
     lost: LostConfig = field(default_factory=LostConfig)
     """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompts_per_domain", "warmup_prompts", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"bench.{name} must be at least 1; given: {getattr(self, name)}.")
 
 
 def report_settings(decodes: Mapping[str, DecodeConfig], prompts: int) -> ReportSettings:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from inference.measure.prompts import Prompt, load_prompts
 
@@ -25,6 +26,7 @@ COMMIT = 40
 """Hexadecimal digits of a Hub commit."""
 
 
+@config("bench.dataset")
 @dataclass(frozen=True)
 class DatasetConfig:
     """How the rows of a dataset become prompts. Without a template, prompts are files of Headstart's own

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from heads.api.config import NonNegativeFloat, PositiveInt, config
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
@@ -34,42 +35,25 @@ OWN = -1
 """Stands for the arm's own draft where that is not a chain."""
 
 
+@config("bench.profile")
 @dataclass(frozen=True)
 class ProfileConfig:
     """What is varied, one thing at a time; everything empty: no profile."""
 
-    batches: tuple[int, ...] = ()
+    batches: tuple[PositiveInt, ...] = ()
     """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
-    contexts: tuple[int, ...] = ()
-    """Prompt lengths in tokens, made of real prompts put in front of one another; decoded one by
-    one."""
-    temperatures: tuple[float, ...] = ()
+    contexts: tuple[PositiveInt, ...] = ()
+    """Prompt lengths in tokens, made of real prompts put in front of one another; decoded one by one."""
+    temperatures: tuple[NonNegativeFloat, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
-    depths: tuple[int, ...] = ()
+    depths: tuple[PositiveInt, ...] = ()
     """Draft lengths tried at each batch size; empty: 1 up to the drafter's own."""
     arms: tuple[str, ...] = ()
     """Drafters that are profiled; empty: all."""
-    blocks: int = 5
+    blocks: PositiveInt = 5
     """Blocks of requests per point: what intervals resample."""
-    refills: int = 2
+    refills: PositiveInt = 2
     """Prompts per row in a block: rows are refilled this often."""
-
-    def __post_init__(self) -> None:
-        for name in ("batches", "contexts", "depths"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise UserError(
-                    f"bench.profile.{name} must list whole numbers of at least 1; given: "
-                    f"{getattr(self, name)}."
-                )
-        if any(value < 0 for value in self.temperatures):
-            raise UserError(
-                f"bench.profile.temperatures must not be negative; given: {self.temperatures}."
-            )
-        for name in ("blocks", "refills"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"bench.profile.{name} must be at least 1; given: {getattr(self, name)}."
-                )
 
     @property
     def wanted(self) -> bool:

@@ -7,8 +7,14 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge, Le
+
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveInt, config
 from heads.api.errors import UserError
+
+Seconds = Annotated[float, Ge(0.1)]
 
 TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
 """Environment variable that holds the bearer token."""
@@ -16,6 +22,7 @@ SHORTEST_TOKEN = 16
 """Characters that a token must have at least."""
 
 
+@config("serve")
 @dataclass(frozen=True)
 class ServeConfig:
     """How `headstart serve` serves. Rows decoded together: `decode.batch_size`; defaults of sampling and length: `decode`."""
@@ -24,7 +31,7 @@ class ServeConfig:
     """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the run's only or first one."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     """Port to listen on; 0 takes a free one and prints it."""
     name: str = ""
     """Model name that clients see; empty: the target's id, of a folder its last part."""
@@ -32,21 +39,21 @@ class ServeConfig:
     """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and without that no token."""
     open: bool = False
     """Listen on another address than loopback without a token."""
-    context: int = 0
+    context: NonNegativeInt = 0
     """Most positions of a request, prompt and answer; every row has memory for so many. 0: the target's limit, at most 4096."""
-    queue: int = 128
+    queue: NonNegativeInt = 128
     """Requests that may wait for a row; further ones get status 429."""
-    queue_seconds: float = 60.0
+    queue_seconds: Seconds = 60.0
     """Longest wait for a row before a request gets status 429."""
-    request_seconds: float = 600.0
+    request_seconds: Seconds = 600.0
     """Longest time from arrival to the end of an answer; then it is broken off with status 504."""
-    write_seconds: float = 30.0
+    write_seconds: Seconds = 30.0
     """Longest time a streaming client may take to read a piece before it counts as gone."""
-    body_seconds: float = 20.0
+    body_seconds: Seconds = 20.0
     """Longest time a request may take to arrive."""
-    body_kilobytes: int = 1024
+    body_kilobytes: PositiveInt = 1024
     """Largest request; larger ones get status 413."""
-    grace_seconds: float = 30.0
+    grace_seconds: NonNegativeFloat = 30.0
     """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503 meanwhile."""
     domains: tuple[str, ...] = ("chat", "code", "math", "summary", "translation", "qa", "other")
     """Domains that requests may name in the header X-Headstart-Domain, for metrics and records; unknown ones count as other."""
@@ -54,24 +61,16 @@ class ServeConfig:
     """Write a record of every verification, for the next round of training (docs/formats.md, Records)."""
     records: str = ""
     """Folder of the records; empty: <root>/records."""
-    records_megabytes: float = 256.0
+    records_megabytes: Annotated[float, Ge(0.01)] = 256.0
     """Size at which recording stops; what is not written then is counted in the metrics."""
     records_redact: bool = False
     """Keep no token and no text in the records, only positions, depths, probabilities and keyed hashes."""
 
     def __post_init__(self) -> None:
-        least = {
-            "port": 0, "context": 0, "queue": 0, "queue_seconds": 0.1, "request_seconds": 0.1, "write_seconds": 0.1,
-            "body_seconds": 0.1, "body_kilobytes": 1, "grace_seconds": 0, "records_megabytes": 0.01,
-        }  # fmt: skip
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise UserError(f"serve.{name} must be at least {smallest}; given: {getattr(self, name)}.")
-        if self.port > 65535:
-            raise UserError(f"serve.port must be 0 to 65535; given: {self.port}.")
-        if not self.domains or len(self.domains) > 64:
+        if not 1 <= len(self.domains) <= 64:
             raise UserError(
-                f"serve.domains must name 1 to 64 domains, each a label of the metrics; given: {len(self.domains)}."
+                "serve.domains must name 1 to 64 domains, each a label of the metrics; given: "
+                f"{len(self.domains)}."
             )
 
     def domain(self, given: str | None) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heads.api.config import OpenFraction, PositiveInt, config
 from heads.api.errors import UserError
 from inference.folders import require_folder_name
 
 
+@config("watch")
 @dataclass(frozen=True)
 class WatchConfig:
     """Settings of `headstart watch`. Fresh traffic is `records` or `metrics` where given, else answers decoded now."""
@@ -27,11 +29,11 @@ class WatchConfig:
     """System prompt to put before every prompt that is decoded now."""
     name: str = "watch"
     """Folder of this watch below <root>/<name>/."""
-    max_prompts: int = 400
+    max_prompts: PositiveInt = 400
     """Most prompts to decode."""
-    tolerance: float = 0.05
+    tolerance: OpenFraction = 0.05
     """Share of the accepted drafted tokens per pass (tau - 1) that may be lost without an alarm."""
-    alarm_rate: float = 0.01
+    alarm_rate: OpenFraction = 0.01
     """Chance of ever raising an alarm while nothing has changed, all domains and any number of looks together."""
     stop: bool = True
     """Stop decoding at the first alarm. Off: decode all prompts, for the narrowest intervals."""
@@ -41,15 +43,15 @@ class WatchConfig:
     def __post_init__(self) -> None:
         require_folder_name("watch.name", self.name)
         if self.records and self.metrics:
-            raise UserError("watch.records and watch.metrics are both given; watch one of them at a time.")
+            raise UserError(
+                "watch.records and watch.metrics are both given; watch one of them at a time."
+            )
         if self.learn and (self.records or self.metrics):
-            raise UserError("watch.learn decodes prompts itself: leave watch.records and watch.metrics out.")
+            raise UserError(
+                "watch.learn decodes prompts itself: leave watch.records and watch.metrics out."
+            )
         if self.system and (self.records or self.metrics):
             raise UserError(
-                "watch.system is for prompts that are decoded now; those of watch.records and watch.metrics are answered already."
+                "watch.system is for prompts that are decoded now; those of watch.records and watch.metrics "
+                "are answered already."
             )
-        if self.max_prompts < 1:
-            raise UserError(f"watch.max_prompts must be at least 1; given: {self.max_prompts}.")
-        for name in ("tolerance", "alarm_rate"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise UserError(f"watch.{name} must lie between 0 and 1; given: {getattr(self, name)}.")

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import inference.target.attention as attention
+from heads.api.config import config
 from heads.api.errors import UserError, suggest
 from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
 from inference.target.parallel import (
@@ -69,6 +70,7 @@ _LAYERS: dict[str, str] = {
 """Types of layers that cannot be part of a target."""
 
 
+@config("target")
 @dataclass(frozen=True)
 class TargetConfig:
     """Which target to load, and how."""

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Lt
 from numpy.typing import NDArray
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import PositiveInt, config
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
@@ -64,33 +66,23 @@ Evaluate = Callable[[Chosen], float]
 """tau of decoding with the kept parts."""
 
 
+@config("search")
 @dataclass(frozen=True)
 class SearchConfig:
     """How long to search, and for which draft."""
 
-    evaluations: int = 48
+    evaluations: Annotated[int, Ge(4)] = 48
     """Sets that are tried (>= 4)."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Tokens drafted per pass: gamma (>= 1)."""
-    fixed_cost: float = 0.0
+    fixed_cost: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the target's cost per token that every drafted token pays whatever is left out: its LM head (0 to below 1)."""
     most_cost: float = 1.0
     """Sets whose drafted token costs a larger share of the target's than this are not tried."""
-    objective: str = "speedup"
+    objective: Literal["speedup", "tau"] = "speedup"
     """speedup: tau / (1 + gamma c); or tau: the most accepted tokens within `most_cost`."""
     seed: int = 0
     """Of the search's own draws."""
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise UserError(
-                f"the search's objective '{self.objective}' is unknown.{suggest(self.objective, OBJECTIVES)}"
-            )
-        if self.evaluations < 4 or self.depth < 1 or not 0.0 <= self.fixed_cost < 1.0:
-            raise UserError(
-                "a layer search needs 4 evaluations or more, a depth of at least 1 and a fixed cost from 0 to below 1; given "
-                f"{self.evaluations}, {self.depth} and {self.fixed_cost}."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""From the command line to plain values: Hydra composes the YAML files of conf/ with what was given.
+"""From the command line to plain values: Hydra composes the YAML files of conf/ with what was
+given.
 
-Every value given on the command line is forced into the composition, so that a misspelt key reaches the one
-check that names the path and the alternatives (also with `+key=value`, which Hydra would accept).
+Every value given on the command line is forced into the composition, so that a misspelt key reaches
+the one check that names the path and the alternatives (also with `+key=value`, which Hydra would
+accept).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from scripts.config.stages import GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 CONF = Path(conf.__file__).resolve().parent
 REPOSITORY = CONF.parent
 EXTRA_VARIABLE = "HEADSTART_CONF"
-"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own, searched
-after conf/."""
+"""Environment variable: more folders (separated like PATH) with groups and recipes of one's own,
+searched after conf/."""
 BASE = "base"
 """The root of every stage that has none of its own."""
 
@@ -44,7 +46,8 @@ class Composition:
 
 
 def compose_stage(stage: Stage, given: Sequence[Override]) -> Composition:
-    """Compose a stage's configuration; raises `UserError` for what does not exist or cannot be read."""
+    """Compose a stage's configuration; raises `UserError` for what does not exist or cannot be
+    read."""
     register_resolvers()
     accepted = [check_override(stage, item) for item in given]
     searchpath = ",".join(f"file://{folder}" for folder in extra_folders())
@@ -83,25 +86,29 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         try:
             if "=" not in text:
                 raise UserError(
-                    f"'{text}' is not a setting. Settings are key=value, for instance head=eagle3 or "
+                    f"'{text}' is not a setting. Settings are key=value, for instance head=eagle3 "
+                    "or "
                     "optim.lr=1e-4."
                 )
             parsed += OverridesParser.create().parse_overrides([text])
         except HydraException as error:
             raise UserError(
-                f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with special "
+                f"'{text}' cannot be read ({first_line(error)}). Put quotes around values with "
+                "special "
                 "characters: 'key=\"a, b\"'."
             ) from error
     return parsed
 
 
 def check_override(stage: Stage, override: Override) -> str:
-    """The override as Hydra shall apply it; raises `UserError` for a group, option or key that does not exist."""
+    """The override as Hydra shall apply it; raises `UserError` for a group, option or key that does
+    not exist."""
     key = override.key_or_group
     value = override.value()
     if override.is_sweep_override():
         raise UserError(
-            f"'{override.input_line}' lists several values. Add -m to run once per value, or write [a,b] "
+            f"'{override.input_line}' lists several values. Add -m to run once per value, or write "
+            "[a,b] "
             "for a list."
         )
     if override.is_delete() or override.package is not None:
@@ -133,25 +140,37 @@ def check_choice(group: str, value: Any) -> None:
     several = value if isinstance(value, list) and group in RECIPE_GROUPS else [value]
     for name in several:
         if name is not None and str(name) not in options(group):
-            hint = " For a model of your own set target.path=<folder or Hub id>." if group == "target" else ""
+            hint = (
+                " For a model of your own set target.path=<folder or Hub id>."
+                if group == "target"
+                else ""
+            )
             raise UserError(
-                f"{group}={name}: there is no such option.{suggest(str(name), options(group))}{hint}"
+                f"{group}={name}: there is no such "
+                f"option.{suggest(str(name), options(group))}{hint}"
             )
 
 
 def options(group: str) -> list[str]:
     """The options of a group: the names of its YAML files, without importing anything."""
-    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+    return sorted(
+        {path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")}
+    )
 
 
 def conf_folders() -> list[Path]:
-    """Where configuration groups are looked for: this repository's conf/, then the user's own folders."""
+    """Where configuration groups are looked for: this repository's conf/, then the user's own
+    folders."""
     return [CONF, *extra_folders()]
 
 
 def extra_folders() -> list[Path]:
     """The folders named in HEADSTART_CONF; raises `UserError` for one that does not exist."""
-    folders = [Path(item).resolve() for item in os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep) if item]
+    folders = [
+        Path(item).resolve()
+        for item in os.environ.get(EXTRA_VARIABLE, "").split(os.pathsep)
+        if item
+    ]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{EXTRA_VARIABLE} names '{folder}', which is not a folder.")
@@ -160,7 +179,8 @@ def extra_folders() -> list[Path]:
 
 @cache
 def register_resolvers() -> None:
-    """`${repo:path}`: a file of this repository, relative to the working directory when that is possible."""
+    """`${repo:path}`: a file of this repository, relative to the working directory when that is
+    possible."""
     OmegaConf.register_new_resolver("repo", repository_path, replace=True)
 
 

@@ -1,9 +1,9 @@
-"""`headstart <stage> --help`: the groups a stage reads, their options, and every key with its value, its
-meaning and what it allows.
+"""`headstart <stage> --help`: the groups a stage reads, their options, and every key with its
+value, its meaning and what it allows.
 
-The values are those of the composed YAML, so overrides before `--help` show their effect. The meanings are
-the docstrings under the dataclasses' fields, read from the source without importing it; what is allowed
-stands in their types.
+The values are those of the composed YAML, so overrides before `--help` show their effect. The
+meanings are the docstrings under the dataclasses' fields, read from the source without importing
+it; what is allowed stands in their types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import annotated_types
 
 from heads.api import config as bounds
 from scripts.config.compose import REPOSITORY, compose_stage, options, parse
@@ -49,7 +51,8 @@ def stage_help(stage: Stage, overrides: list[str]) -> str:
         "usage: headstart " + stage.name + " [group=option] [key=value] ...",
     ]
     lines += [
-        "       -m with listed values (key=a,b) runs every combination; --show prints the composed configuration",
+        "       -m with listed values (key=a,b) runs every combination; --show prints the composed "
+        "configuration",
         "",
     ]
     lines += ["groups (group=option; the option in use is marked):"]
@@ -100,7 +103,9 @@ def group_fields(group: str, values: Any) -> list[Field]:
     if group == "head":
         kind = str(values.get("kind"))
         own = [Field("kind", "str", kind, f"Drafter kind: heads/{kind}.py.")]
-        spec = find_spec(f"heads.{kind}")  # also finds kinds in folders that were added to heads.__path__
+        spec = find_spec(
+            f"heads.{kind}"
+        )  # also finds kinds in folders that were added to heads.__path__
         return own + (fields_of(Path(spec.origin), "Config") if spec and spec.origin else [])
     entries = {item.name.rstrip("_"): item for item in fields_of(SCHEMA, "Settings")}
     return list(entries[group].below)
@@ -108,9 +113,8 @@ def group_fields(group: str, values: Any) -> list[Field]:
 
 @cache
 def fields_of(file: Path, name: str) -> list[Field]:
-    """Fields and their docstrings of a dataclass that a source file defines or imports, inherited ones
-    first; empty when it does neither.
-    """
+    """Fields and their docstrings of a dataclass that a source file defines or imports, inherited
+    ones first; empty when it does neither."""
     if not file.is_file():
         return []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -138,7 +142,8 @@ def below(file: Path, kind: str) -> list[Field]:
 
 
 def allowed(file: Path, kind: str) -> str:
-    """What a type allows, in words: the options of a `Literal`, the limits of a type of heads.api.config."""
+    """What a type allows, in words: the options of a `Literal`, the limits of a type of
+    heads.api.config."""
     node = type_node(file, kind)
     if node is None:
         return ""
@@ -147,10 +152,17 @@ def allowed(file: Path, kind: str) -> str:
         options = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
         return "one of " + ", ".join(str(option) for option in options if option is not None)
     found = [name for name in names if name in bounds.BOUNDED]
-    if not found:
+    marks = [
+        getattr(annotated_types, ast.unparse(item.func))(ast.literal_eval(item.args[0]))
+        for item in ast.walk(node)
+        if isinstance(item, ast.Call)
+    ]
+    if not found and not marks:
         return ""
-    words = bounds.limits(getattr(bounds, found[0]))
-    return words.removeprefix("be ").replace("not be negative", "0 or more")
+    hint = getattr(bounds, found[0]) if found else Annotated[(float, *marks)]
+    words = bounds.limits(hint)
+    words = words.replace("not be negative", "0 or more")
+    return words.removeprefix("be ").removeprefix("lie ")
 
 
 def type_node(file: Path, kind: str) -> ast.expr | None:
@@ -189,7 +201,8 @@ def class_fields(node: ast.ClassDef) -> Iterator[Field]:
 
 
 def default_text(node: ast.expr) -> str:
-    """A default value as one would write it on the command line; a factory is named by what it makes."""
+    """A default value as one would write it on the command line; a factory is named by what it
+    makes."""
     try:
         return spelt(ast.literal_eval(node))
     except ValueError:

@@ -1,4 +1,5 @@
-"""Configuration of the stages themselves: where a run lies, what is measured, shown, refreshed, asked."""
+"""Configuration of the stages themselves: where a run lies, what is measured, shown, refreshed,
+asked."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class RunConfig:
     answers: str = ""
     """Folder of generated answers to train on; empty: <root>/<name>/generate."""
     seed: int = 0
-    """Seed of everything random. The other groups' seeds follow it unless they are set themselves."""
+    """Seed of everything random. The other groups' seeds follow it unless they are set themselves.
+    """
     threads: int = 0
     """CPU threads for torch; 0 leaves torch's own choice."""
     overwrite: bool = False
@@ -51,22 +53,23 @@ class MeasureConfig:
     name: str = "measure"
     """Folder of this measurement below <root>/<name>/. The main one is called measure."""
     drafters: tuple[str, ...] = ()
-    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained, of a
-    sweep's row the best."""
+    """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained, of
+    a sweep's row the best."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Drafters without training that are measured beside them: recipes of conf/head/, or names of `heads`."""
+    """Drafters without training that are measured beside them: recipes of conf/head/, or names of
+    `heads`."""
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What such a name means where it is not a recipe as it stands: name -> recipe (or kind) and changed
-    keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
+    """What such a name means where it is not a recipe as it stands: name -> recipe (or kind) and
+    changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
     draft: dict[str, Any] = field(default_factory=dict)
     """One draft for all in place of their own: shape, depth, choices, nodes, width; such as
     {shape: dynamic, nodes: 26}."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width. Such as
-    {ngram: {depth: 8}}."""
+    """Other drafts than a drafter was trained for: name -> shape, depth, choices, nodes, width.
+    Such as {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a decoding
-    beside the clock."""
+    """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a
+    decoding beside the clock."""
 
     def __post_init__(self) -> None:
         require_folder_name("measure.name", self.name)
@@ -78,7 +81,8 @@ class ReportConfig:
     """Which measurements are shown, and where the report goes."""
 
     reports: tuple[str, ...] = ()
-    """report.json files or folders that hold one; empty: every measurement of this run, the main one first."""
+    """report.json files or folders that hold one; empty: every measurement of this run, the main
+    one first."""
     out: str = ""
     """Folder for report.md, report.html and the plots; empty: the run's own folder."""
 
@@ -89,8 +93,8 @@ class ChatConfig:
     """Who answers, and how the conversation starts."""
 
     drafter: str = ""
-    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the run's only
-    or first one."""
+    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the
+    run's only or first one."""
     system: str = ""
     """System message put before the conversation; empty for none."""
 
@@ -105,15 +109,17 @@ class RefreshStageConfig:
     prompts: PositiveInt = 256
     """Rows of `data` that the new target answers."""
     old_target: str = ""
-    """Folder or Hub id of the target that the drafter was trained for. Given, what the target has changed by
-    since is added to the drafter before the training: worth it where drafters begin as copies of the target's
-    layers (distilled, eagle3 and others with head.from_target_layer)."""
+    """Folder or Hub id of the target that the drafter was trained for. Given, what the target has
+    changed by since is added to the drafter before the training: worth it where drafters begin as
+    copies of the target's layers (distilled, eagle3 and others with head.from_target_layer)."""
     lora_rank: NonNegativeInt = 0
     """Rank of low-rank updates, which are then all that is trained; 0 trains all weights."""
     until: Literal["restored", "budget"] = "restored"
-    """restored: end once tau is back; budget: read the answers train.epochs times whatever tau says."""
+    """restored: end once tau is back; budget: read the answers train.epochs times whatever tau
+    says."""
     restore: Fraction = 0.95
-    """Share of the old tau that counts as back. The old tau is what the drafter's own training measured last."""
+    """Share of the old tau that counts as back. The old tau is what the drafter's own training
+    measured last."""
     tau: NonNegativeFloat = 0.0
-    """The tau to reach, instead: for a drafter whose training is not at hand, or other prompts than it was
-    measured on."""
+    """The tau to reach, instead: for a drafter whose training is not at hand, or other prompts than
+    it was measured on."""

@@ -1,7 +1,7 @@
 """The settings of a stage: one checked object per configuration group.
 
-`Settings` is the table of groups: its annotations say which class each top-level key becomes. Which stages
-read a group stands in `scripts.config.stages`, its default option in conf/base.yaml.
+`Settings` is the table of groups: its annotations say which class each top-level key becomes. Which
+stages read a group stands in `scripts.config.stages`, its default option in conf/base.yaml.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class HeadSettings:
 
 
 class Settings:
-    """What a stage works with: one attribute per group that it reads; another group's does not exist.
+    """What a stage works with: one attribute per group that it reads; another group's does not
+    exist.
 
     `import_` is the group `import`, which Python keeps for itself.
     """
@@ -122,12 +123,13 @@ class Settings:
             setattr(self, attribute(group), build_group(group, self.resolved.get(group) or {}))
 
     def given(self, key: str) -> bool:
-        """Whether the command line sets `key` itself: a setting (`optim.lr`) or an option group (`decode`).
+        """Whether the command line sets `key` itself: a setting (`optim.lr`) or an option group
+        (`decode`).
 
-        What recipes, option files and conf/base.yaml say are defaults, which is not "given": a recipe
-        describes a whole run, and a stage that chooses better values than its defaults (a drafter's own
-        draft, a refresh's learning rate) still does so under it. The overrides that a loop adds to a stage
-        (loop.measures, loop.sweep, loop.round) count as its command line.
+        What recipes, option files and conf/base.yaml say are defaults, which is not "given": a
+        recipe describes a whole run, and a stage that chooses better values than its defaults (a
+        drafter's own draft, a refresh's learning rate) still does so under it. The overrides that a
+        loop adds to a stage (loop.measures, loop.sweep, loop.round) count as its command line.
         """
         return any(item.key_or_group == key for item in self.overrides)
 
@@ -166,9 +168,9 @@ class Settings:
     ) -> Settings:
         """The settings of another stage under the same command line, as far as it reads the groups.
 
-        recipe: an experiment put before the chosen ones, whose values win. before, more: overrides put
-        before and after the command line's own. The later value of a key wins; an option that they choose
-        takes the place of the command line's.
+        recipe: an experiment put before the chosen ones, whose values win. before, more: overrides
+        put before and after the command line's own. The later value of a key wins; an option that
+        they choose takes the place of the command line's.
         """
         chosen = self.choices.get("experiment") or []
         experiments = [recipe] if recipe else []
@@ -191,7 +193,7 @@ def understands(stage: Stage, override: Override) -> bool:
 
 
 def load_settings(stage: Stage, overrides: Sequence[str]) -> Settings:
-    """Compose the stage's configuration with `overrides` and build its groups; raises `UserError`."""
+    """Compose the stage's configuration with `overrides` and build it; raises `UserError`."""
     return compose_settings(stage, parse(overrides))
 
 
@@ -224,7 +226,8 @@ def build_head(values: Mapping[str, Any]) -> HeadSettings:
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):
         raise UserError(
-            "head.kind is missing. Choose a drafter with head=<name>; `headstart train --help` lists them."
+            "head.kind is missing. Choose a drafter with head=<name>; `headstart train --help` "
+            "lists them."
         )
     try:
         config_class = get_kind(kind).config_class
@@ -284,7 +287,7 @@ def write_settings(settings: Settings, path: Path) -> None:
 
 
 def read_settings(stage: Stage, path: Path) -> Settings:
-    """The settings that `write_settings` wrote; raises `UserError` for a file that is none of it."""
+    """The settings that `write_settings` wrote; raises `UserError` for any other file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
 """The stages of the command line: what each does and which configuration groups it reads.
 
-Plain data, nothing heavy imported. A new stage is one entry here and one module in scripts/stages/ with
-`run(settings)`; a group of its own is one attribute of `scripts.config.schema.Settings`.
+Plain data, nothing heavy imported. A new stage is one entry here and one module in scripts/stages/
+with `run(settings)`; a group of its own is one attribute of `scripts.config.schema.Settings`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Stage:
     code: str = ""
     """The module below scripts/stages/; empty: the stage's name."""
     short: tuple[tuple[str, str], ...] = ()
-    """Short spellings of settings on the command line, (short, long), for groups that are not read."""
+    """Short spellings of settings on the command line, (short, long), for groups that are not read.
+    """
     continued: bool = False
     """A scheduler's signal ends it with status 0 wherever it is: the same command continues it."""
     recorded: bool = False
@@ -27,7 +28,8 @@ class Stage:
 
     @property
     def module(self) -> str:
-        """The module that runs it: `run(settings: Settings) -> int | None`, the exit status, None for 0."""
+        """The module that runs it: `run(settings: Settings) -> int | None`, the exit status, None
+        for 0."""
         return f"scripts.stages.{self.code or self.root}"
 
     @property
@@ -51,7 +53,18 @@ class Stage:
 
 GENERATE = ("run", "target", "data", "sampling", "generate")
 FEATURES = ("run", "target", "head", "features", "engine", "train")
-TRAIN = ("run", "target", "head", "features", "engine", "optim", "schedule", "train", "decode", "joint")
+TRAIN = (
+    "run",
+    "target",
+    "head",
+    "features",
+    "engine",
+    "optim",
+    "schedule",
+    "train",
+    "decode",
+    "joint",
+)
 MEASURE = ("run", "target", "decode", "bench", "measure")
 OWN = ("head", "joint")
 """What a refresh takes from the old drafter."""
@@ -69,7 +82,8 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "features",
-            "write the target's features for a training to disk, or serve them to trainings elsewhere",
+            "write the target's features for a training to disk, or serve them to trainings "
+            "elsewhere",
             FEATURES,
             continued=True,
         ),
@@ -82,11 +96,14 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "plan",
-            "predict a training's memory, disk and hours without training (also: headstart train --plan)",
+            "predict a training's memory, disk and hours without training (also: headstart train "
+            "--plan)",
             (*TRAIN, "plan"),
         ),
         Stage(
-            "measure", "decode held-out prompts with every drafter and without; writes report.json", MEASURE
+            "measure",
+            "decode held-out prompts with every drafter and without; writes report.json",
+            MEASURE,
         ),
         Stage(
             "audit",
@@ -95,30 +112,40 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "watch",
-            "test whether a drafter still suits its target and traffic; ends with status 1 if it has gone stale",
+            "test whether a drafter still suits its target and traffic; ends with status 1 if it "
+            "has gone stale",
             ("run", "target", "decode", "bench", "watch"),
         ),
         Stage(
             "refresh",
             "make a drafter fit a changed target again: the shortest training on its answers",
-            tuple(name for name in dict.fromkeys((*GENERATE, *TRAIN, "bench", "refresh")) if name not in OWN),
+            tuple(
+                name
+                for name in dict.fromkeys((*GENERATE, *TRAIN, "bench", "refresh"))
+                if name not in OWN
+            ),
         ),
         Stage(
             "feedback",
-            "make training data of records: what the drafter got wrong, and where, becomes weights and choices",
+            "make training data of records: what the drafter got wrong, and where, becomes weights "
+            "and choices",
             ("run", "target", "feedback"),
         ),
         Stage(
             "tune",
-            "choose draft length, tree and early stopping for this machine; writes decode.yaml into the checkpoint",
+            "choose draft length, tree and early stopping for this machine; writes decode.yaml "
+            "into the checkpoint",
             ("run", "target", "decode", "tune"),
         ),
         Stage(
             "traffic",
-            "simulate a server under given traffic: what speculation gains, per drafter and draft length",
+            "simulate a server under given traffic: what speculation gains, per drafter and draft "
+            "length",
             ("run", "target", "decode", "traffic"),
         ),
-        Stage("report", "render one or several report.json as markdown and plots", ("run", "report")),
+        Stage(
+            "report", "render one or several report.json as markdown and plots", ("run", "report")
+        ),
         Stage(
             "push",
             "build a Hub folder from a measured drafter and upload it (dry run by default)",
@@ -133,7 +160,8 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "export",
-            "write a trained drafter as a folder that vLLM, SGLang, speculators or transformers loads",
+            "write a trained drafter as a folder that vLLM, SGLang, speculators or transformers "
+            "loads",
             ("run", "target", "export"),
             code="publish.export",
             short=(("head", "run.drafter"), ("engine", "export.engine")),
@@ -157,7 +185,8 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "serve",
-            "serve the target through a drafter: an OpenAI-compatible server with continuous batching",
+            "serve the target through a drafter: an OpenAI-compatible server with continuous "
+            "batching",
             ("run", "target", "decode", "serve"),
         ),
         Stage(

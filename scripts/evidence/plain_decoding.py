@@ -37,7 +37,7 @@ from inference.decoding.execution.compiled import seconds_spent
 from inference.decoding.requests import Request
 from inference.manifest import write_json
 from inference.measure import metrics
-from inference.measure.baselines import BaselinesConfig, Peer, is_llama, make_peers
+from inference.measure.baselines import BaselinesConfig, Mode, Peer, is_llama, make_peers
 from inference.measure.metrics import Outcome, Totals
 from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.target.loading import DTYPES, TargetConfig
@@ -174,7 +174,7 @@ def peers(assistant: Path | None, target: TargetModel, chain: DecodeConfig) -> l
             raise UserError(
                 f"--assistant '{assistant}' is no Llama: give a drafter of kind distilled."
             )
-        modes = ("generate", "assisted", "assisted_constant", "prompt_lookup")
+        modes: tuple[Mode, ...] = ("generate", "assisted", "assisted_constant", "prompt_lookup")
         return make_peers(BaselinesConfig(modes), target, [Arm("assistant", drafter, chain)])
     found = make_peers(unassisted, target, [Arm("none", None, chain)])
     model = AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).eval()

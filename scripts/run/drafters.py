@@ -1,4 +1,5 @@
-"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and recipes that need no training."""
+"""Finding drafters: the ones a run has trained, checkpoint folders from elsewhere, and recipes that
+need no training."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ ALL = "all"
 SWEPT = "@"
 """Between a row's name and its learning rate in the names of drafters that `loop.sweep` trains."""
 DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width")
-"""The part of the decode settings that belongs to a drafter (its draft) and not to the measurement."""
+"""The part of the decode settings that belongs to a drafter (its draft) and not to the measurement.
+"""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A drafter to load: `checkpoint` is its folder, or None for one that needs no training; then `values` configure it."""
+    """A drafter to load: `checkpoint` is its folder, or None for one that needs no training; then
+    `values` configure it."""
 
     name: str
     kind: str
@@ -52,9 +55,11 @@ class Found:
 
 
 def trained(run: RunConfig) -> dict[str, Found]:
-    """Name -> drafter for every finished or unfinished training of a run that has a best checkpoint.
+    """Name -> drafter for every finished or unfinished training of a run that has a best
+    checkpoint.
 
-    A drafter that was trained jointly belongs to the target that came out of its own training, not to the run's: it is left out.
+    A drafter that was trained jointly belongs to the target that came out of its own training, not
+    to the run's: it is left out.
     """
     return {name: item for name, item in checkpoints(run).items() if not jointly_trained(item)}
 
@@ -74,7 +79,8 @@ def jointly_trained(found: Found) -> bool:
 
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
-    """Of drafters named row@rate the one whose training measured the best tau, under the row's name; all others as they are.
+    """Of drafters named row@rate the one whose training measured the best tau, under the row's
+    name; all others as they are.
 
     A training that has not finished does not count.
     """
@@ -95,15 +101,19 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
 
 
 def at(folder: Path) -> Found:
-    """The drafter in a checkpoint folder or in a train stage's folder; raises `UserError` when there is none."""
+    """The drafter in a checkpoint folder or in a train stage's folder; raises `UserError` when
+    there is none."""
     checkpoint = folder / BEST if (folder / BEST / CHECKPOINT_FILE).is_file() else folder
     kind = str(read_config(checkpoint)["kind"])
-    name = checkpoint.resolve().parent.name if checkpoint.name == BEST else checkpoint.resolve().name
+    name = (
+        checkpoint.resolve().parent.name if checkpoint.name == BEST else checkpoint.resolve().name
+    )
     return Found(name, kind, checkpoint)
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe that needs no training."""
+    """A drafter by its name in `heads` (see `untrained`) or in this run, by folder, or by a recipe
+    that needs no training."""
     known, described = checkpoints(run), heads or {}
     if given in described:
         return untrained(given, described[given])
@@ -115,15 +125,17 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
     if given in recipes:
         return untrained(given, {})
     raise UserError(
-        f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that name."
-        f"{suggest(given, known)} Recipes that need no training are given by their names: {', '.join(recipes)}."
+        f"there is no drafter '{given}' in '{run.directory}', and no checkpoint folder of that "
+        "name."
+        f"{suggest(given, known)} Recipes that need no training are given by their names: "
+        f"{', '.join(recipes)}."
     )
 
 
 def untrained(name: str, values: Mapping[str, Any]) -> Found:
-    """A drafter that needs no training, from plain values: `recipe` names the file of conf/head/ that they change
-    (default: `name`), or `kind` starts from the kind's own defaults. Raises `UserError` for one that has to be trained.
-    """
+    """A drafter that needs no training, from plain values: `recipe` names the file of conf/head/
+    that they change (default: `name`), or `kind` starts from the kind's own defaults. Raises
+    `UserError` for one that has to be trained."""
     rest = dict(values)
     recipe = rest.pop("recipe", None)
     if recipe is None and "kind" not in rest:
@@ -131,26 +143,31 @@ def untrained(name: str, values: Mapping[str, Any]) -> Found:
     if recipe is not None:
         if recipe not in options("head"):
             raise UserError(
-                f"measure.heads.{name}: there is no recipe '{recipe}'.{suggest(recipe, options('head'))}"
+                f"measure.heads.{name}: there is no recipe "
+                f"'{recipe}'.{suggest(recipe, options('head'))}"
             )
         rest = recipe_values(recipe) | rest
     kind = get_kind(str(rest.pop("kind")))
     if kind.needs_training(build(kind.config_class, rest, f"measure.heads.{name}")):
         raise UserError(
-            f"'{name}' (kind '{kind.name}') has to be trained before it drafts: `headstart train head={recipe or kind.name}`."
+            f"'{name}' (kind '{kind.name}') has to be trained before it drafts: `headstart train "
+            f"head={recipe or kind.name}`."
         )
     return Found(name, kind.name, None, rest)
 
 
 def recipe_values(recipe: str) -> dict[str, Any]:
     """The plain values of conf/head/<recipe>.yaml, `kind` among them."""
-    file = next(path for folder in conf_folders() if (path := folder / "head" / f"{recipe}.yaml").is_file())
+    file = next(
+        path for folder in conf_folders() if (path := folder / "head" / f"{recipe}.yaml").is_file()
+    )
     values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return values
 
 
 def untrained_recipes() -> list[str]:
-    """The recipes whose drafters work as they are; one that says nothing without more settings is not among them."""
+    """The recipes whose drafters work as they are; one that says nothing without more settings is
+    not among them."""
     found = []
     for recipe in options("head"):
         try:
@@ -161,7 +178,8 @@ def untrained_recipes() -> list[str]:
 
 
 def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = None) -> Any:
-    """The drafter itself, for `target`. values: changes to the configuration of one without a checkpoint."""
+    """The drafter itself, for `target`. values: changes to the configuration of one without a
+    checkpoint."""
     if found.checkpoint is not None:
         return load_drafter(found.checkpoint, target.info, target.weights)
     merged = {**found.values, **(values or {})}
@@ -172,7 +190,8 @@ def load(found: Found, target: TargetModel, values: Mapping[str, Any] | None = N
 def draft_settings(
     found: Found, decode: DecodeConfig, changes: Mapping[str, Any] | None = None
 ) -> DecodeConfig:
-    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top of that."""
+    """`decode` with the draft (`DRAFT_KEYS`) that the drafter was trained for, and `changes` on top
+    of that."""
     values: dict[str, Any] = {key: getattr(decode, key) for key in DRAFT_KEYS}
     if found.stage_folder is not None:
         stored = read_stage_config(found.stage_folder).get("decode", {})
@@ -180,7 +199,8 @@ def draft_settings(
     for key in changes or {}:
         if key not in DRAFT_KEYS:
             raise UserError(
-                f"measure.drafts.{found.name}.{key}: a draft has no such key.{suggest(str(key), DRAFT_KEYS)}"
+                f"measure.drafts.{found.name}.{key}: a draft has no such "
+                f"key.{suggest(str(key), DRAFT_KEYS)}"
             )
     values |= dict(changes or {})
     return build(DecodeConfig, plain(decode) | values, "decode")
@@ -195,16 +215,18 @@ def decode_settings(
 ) -> DecodeConfig:
     """How to decode with a drafter in batches of `batch` rows.
 
-    The draft is the one asked for (`changes`, or decode.<key> on the command line), else the one in the
-    checkpoint's decode.yaml, which is printed, else the one it was trained for. Shape none: decode.yaml
-    advises against drafting.
+    The draft is the one asked for (`changes`, or decode.<key> on the command line), else the one in
+    the checkpoint's decode.yaml, which is printed, else the one it was trained for. Shape none:
+    decode.yaml advises against drafting.
     """
     asked = {**asked_draft(settings), **(changes or {})}
     own = draft_settings(found, settings.decode, asked)
     adaptive = settings.decode.adaptive_settings().active
     if asked or adaptive or found.checkpoint is None:
         return own
-    told = advice(found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature)
+    told = advice(
+        found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature
+    )
     if told is None:
         return own
     print(f"{found.name}: {told.line}", file=sys.stderr, flush=True)
@@ -212,7 +234,8 @@ def decode_settings(
 
 
 def asked_draft(settings: Settings) -> dict[str, Any]:
-    """The part of the draft that was given: as decode.<key>=..., or by an option of `decode` that is no chain."""
+    """The part of the draft that was given: as decode.<key>=..., or by an option of `decode` that
+    is no chain."""
     decode = settings.decode
     named = [key for key in DRAFT_KEYS if settings.given(f"decode.{key}")]
     if settings.given("decode") and decode.shape not in ("none", "chain"):
@@ -221,7 +244,7 @@ def asked_draft(settings: Settings) -> dict[str, Any]:
 
 
 def one_of(run: RunConfig) -> Found:
-    """The drafter named by run.drafter, or the only one; raises `UserError` when that is not clear."""
+    """The drafter named by run.drafter, or the only one; raises `UserError` if it is unclear."""
     return choose(run, several=False)[0]
 
 
@@ -236,7 +259,8 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
         return [known[run.drafter]]
     if not known:
         raise UserError(
-            f"'{run.directory}' holds no trained drafter. Train one first, or choose another run.name."
+            f"'{run.directory}' holds no trained drafter. Train one first, or choose another "
+            "run.name."
         )
     if run.drafter and not everything:
         raise UserError(

@@ -1,8 +1,9 @@
 """One stage's folder: what was run, with which settings, on what; and whether it may be continued.
 
-A stage folder holds `config.yaml` (the resolved settings) and `run.json` (command, git revision and difference, package versions,
-seed, device, inputs and state). The same command continues an interrupted folder and skips a complete one; other settings or other
-inputs are refused, never mixed in silently.
+A stage folder holds `config.yaml` (the resolved settings) and `run.json` (command, git revision and
+difference, package versions, seed, device, inputs and state). The same command continues an
+interrupted folder and skips a complete one; other settings or other inputs are refused, never mixed
+in silently.
 """
 
 from __future__ import annotations
@@ -19,20 +20,15 @@ import yaml
 from heads.api.config import build
 from heads.api.errors import UserError
 from inference.folders import RUN_FILE, delete_own, stage_of
-from inference.manifest import (
-    PARTIAL,
-    file_sha256,
-    remove_leftovers,
-    write_bytes,
-    write_json,
-)
+from inference.manifest import PARTIAL, file_sha256, remove_leftovers, write_bytes, write_json
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, shown, this_session
 
 FORMAT = 1
 CONFIG_FILE = "config.yaml"
 FREE_GROUPS = ("run", "loop")
-"""Settings that may change between the commands that fill one folder: where it is, and how the loop calls."""
+"""Settings that may change between the commands that fill one folder: where it is, and how the loop
+calls."""
 
 
 @dataclass
@@ -78,7 +74,8 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """Command, code, versions and machine of this process, for manifests; the code's difference is in run.json."""
+        """Command, code, versions and machine of this process, for manifests; the code's difference
+        is in run.json."""
         found = asdict(self.record.sessions[-1])
         git = found["git"]
         found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
@@ -96,10 +93,12 @@ def open_folder(
 ) -> StageFolder:
     """Open `path` for the stage in `settings`, which reads the files `inputs`.
 
-    Raises `UserError` when it belongs to another run or another stage, or holds files that no stage of ours wrote.
+    Raises `UserError` when it belongs to another run or another stage, or holds files that no stage
+    of ours wrote.
 
-    Writes run.json and config.yaml (main process only) before the stage starts, so that an interrupted run is on record as well.
-    stage_decides: the stage knows itself which changes matter, so a changed folder is handed to it instead of being refused.
+    Writes run.json and config.yaml (main process only) before the stage starts, so that an
+    interrupted run is on record as well. stage_decides: the stage knows itself which changes
+    matter, so a changed folder is handed to it instead of being refused.
     """
     config = settings.run
     hashes = {shown(file): file_sha256(file) for file in inputs}
@@ -131,9 +130,13 @@ def open_folder(
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a stage got as far as writing something: a start that was refused must not block the corrected one."""
+    """Whether a stage got as far as writing something: a start that was refused must not block the
+    corrected one."""
     return any(
-        file.name not in (RUN_FILE, CONFIG_FILE) and file.suffix != PARTIAL and file.is_file() and file.stat().st_size
+        file.name not in (RUN_FILE, CONFIG_FILE)
+        and file.suffix != PARTIAL
+        and file.is_file()
+        and file.stat().st_size
         for file in path.rglob("*")
     )
 
@@ -143,12 +146,14 @@ def require_free(path: Path, stage: str) -> None:
     found = stage_of(path)
     if found and found != stage:
         raise UserError(
-            f"'{path}' was written by stage '{found}'; '{stage}' does not write into it. Choose another name (run.name, "
+            f"'{path}' was written by stage '{found}'; '{stage}' does not write into it. Choose "
+            "another name (run.name, "
             "run.drafter, or the stage's own)."
         )
     if not found and holds_results(path):
         raise UserError(
-            f"'{path}' holds files, but no record of stage '{stage}', which does not write between other files. Choose another "
+            f"'{path}' holds files, but no record of stage '{stage}', which does not write between "
+            "other files. Choose another "
             "name (run.name, run.drafter, or the stage's own), or move the files away."
         )
 
@@ -161,14 +166,19 @@ def read_record(path: Path) -> RunRecord | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name.") from error
+        raise UserError(
+            f"'{file}' is broken ({error}). Remove '{path}' yourself, or choose another name."
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"'{file}' is not a run record of format {FORMAT}. Choose another run.name.")
+        raise UserError(
+            f"'{file}' is not a run record of format {FORMAT}. Choose another run.name."
+        )
     return build(RunRecord, content, RUN_FILE)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved settings that a stage folder was made with; raises `UserError` when there are none."""
+    """The resolved settings that a stage folder was made with; raises `UserError` when there are
+    none."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"'{path}' is not a stage folder: it has no {CONFIG_FILE}.")
@@ -180,7 +190,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def changes(
     path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
 ) -> list[str]:
-    """What differs between the settings and inputs that a folder was made with and the present ones, in words."""
+    """What differs between the settings and inputs that a folder was made with and the present
+    ones, in words."""
     before, after = comparable(read_config(path), settings.resolved)
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
     found = [
@@ -190,7 +201,9 @@ def changes(
     ]
     known = previous.inputs
     return found + [
-        f"{name} has changed" for name in sorted({*known, *hashes}) if known.get(name) != hashes.get(name)
+        f"{name} has changed"
+        for name in sorted({*known, *hashes})
+        if known.get(name) != hashes.get(name)
     ]
 
 
@@ -199,8 +212,9 @@ def comparable(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that decide what a folder holds, of both sides, by dotted path.
 
-    A key that one side leaves out has its default, so that a folder of an earlier version is refused only
-    for what is different. A group that cannot be read any more is compared as it was written.
+    A key that one side leaves out has its default, so that a folder of an earlier version is
+    refused only for what is different. A group that cannot be read any more is compared as it was
+    written.
     """
     sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for group in {*before, *after} - {*FREE_GROUPS}:
@@ -216,8 +230,10 @@ def refusal(path: Path, changed: Sequence[str]) -> UserError:
     """The error for a folder that was made with other settings."""
     more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
     return UserError(
-        f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose another run.name (or run.drafter), "
-        "start again with run.overwrite=true, or continue all the same with run.accept_changes=true."
+        f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose another "
+        "run.name (or run.drafter), "
+        "start again with run.overwrite=true, or continue all the same with "
+        "run.accept_changes=true."
     )
 
 
@@ -231,7 +247,8 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stage_folder(settings: Settings) -> Path:
-    """<root>/<name>/train/<drafter>: the drafter's name is the chosen head's unless it was given one."""
+    """<root>/<name>/train/<drafter>: the drafter's name is the chosen head's unless it was given
+    one."""
     name = settings.run.drafter or str(settings.choices["head"])
     return settings.run.directory / "train" / name
 

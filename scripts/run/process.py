@@ -1,4 +1,5 @@
-"""This process: its seeds and threads, and the code, versions and machine that a record of it names."""
+"""This process: its seeds and threads, and the code, versions and machine that a record of it
+names."""
 
 from __future__ import annotations
 
@@ -83,10 +84,20 @@ def git_state() -> dict[str, Any]:
     root = REPOSITORY
     try:
         revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True, timeout=20
+            ["git", "rev-parse", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
         )
         changes = subprocess.run(
-            ["git", "diff", "HEAD"], cwd=root, capture_output=True, text=True, check=True, timeout=20
+            ["git", "diff", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
         return {}
@@ -115,7 +126,8 @@ def device(settings: Settings) -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed Python, numpy and torch, set torch's threads, and keep libraries' progress bars out of files."""
+    """Seed Python, numpy and torch, set torch's threads, and keep libraries' progress bars out of
+    files."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)

@@ -1,10 +1,13 @@
-"""A scheduler's signal outside of the loops that save: the process ends with status 0, and the same command continues.
+"""A scheduler's signal outside of the loops that save: the process ends with status 0, and the same
+command continues.
 
-Nothing is lost by it. What a stage writes before its loop and after it appears whole under its name or not at all, and is done
-again; the loops themselves (`train.stopping`, `train.processes.terminable`) have handlers of their own, which save first.
+Nothing is lost by it. What a stage writes before its loop and after it appears whole under its name
+or not at all, and is done again; the loops themselves (`train.stopping`,
+`train.processes.terminable`) have handlers of their own, which save first.
 
-Python calls a handler when the main thread comes back from C, and one that waits for another process, in a collective or for a
-connection, may never come back: the other has left already. A thread that hears of the signal all the same ends such a process.
+Python calls a handler when the main thread comes back from C, and one that waits for another
+process, in a collective or for a connection, may never come back: the other has left already. A
+thread that hears of the signal all the same ends such a process.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def leave_in_order() -> Iterator[None]:
-    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line that says so, unless a handler was put over ours.
+    """Within, SIGTERM and SIGUSR1 raise `SystemExit` with status 0 after a line that says so,
+    unless a handler was put over ours.
 
-    Whoever leaves with status 0, for a signal here or in a loop, is not disturbed by another one on its way out. Outside of the
-    main thread Python delivers no signals; nothing is changed there.
+    Whoever leaves with status 0, for a signal here or in a loop, is not disturbed by another one on
+    its way out. Outside of the main thread Python delivers no signals; nothing is changed there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,7 +62,8 @@ def leave_in_order() -> Iterator[None]:
 
 
 def handler_of(owner: int) -> Handler:
-    """What process `owner` does on a signal. Children forked from it, such as a pool's, die of theirs as they would have."""
+    """What process `owner` does on a signal. Children forked from it, such as a pool's, die of
+    theirs as they would have."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         """Say so once, be deaf to further signals, and leave with status 0."""
@@ -70,17 +75,25 @@ def handler_of(owner: int) -> Handler:
             signal.signal(other, signal.SIG_IGN)
         if os.environ.get("RANK", "0") in ("", "0"):
             name = signal.Signals(number).name
-            line = f"\nheadstart: {name}: nothing is lost; the same command continues where this one stopped.\n"
+            line = (
+                f"\nheadstart: {name}: nothing is lost; the same command continues where this one "
+                "stopped.\n"
+            )
             with suppress(OSError):
-                os.write(2, line.encode())  # past Python's own buffers, in which the signal may have come
+                os.write(
+                    2, line.encode()
+                )  # past Python's own buffers, in which the signal may have come
         raise SystemExit(0)
 
     return leave
 
 
 def watch(hears: int, leave: Handler) -> None:
-    """End the process `GRACE_SECONDS` after a signal that is `leave`'s; returns when nothing is to be heard any more."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})  # what the main thread blocks is to wait for it
+    """End the process `GRACE_SECONDS` after a signal that is `leave`'s; returns when nothing is to
+    be heard any more."""
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT}
+    )  # what the main thread blocks is to wait for it
     with os.fdopen(hears, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             if number[0] in SIGNALS and signal.getsignal(number[0]) in (leave, signal.SIG_IGN):

@@ -1,5 +1,5 @@
-"""`headstart audit`: does the text stay the target's, with every drafter? Writes <run>/<name>/audit.json and
-audit.md.
+"""`headstart audit`: does the text stay the target's, with every drafter? Writes
+<run>/<name>/audit.json and audit.md.
 
 Ends with status 1 when something was found that rounding does not explain.
 """
@@ -32,11 +32,13 @@ from scripts.stages.measure import prompts
 from scripts.stages.report import console
 
 FRESH = " (fresh)"
-"""Behind the kind of a drafter that was initialised for the audit: it proves the loop, not the weights."""
+"""Behind the kind of a drafter that was initialised for the audit: it proves the loop, not the
+weights."""
 
 
 def run(settings: Settings) -> int:
-    """Audit, print the summary; returns the exit status. An unchanged complete audit is only shown again."""
+    """Audit, print the summary; returns the exit status. An unchanged complete audit is only shown
+    again."""
     if not is_main_process():
         return 0
     out = settings.run.directory / settings.audit.name
@@ -45,7 +47,10 @@ def run(settings: Settings) -> int:
         settings, out, [file for item in found for file in weight_files(item)], stage_decides=True
     )
     if folder.complete:
-        print(f"{shown(out)} is complete; nothing has changed (run.overwrite=true audits again)", flush=True)
+        print(
+            f"{shown(out)} is complete; nothing has changed (run.overwrite=true audits again)",
+            flush=True,
+        )
     else:
         prepare_process(settings.run)
         audited(settings, found, out, folder.session["git"], console())
@@ -60,6 +65,7 @@ def audited(
     settings: Settings, found: Sequence[Found], out: Path, git: dict[str, Any], console: Console
 ) -> None:
     """Run the checks and write audit.json and audit.md."""
+
     def load_target(precision: str) -> TargetModel:
         return TargetModel.load(replace(settings.target, dtype=precision))
 
@@ -82,7 +88,7 @@ def audited(
 
 
 class NowAndThen:
-    """Prints what is being done where there is no terminal to show it on, but not every line of it."""
+    """Prints progress where there is no terminal, but not every line of it."""
 
     seconds = 30.0
 
@@ -96,13 +102,18 @@ class NowAndThen:
 
 
 def chosen(config: AuditConfig, run: RunConfig) -> list[Found]:
-    """The drafters that exist: named ones, else the run's trained ones, then the kinds without weights."""
+    """The drafters that exist: named ones, else the run's trained ones, then the kinds without
+    weights."""
     named = [drafters.find(name, run) for name in config.drafters]
-    return [*(named or drafters.trained(run).values()), *(drafters.find(kind, run) for kind in config.kinds)]
+    return [
+        *(named or drafters.trained(run).values()),
+        *(drafters.find(kind, run) for kind in config.kinds),
+    ]
 
 
 def contestant(found: Found, settings: Settings) -> Contestant:
     """A drafter that exists, with the draft it was trained for."""
+
     def load(target: TargetModel) -> Any:
         return drafters.load(found, target)
 
@@ -114,6 +125,8 @@ def fresh(settings: Settings) -> Contestant:
     head = settings.head
 
     def load(target: TargetModel) -> Any:
-        return new_drafter(head.kind, head.config, target.info, target.weights, seed=settings.run.seed)
+        return new_drafter(
+            head.kind, head.config, target.info, target.weights, seed=settings.run.seed
+        )
 
     return Contestant(head.kind + FRESH, head.kind, load, settings.decode)

@@ -1,8 +1,10 @@
-"""`headstart features`: the target's features for a training, written to disk once or served to trainings elsewhere.
+"""`headstart features`: the target's features for a training, written to disk once or served to
+trainings elsewhere.
 
-Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the target. The same command started in
-several processes, by a launcher or by hand, shares the work; repeated, it writes what is missing. Serving (features.serve=true):
-a feature server that runs until it is stopped.
+Writing: <run>/features/<format>/ with everything that `head` (and features.heads) reads of the
+target. The same command started in several processes, by a launcher or by hand, shares the work;
+repeated, it writes what is missing. Serving (features.serve=true): a feature server that runs until
+it is stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def run(settings: Settings) -> None:
     manifest = write_features(job, folder.session if folder.record.sessions else None, say)
     folder.finish()
     say(
-        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, {gib(manifest['bytes'])} in "
+        f"{shown(job.folder)}: {manifest['rows']} rows, {manifest['tokens']:,} tokens, "
+        f"{gib(manifest['bytes'])} in "
         f"{len(manifest['shards'])} shards. Train on it with features=store and the same settings."
     )
 
@@ -59,7 +62,8 @@ def store_job(settings: Settings, answers: Path) -> StoreJob:
 
 
 def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
-    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for conf/head as it is."""
+    """(name, kind, configuration) of `head` and of every name in features.heads, which stand for
+    conf/head as it is."""
     found = [(str(settings.choices["head"]), settings.head.kind, settings.head.config)]
     common = [
         item
@@ -73,9 +77,9 @@ def all_heads(settings: Settings) -> tuple[tuple[str, str, Any], ...]:
 
 
 def serve(settings: Settings) -> None:
-    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0: threads of connections may be
-    inside of torch, and an interpreter that ends around them was seen to abort. There is nothing left to write.
-    """
+    """Serve features until SIGTERM or Ctrl-C. After a signal the process ends here, with status 0:
+    threads of connections may be inside of torch, and an interpreter that ends around them was seen
+    to abort. There is nothing left to write."""
     config = settings.features
     target = TargetModel.load(settings.target)
     token = os.environ.get(config.token_variable, "")

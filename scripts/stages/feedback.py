@@ -1,4 +1,5 @@
-"""`headstart feedback`: records of verifications and the answers that they are of become training data, in <run>/feedback/."""
+"""`headstart feedback`: records of verifications and the answers that they are of become training
+data, in <run>/feedback/."""
 
 from __future__ import annotations
 
@@ -26,23 +27,33 @@ def run(settings: Settings) -> None:
     """Write the folder; one of the same inputs is left alone."""
     config = settings.feedback
     out = settings.run.directory / STAGE
-    answers = [] if config.sequences else [Path(name) for name in config.answers or (str(settings.run.directory / "generate"),)]
+    answers = (
+        []
+        if config.sequences
+        else [Path(name) for name in config.answers or (str(settings.run.directory / "generate"),)]
+    )
     records = [Path(name) for name in config.records] or [folder / RECORDS for folder in answers]
     for one in records:  # to `build` they may be missing; here somebody asked for them
         if not (one / FACTS_FILE).is_file():
             raise UserError(
-                f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with generate.drafter and "
-                "generate.records.enabled=true, serve with serve.log_rejections=true, or give other folders as feedback.records."
+                f"'{one}' holds no records: there is no {FACTS_FILE}. Generate with "
+                "generate.drafter and "
+                "generate.records.enabled=true, serve with serve.log_rejections=true, or give "
+                "other folders as feedback.records."
             )
     if (config.branches or config.variations) and (not answers or len(answers) != len(records)):
         raise UserError(
-            "feedback.branches and feedback.variations go on from answers, of which each folder needs its records; given: "
-            f"{len(answers)} folders of answers and {len(records)} of records. Give the missing ones, or set both to 0."
+            "feedback.branches and feedback.variations go on from answers, of which each folder "
+            "needs its records; given: "
+            f"{len(answers)} folders of answers and {len(records)} of records. Give the missing "
+            "ones, or set both to 0."
         )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
     folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
     if folder.complete:
-        print(f"{shown(out)} is complete; nothing to do (run.overwrite=true starts again)", flush=True)
+        print(
+            f"{shown(out)} is complete; nothing to do (run.overwrite=true starts again)", flush=True
+        )
         return
     if not is_main_process():
         return
@@ -51,7 +62,9 @@ def run(settings: Settings) -> None:
     if config.branches:
         write_branches(pairs, out / BRANCHES, config)
     if config.variations:
-        write_variations(TargetModel.load(settings.target), pairs, out / VARIATIONS, config, settings.run.seed)
+        write_variations(
+            TargetModel.load(settings.target), pairs, out / VARIATIONS, config, settings.run.seed
+        )
     manifest = build(records, answers, out, config, folder.session, info=info)
     folder.finish()
     print(summary(manifest, out), flush=True)
@@ -61,11 +74,15 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
     """What was found, by domain, and how to train on it."""
     found = manifest[STAGE]
     lines = [
-        f"{found['documents']} of {manifest['counts']['input']} documents, {found['verifications']} verifications, "
+        f"{found['documents']} of {manifest['counts']['input']} documents, "
+        f"{found['verifications']} verifications, "
         f"{found['errors']} first errors; acceptance by depth "
         + " ".join("-" if share is None else f"{share:.2f}" for share in found["acceptance"])
     ]
     for name, one in found["domains"].items():
         tau = "-" if one["tau"] is None else f"{one['tau']:.2f}"
-        lines.append(f"  {name}: tau {tau}, {one['share']:.0%} of the tokens, mean weight {one['weight']:.2f}")
+        lines.append(
+            f"  {name}: tau {tau}, {one['share']:.0%} of the tokens, mean weight "
+            f"{one['weight']:.2f}"
+        )
     return "\n".join([*lines, f"Train on it with run.answers={shown(out)}"])

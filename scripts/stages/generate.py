@@ -34,7 +34,7 @@ def run(settings: Settings) -> None:
 
 
 def with_benches(data: DataConfig) -> DataConfig:
-    """`data` with the prompts of `data.benches` held out; raises `UserError` for an unknown bench."""
+    """`data` with the prompts of `data.benches` held out; raises `UserError` for unknown ones."""
     if data.decontaminate == "none":
         return data
     return replace(data, held_out_prompts=(*data.held_out_prompts, *held_out_prompts(data.benches)))

@@ -1,4 +1,5 @@
-"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; writes <run>/<name>/report.json."""
+"""`headstart measure`: every drafter of a run, and plain decoding, on held-out prompts; writes
+<run>/<name>/report.json."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from inference.decoding.arm import Arm
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded, load_bench_prompts
 from inference.measure.prompts import Prompt
-from inference.measure.run import measure
+from inference.measure.run import REPORT_FILE, measure
 from inference.report.markdown import print_table
-from inference.report.model import REPORT_FILE, read_report
+from inference.report.model import read_report
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
@@ -23,7 +24,8 @@ from scripts.stages.report import console
 
 
 def run(settings: Settings) -> None:
-    """Measure, print the table and where the report is; an unchanged complete measurement is only shown again."""
+    """Measure, print the table and where the report is; an unchanged complete measurement is only
+    shown again."""
     if not is_main_process():
         return  # one process measures: others beside it would only disturb the clock
     report = measure_run(settings)
@@ -40,20 +42,30 @@ def measure_run(settings: Settings) -> Path:
     )
     if folder.complete:
         print(
-            f"{shown(out)} is complete; nothing has changed (run.overwrite=true measures again)", flush=True
+            f"{shown(out)} is complete; nothing has changed (run.overwrite=true measures again)",
+            flush=True,
         )
         return out / REPORT_FILE
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
     arms = [arm(item, target, settings) for item in found]
     loaded = load(settings.bench)
-    measure(settings.bench, target, arms, loaded.prompts, out, revision=loaded.revision, recording=settings.measure.records)
+    measure(
+        settings.bench,
+        target,
+        arms,
+        loaded.prompts,
+        out,
+        revision=loaded.revision,
+        recording=settings.measure.records,
+    )
     folder.finish()
     return out / REPORT_FILE
 
 
 def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
-    """The drafters to measure, trained ones first; raises `UserError` when there are none or two share a name."""
+    """The drafters to measure, trained ones first; raises `UserError` when there are none or two
+    share a name."""
     named = [drafters.find(name, run) for name in config.drafters]
     found = [
         *(named or drafters.best_of_sweeps(drafters.trained(run))),
@@ -61,13 +73,15 @@ def chosen(config: MeasureConfig, run: RunConfig) -> list[Found]:
     ]
     if not found:
         raise UserError(
-            f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or set measure.drafters."
+            f"there is nothing to measure: '{run.directory}' has no trained drafter. Train one, or "
+            "set measure.drafters."
         )
     names = [item.name for item in found]
     for name in config.drafts:
         if name not in names:
             raise UserError(
-                f"measure.drafts names '{name}', which is not measured. Measured: {', '.join(names)}."
+                f"measure.drafts names '{name}', which is not measured. Measured: "
+                f"{', '.join(names)}."
             )
     return found
 

@@ -1,4 +1,5 @@
-"""`headstart report`: markdown, plots and a page (report.html) from one or several report.json, side by side."""
+"""`headstart report`: markdown, plots and a page (report.html) from one or several report.json,
+side by side."""
 
 from __future__ import annotations
 
@@ -40,30 +41,36 @@ def run(settings: Settings) -> None:
 
 
 def require_report_folder(out: Path, main: Path) -> None:
-    """Raise `UserError` where rendering `main` into `out` would replace another measurement or another file."""
+    """Raise `UserError` where rendering `main` into `out` would replace another measurement or
+    another file."""
     text = out / "report.md"
     if text.is_file() and not text.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
-            f"'{text}' was not written by `headstart report` and is not replaced. Choose another report.out."
+            f"'{text}' was not written by `headstart report` and is not replaced. Choose another "
+            "report.out."
         )
     if main.resolve() != (out / REPORT_FILE).resolve() and stage_of(out):
         raise UserError(
-            f"report.out: '{out}' was written by stage '{stage_of(out)}', whose {REPORT_FILE} would be "
+            f"report.out: '{out}' was written by stage '{stage_of(out)}', whose {REPORT_FILE} "
+            "would be "
             "replaced by another. Choose another folder."
         )
 
 
 def console() -> Console:
-    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says nothing."""
+    """The terminal, or wide lines where the output goes elsewhere: a table that is cut off says
+    nothing."""
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 def measurements(run: RunConfig) -> list[Path]:
-    """Folders of a run's measurements, the main one (`measure`) first; raises `UserError` when there are none."""
+    """Folders of a run's measurements, the main one (`measure`) first; raises `UserError` when
+    there are none."""
     folders = sorted(path.parent for path in run.directory.glob(f"*/{REPORT_FILE}"))
     if not folders:
         raise UserError(
-            f"'{run.directory}' holds no measurement. Run `headstart measure run.name={run.name}` first, "
+            f"'{run.directory}' holds no measurement. Run `headstart measure run.name={run.name}` "
+            "first, "
             "or set report.reports."
         )
     return sorted(folders, key=lambda folder: folder.name != "measure")

@@ -1,4 +1,5 @@
-"""`headstart serve`: an OpenAI-compatible server for the target, sped up by a drafter (docs/server.md)."""
+"""`headstart serve`: an OpenAI-compatible server for the target, sped up by a drafter
+(docs/server.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def run(settings: Settings) -> int:
         from inference.server.run import bind, serve
         from inference.server.service import Service
     except ImportError as error:
-        raise UserError(f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'.") from error
+        raise UserError(
+            f"`headstart serve` needs {error.name}: pip install 'headstart[serve]'."
+        ) from error
     config = settings.serve
     secret = read_secret(config)
     listening = bind(config)
@@ -27,7 +30,11 @@ def run(settings: Settings) -> int:
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
         engine, drafter = build_engine(settings, config.drafter)
-        records = Path(config.records or settings.run.directory / "records") if config.log_rejections else None
+        records = (
+            Path(config.records or settings.run.directory / "records")
+            if config.log_rejections
+            else None
+        )
         found = chosen(settings, config.drafter) if records else None
         weights = checkpoint_hash(found.checkpoint or "") if found else ""
         service = Service(config, engine, drafter, secret, records, weights)

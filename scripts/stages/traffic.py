@@ -1,7 +1,8 @@
-"""`headstart traffic`: what speculation gains on given traffic, per drafter and draft length, by simulating a server here.
+"""`headstart traffic`: what speculation gains on given traffic, per drafter and draft length, by
+simulating a server here.
 
 headstart traffic run.name=demo traffic.file=requests.jsonl
-headstart traffic traffic.file=metrics.txt traffic.drafters=[<folder>] traffic.rows=16 traffic.depths=[1,2,4]
+headstart traffic traffic.file=metrics.txt traffic.drafters=[<folder>] traffic.depths=[1,2,4]
 
 Writes <run>/traffic/traffic.json (docs/tuning.md says what a line of the traffic holds).
 """
@@ -12,17 +13,15 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.prompts import load_prompts
 from inference.target.hardware import device_facts
-from inference.target.memory import gib
 from inference.target.model import TargetModel
-from inference.traffic.advice import TrafficAdvice, advise, ways_to_serve
+from inference.traffic.advice import advise, ways_to_serve
 from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig
+from inference.traffic.table import advice_lines, traffic_table
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -40,7 +39,10 @@ def run(settings: Settings) -> None:
     config, found = settings.traffic, chosen(settings)
     file = Path(config.file).expanduser()
     folder = open_folder(
-        settings, settings.run.directory / "traffic", [file] if file.is_file() else [], stage_decides=True
+        settings,
+        settings.run.directory / "traffic",
+        [file] if file.is_file() else [],
+        stage_decides=True,
     )
     prepare_process(settings.run)
     screen = console()
@@ -60,7 +62,7 @@ def run(settings: Settings) -> None:
     }
     write_json(folder.path / TRAFFIC_FILE, {**facts, **told})
     folder.finish()
-    screen.print(table(told))
+    screen.print(traffic_table(told))
     for line in advice_lines(told):
         screen.print(line)
     print(shown(folder.path / TRAFFIC_FILE), flush=True)
@@ -73,7 +75,8 @@ def chosen(settings: Settings) -> list[Found]:
     found = found or drafters.best_of_sweeps(drafters.trained(settings.run))
     if not found:
         raise UserError(
-            f"'{settings.run.directory}' has no trained drafter. Train one, or give checkpoint folders in traffic.drafters."
+            f"'{settings.run.directory}' has no trained drafter. Train one, or give checkpoint "
+            "folders in traffic.drafters."
         )
     names = [item.name for item in found]
     if len(set(names)) < len(names):
@@ -82,46 +85,14 @@ def chosen(settings: Settings) -> list[Found]:
 
 
 def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: int) -> int:
-    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the target's."""
+    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the
+    target's."""
     longest = max(item.prompt + item.answer for item in arrivals)
     context = config.context or longest
     if longest > context or context > limit:
         raise UserError(
-            f"a request of the traffic takes {longest} positions (prompt and answer); traffic.context is {context} and the target "
+            f"a request of the traffic takes {longest} positions (prompt and answer); "
+            f"traffic.context is {context} and the target "
             f"has {limit}. Leave such requests out, or say shorter answers."
         )
     return context
-
-
-def table(told: TrafficAdvice) -> Table:
-    """One line per drafter and length."""
-    level = told["concurrency"]
-    found = Table(title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together")
-    found.add_column("drafter")
-    found.add_column("draft")
-    for column in (
-        "tau", "tokens/s", "latency p50", "p95", "first token p50", "p95",
-        f"speedup at {level['p50']} (p50)", f"at {level['p95']} (p95)", "more memory",
-    ):  # fmt: skip
-        found.add_column(column, justify="right")
-    for way in told["ways"]:
-        found.add_row(
-            way["drafter"], way["draft"], f"{way['tau']:.2f}", f"{way['tokens_per_second']:.0f}",
-            *(f"{way[what][name]:.2f} s" for what in ("latency", "first_token") for name in ("p50", "p95")),
-            *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
-            gib(way["extra_bytes"]),
-        )  # fmt: skip
-    return found
-
-
-def advice_lines(told: TrafficAdvice) -> list[str]:
-    """What to do, in a sentence for each concurrency."""
-    lines = []
-    for name, best in told["best"].items():
-        where = f"at {told['concurrency'][name]} requests ({name})"
-        if best["draft"] == "none":
-            lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
-            continue
-        way = next(way for way in told["ways"] if (way["drafter"], way["draft"]) == (best["drafter"], best["draft"]))
-        lines.append(f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as fast as plain decoding")
-    return lines

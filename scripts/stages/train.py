@@ -45,7 +45,7 @@ def run(settings: Settings) -> None:
 
 
 def summary(manifest: Mapping[str, Any], out: Path) -> str:
-    """One line: how long, how good, where; and for a joint training how far the target has moved."""
+    """One line: steps, best tau, place; and for a joint training the target's drift."""
     best = manifest["best"]
     tau = "tau was not measured"
     if best["tau"] is not None:
@@ -57,8 +57,10 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
         return line
     drift, target = manifest["joint"]["drift"], shown(out / manifest["joint"]["target"])
     return (
-        f"{line}\nThe drafter belongs to a NEW target: {target}. It has moved from the original by KL "
-        f"{drift['kl']:.4f} per token; {drift['agreement']:.1%} of tokens and {drift['identical']:.1%} of "
+        f"{line}\nThe drafter belongs to a NEW target: {target}. It has moved from the original by "
+        "KL "
+        f"{drift['kl']:.4f} per token; {drift['agreement']:.1%} of tokens and "
+        f"{drift['identical']:.1%} of "
         "greedy answers are as before. Measure with target.path set to it."
     )
 

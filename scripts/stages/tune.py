@@ -1,18 +1,17 @@
-"""`headstart tune`: chooses how to draft with a trained drafter on this machine, and writes decode.yaml into its checkpoint.
+"""`headstart tune`: chooses how to draft with a trained drafter on this machine, and writes
+decode.yaml into its checkpoint.
 
 headstart tune run.name=demo tune.drafter=eagle3
 headstart tune tune.drafter=<folder> tune.batches=[1,4,16] tune.temperatures=[0,1]
 
-<run>/tune/<drafter>/tune.json has what the choice rests on: acceptance, cost curves, every draft's predicted speed.
+<run>/tune/<drafter>/tune.json has what the choice rests on: acceptance, cost curves, every draft's
+predicted speed.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from typing import Any
-
-from rich.table import Table
 
 from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from heads.api.errors import UserError
@@ -21,7 +20,8 @@ from inference.manifest import write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from inference.tune.tuner import Tuner, TuneRow
+from inference.tune.table import tune_table
+from inference.tune.tuner import Tuner
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
@@ -40,16 +40,21 @@ def run(settings: Settings) -> None:
     assert found.checkpoint is not None, "`chosen` refuses others"
     require_tuned(found.checkpoint)
     files = [found.checkpoint / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    folder = open_folder(settings, settings.run.directory / "tune" / found.name, files, stage_decides=True)
+    folder = open_folder(
+        settings, settings.run.directory / "tune" / found.name, files, stage_decides=True
+    )
     prepare_process(settings.run)
     screen = console()
     tuner, facts = prepare(settings, found, screen.print)
     rows = tuner.tune()
     command = "headstart tune " + shlex.join(settings.arguments)
-    write_json(folder.path / TUNE_FILE, {"format": 1, "command": command, **facts, "rows": rows, **tuner.facts()})
+    write_json(
+        folder.path / TUNE_FILE,
+        {"format": 1, "command": command, **facts, "rows": rows, **tuner.facts()},
+    )
     written = write_tuned(found.checkpoint, facts["target"], facts["device"], rows, command)
     folder.finish()
-    screen.print(table(found.name, rows))
+    screen.print(tune_table(found.name, rows))
     for row in rows:
         if row["label"] == "none":
             where = f"batch size {row['batch_size']}, temperature {row['temperature']:g}"
@@ -58,46 +63,36 @@ def run(settings: Settings) -> None:
 
 
 def chosen(settings: Settings) -> Found:
-    """The drafter to tune; raises `UserError` for one without a checkpoint, which has no place for the result."""
+    """The drafter to tune; raises `UserError` for one without a checkpoint, which has no place for
+    the result."""
     given = settings.tune.drafter
     found = drafters.find(given, settings.run) if given else drafters.one_of(settings.run)
     if found.checkpoint is None or not (found.checkpoint / WEIGHTS_FILE).is_file():
         raise UserError(
-            f"'{found.name}' has no checkpoint that decode.yaml could lie in. Give a trained drafter (tune.drafter), or compare "
+            f"'{found.name}' has no checkpoint that decode.yaml could lie in. Give a trained "
+            "drafter (tune.drafter), or compare "
             "draft lengths with `headstart measure bench.profile.batches=[1,4,16]`."
         )
     return found
 
 
-def prepare(settings: Settings, found: Found, say: Any = lambda _: None) -> tuple[Tuner, dict[str, Any]]:
+def prepare(
+    settings: Settings, found: Found, say: Any = lambda _: None
+) -> tuple[Tuner, dict[str, Any]]:
     """The tuner with everything loaded; and what it works with, for reports."""
     config = settings.tune
     target = TargetModel.load(settings.target)
     prompts = load_bench_prompts(config.prompts, config.dataset, config.domains).prompts
-    tuner = Tuner.prepare(config, target, drafters.load(found, target), prompts, settings.decode, say)
+    tuner = Tuner.prepare(
+        config, target, drafters.load(found, target), prompts, settings.decode, say
+    )
     facts = {
         "target": {"id": target.info.id, "revision": target.info.revision},
         "device": device_facts(target.device),
-        "drafter": {"name": found.name, "kind": found.kind, "path": shown(found.checkpoint) if found.checkpoint else ""},
+        "drafter": {
+            "name": found.name,
+            "kind": found.kind,
+            "path": shown(found.checkpoint) if found.checkpoint else "",
+        },
     }
     return tuner, facts
-
-
-def table(name: str, rows: Sequence[TuneRow]) -> Table:
-    """What was chosen, for the terminal."""
-    found = Table(title=name)
-    for column in ("batch size", "temperature", "draft", "predicted tokens/s", "measured", "without", "speedup"):
-        found.add_column(column, justify="left" if column == "draft" else "right")
-    for row in rows:
-        low, high = row["speedup_ci95"]
-        found.add_row(
-            str(row["batch_size"]),
-            f"{row['temperature']:g}",
-            str(row["label"]),
-            f"{row['predicted_tokens_per_second']:.0f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['baseline_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
-        )
-    return found
-

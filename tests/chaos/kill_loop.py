@@ -83,7 +83,7 @@ def play(overrides: list[str], folder: str) -> None:
 def started(overrides: Sequence[str], folder: Path) -> Any:
     """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "train.run", "train.generate"])
+    context.set_forkserver_preload([__name__, "train.run", "train.generate.run"])
     folder.mkdir(parents=True, exist_ok=True)
     process = context.Process(target=play, args=(list(overrides), str(folder)))
     process.start()

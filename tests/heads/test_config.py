@@ -110,7 +110,7 @@ def test_defaults_and_null() -> None:
         ({"count": 1, "on": "yes"}, r"outer\.on: expected true or false, given 'yes'"),
         (
             {"count": 1, "mode": "fsat"},
-            r"outer\.mode: given 'fsat' \(text\)\. Did you mean 'fast'\? Allowed: fast, slow",
+            r"outer\.mode 'fsat' is unknown\. Did you mean 'fast'\? Allowed: fast, slow",
         ),
         ({"count": 1, "limit": "all"}, r"outer\.limit: expected a whole number, given 'all'"),
         ({"count": 1, "size": "big"}, r"outer\.size: expected a whole number or a number, given 'big'"),
@@ -131,7 +131,7 @@ def test_defaults_and_null() -> None:
         ({"count": 1, "share": 0}, r"outer\.share must be above 0 and at most 1; given: 0"),
         ({"count": 1, "share": 1.5}, r"outer\.share must be above 0 and at most 1; given: 1\.5"),
         ({"count": 1, "chance": 1}, r"outer\.chance must lie between 0 and 1; given: 1"),
-        ({"count": 1, "unit": 2}, r"outer\.unit must be 0 to 1; given: 2"),
+        ({"count": 1, "unit": 2}, r"outer\.unit must lie in \[0, 1\]; given: 2"),
         ({"count": 1, "rows": []}, r"outer\.rows is empty\. Give at least one value"),
         ({"count": 1, "rows": [1, 0]}, r"outer\.rows\[1\] must be at least 1; given: 0"),
     ],
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_with_its_path(values: dict[str, Any], mess
     ("values", "message"),
     [
         ({"count": "x"}, r"head\.count: expected a whole number, given 'x'"),
-        ({"count": 1, "mode": "fsat"}, r"head\.mode: given 'fsat' \(text\)\. Did you mean 'fast'"),
+        ({"count": 1, "mode": "fsat"}, r"head\.mode 'fsat' is unknown\. Did you mean 'fast'"),
         ({"count": 1, "inner": {"rat": 1}}, r"head\.inner\.rat: there is no such key"),
         ({"count": 1, "more": 1}, r"head\.more: there is no such key"),
         ({"count": -1}, r"head: count must be 0 or more"),
@@ -162,7 +162,7 @@ def test_a_plain_dataclass_is_checked_when_it_is_built(values: dict[str, Any], m
 def test_construction_and_replacement_in_python_are_checked_alike() -> None:
     with pytest.raises(UserError, match=r"outer\.steps must be at least 1; given: 0"):
         Outer(1, steps=0)
-    with pytest.raises(UserError, match=r"outer\.mode: given 'fsat'"):
+    with pytest.raises(UserError, match=r"outer\.mode 'fsat' is unknown"):
         replace(Outer(1), mode="fsat")
     with pytest.raises(UserError, match=r"outer\.inner\.rate: expected a number"):
         Inner("x")

@@ -345,7 +345,7 @@ def test_the_oldest_answers_go_first() -> None:
     [
         ({"min_n": 3, "max_n": 2}, "min_n=3, max_n=2"),
         ({"occurrences": 0}, r"head\.occurrences must be at least 1; given: 0"),
-        ({"min_probability": 1.5}, r"head\.min_probability must be between 0 and 1; given: 1\.5"),
+        ({"min_probability": 1.5}, r"head\.min_probability must lie in \[0, 1\]; given: 1\.5"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:

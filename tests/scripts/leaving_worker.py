@@ -1,6 +1,6 @@
 """Runs `headstart` as a program of its own and sends it a scheduler's signal at a named place.
 
-    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.run:load_target", "SIGTERM"], ...]'
+    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.setup:load_target", "SIGTERM"], ...]'
     python -m tests.scripts.leaving_worker ranks FOLDER '["train", ...]' train.setup:Run.compare_paths
 
 signals: every entry is one run in a forked process (torch is imported once), which gets the signal when it comes to the place, and

@@ -15,7 +15,8 @@ from inference.decoding.requests import PassRecord
 from inference.target.model import TargetModel
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.stages.chat import Answer, Chat, TextStream, converse, run, summary
+from scripts.run.conversation import Answer, Chat, TextStream, converse, summary
+from scripts.stages.chat import run
 from tests.inference.tokenizers import save_micro_target
 
 

@@ -19,12 +19,12 @@ from tests.train.micro_run import prepare
 LINE = "nothing is lost; the same command continues where this one stopped."
 TRAIN = [
     "scripts.run.runner:load_settings",
-    "train.run:load_target",
+    "train.setup:load_target",
     "train.data.pack:write_packed",
-    "train.run:make_engine",
+    "train.setup:make_engine",
     "train.setup:Run.compare_paths",
-    "train.run:summarise",
-    "train.run:write_manifest",
+    "train.setup:summarise",
+    "train.setup:write_manifest",
 ]
 """Places before, and the last two after, the loop."""
 GENERATE = [

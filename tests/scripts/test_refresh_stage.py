@@ -105,14 +105,14 @@ def test_a_stopped_refresh_goes_on_to_the_same_weights(
     place: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(command(place, "run.root=whole")) == 0
-    measured = stage.measured
+    measured = stage.measure_tau
 
     def stop(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "measured", stop)
+    monkeypatch.setattr(stage, "measure_tau", stop)
     assert main(command(place, "run.root=parts")) == 130
-    monkeypatch.setattr(stage, "measured", measured)
+    monkeypatch.setattr(stage, "measure_tau", measured)
     assert main(command(place, "run.root=parts")) == 0
     weights = [Path(root, "refresh/train/distilled/best/model.safetensors").read_bytes() for root in ("whole", "parts")]
     assert weights[0] == weights[1]
@@ -132,7 +132,7 @@ def test_training_ends_where_tau_is_restored(place: Path, in_folder: Path) -> No
         (["refresh.drafter="], "refresh.drafter is missing"),
         (["refresh.drafter=ngram"], "has no weights, so there is nothing to refresh"),
         (["refresh.until=restored"], "is not at hand, so the tau that it had is not known"),
-        (["refresh.until=later"], "refresh.until 'later' is not known"),
+        (["refresh.until=later"], "refresh.until 'later' is unknown"),
         (["refresh.restore=2"], "refresh.restore must be above 0 and at most 1"),
         (["head=eagle3"], "a refresh keeps the kind and settings"),
     ],

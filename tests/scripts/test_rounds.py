@@ -109,7 +109,7 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
         ("decode.shape=none", "nothing is drafted"),
         ("loop.recipes=[a,b]", r"loop.rounds=3 trains one drafter in rounds, but this loop trains \['a', 'b'\]"),
         ("loop.rounds=-1", "loop.rounds must not be negative; given: -1"),
-        ("loop.round.prompts=some", "loop.round.prompts: given 'some'"),
+        ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
         ("loop.round.trial_steps=-1", "loop.round.trial_steps must not be negative"),
         ("loop.budget.tokens=-5", "loop.budget.tokens must not be negative; given: -5"),
     ],

@@ -11,10 +11,13 @@ import pytest
 import yaml
 
 from heads.api.errors import UserError
+from scripts.config.compose import REPOSITORY
 from scripts.config.own import RunConfig
-from scripts.config.schema import Settings
+from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
-from scripts.run.folder import open_folder, read_config
+from scripts.run.folder import changes, open_folder, read_config, read_record
+from scripts.stages.loop.plan import RoundPlan
+from scripts.stages.loop.record import LoopRecord
 
 
 def settings(run: RunConfig, **groups: Any) -> Settings:
@@ -48,9 +51,9 @@ def test_a_record_names_the_threads_and_the_device_that_the_stage_computes_with(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some GPU")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     given = settings(RunConfig(threads=7), target={"device": "cpu"})
-    found = open_folder(given, Path("out")).record["sessions"][0]["device"]
+    found = open_folder(given, Path("out")).record.sessions[0].device
     assert (found["kind"], found["threads"]) == ("cpu", 7)
-    found = open_folder(settings(RunConfig(), target={"device": "auto"}), Path("other")).record["sessions"][0]["device"]
+    found = open_folder(settings(RunConfig(), target={"device": "auto"}), Path("other")).record.sessions[0].device
     assert found == {"kind": "cuda", "name": "some GPU", "count": 1}
 
 
@@ -158,3 +161,36 @@ def test_settings_survive_the_round_trip_through_yaml(in_folder: Path) -> None:
 def test_a_run_name_is_a_plain_folder_name(name: str) -> None:
     with pytest.raises(UserError, match=r"run\.name: .* must be a plain folder name"):
         RunConfig(name=name)
+
+
+# ---- folders of earlier versions ---------------------------------------------------------------
+
+EARLIER = Path(__file__).with_name("earlier")
+"""Files of a round's training and of its loop, written before settings were handed on as objects."""
+LOOP = ["debug=fast", "experiment=embedded_loop", "head=eagle3", "run.name=r", "train.max_steps=4"]
+
+
+def test_a_folder_of_an_earlier_version_is_continued_and_not_refused(in_folder: Path) -> None:
+    folder = Path("outputs/r/round-1/train/eagle3")
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        text = (EARLIER / name).read_text().replace("@REPOSITORY@", str(REPOSITORY))
+        (folder / name).write_text(text)
+    (folder / "best").write_text("something")
+    record = read_record(folder)
+    assert record is not None and record.complete and record.sessions[0].packages["torch"]
+    plan = RoundPlan(load_settings(STAGES["loop"], LOOP))
+    start = LoopRecord.read(EARLIER).rounds[1].start
+    step = plan.training_step(1, Path("outputs/r/round-1/feedback"), start, on_policy=False)
+    assert changes(folder, record, step.settings, record.inputs) == []
+    other = plan.training_step(1, Path("outputs/r/round-1/feedback"), "elsewhere", on_policy=False)
+    assert changes(folder, record, other.settings, record.inputs) == [
+        f"train.refresh.init_from was '{start}', is 'elsewhere'"
+    ]
+
+
+def test_a_loop_file_of_an_earlier_version_is_read_and_written_alike(in_folder: Path) -> None:
+    record = LoopRecord.read(EARLIER)
+    assert len(record.rounds) == 3 and record.rounds[1].answers == 1080
+    record.write(Path())
+    assert json.loads(Path("loop.json").read_text()) == json.loads((EARLIER / "loop.json").read_text())

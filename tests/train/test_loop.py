@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import train.run as loop
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
@@ -25,7 +24,9 @@ from inference.measure.run import quick_tau
 from inference.parity import ParityError
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings
-from train.config import TrainConfig
+from train import setup
+from train.config import TrainConfig, TrainingJob
+from train.distributed import join_world
 from train.loop import Evaluation
 from train.run import train
 from train.stopping import Stopped
@@ -43,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str
         tau = next(left)
         return Evaluation(tau, (tau - 0.1, tau + 0.1))
 
-    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    monkeypatch.setattr(setup.Run, "evaluate", evaluate)
     return seen
 
 
@@ -81,14 +82,14 @@ def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path:
     # What lies in best/ is what was measured.
     target = TargetModel.load(arguments["target"])
     drafter = load_drafter(tmp_path / "best", target.info, target.weights)
-    run = loop.Run(loop.Job(**arguments, out=tmp_path), loop.join_world("cpu"))
+    run = setup.Run(TrainingJob(**arguments, out=tmp_path), join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
 
 
 def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0))
-    monkeypatch.setattr(loop, "Run", None)
+    monkeypatch.setattr("train.run.Run", None)
     assert train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0)) == first
 
 
@@ -174,7 +175,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
     """spoilt: the second measurement comes on the way, the third at the end. A long one must not outlast a scheduler's patience."""
     arguments = settings(micro, max_steps=8, save_every=100, eval_every=3)
     train(out=tmp_path / "whole", **arguments)
-    plain, calls = loop.quick_tau, iter(range(1, 100))
+    plain, calls = setup.quick_tau, iter(range(1, 100))
 
     def struck(*given: Any) -> Any:
         if next(calls) == spoilt:
@@ -182,7 +183,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
             raise AssertionError("the measurement went on")
         return plain(*given)
 
-    monkeypatch.setattr(loop, "quick_tau", struck)
+    monkeypatch.setattr(setup, "quick_tau", struck)
     with pytest.raises(Stopped) as caught:
         train(out=tmp_path / "run", **arguments)
     assert (caught.value.code, caught.value.step) == (0, {2: 6, 3: 8}[spoilt])
@@ -262,7 +263,7 @@ def test_decoding_without_a_draft_is_refused(micro: Path, tmp_path: Path) -> Non
         ({}, "train.prompts is empty"),
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
         ({"eval_every": 0, "keep": 0}, "train.keep must be at least 1; given: 0"),
-        ({"eval_every": -1}, "train.eval_every must be at least 0"),
+        ({"eval_every": -1}, "train.eval_every must not be negative"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:

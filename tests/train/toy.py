@@ -38,11 +38,12 @@ class Toy(TrainableDrafter):
         self.direct = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN) * 0.2)
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.out = nn.Linear(HIDDEN, VOCAB)
+        self.shift = nn.Parameter(torch.zeros(1))  # an odd number of weights in all
         self.frozen = nn.Parameter(torch.full((HIDDEN,), 0.5), requires_grad=False)
         self.register_buffer("ids", torch.arange(5))
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        states = self.embedding(batch.tokens)
+        states = self.embedding(batch.tokens) + self.shift
         for _ in range(2):
             states = states + torch.tanh(self.linear(states)) * self.scale
         states = states @ self.direct[0] + (states @ self.direct[1]) * self.frozen

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import Fraction, PositiveFloat, PositiveInt, config
+from heads.api.errors import UserError
 from inference.measure.datasets import DatasetConfig
-from inference.target.chat import TURNS as SUPERVISED
-
-KINDS = ("auto", "messages", "prompt", "tokens")
-TURNS = ("first", "last", "all")
-REASONING = ("keep", "drop", "last")
-TRUNCATE = ("skip", "left", "right", "middle")
-DEDUPLICATE = ("none", "exact", "near")
-DECONTAMINATE = ("none", "exact", "overlap")
 
 
+@config("data")
 @dataclass(frozen=True)
 class SourceConfig:
     """One dataset, and how its columns are read."""
@@ -31,7 +25,7 @@ class SourceConfig:
     """Split of a Hub or saved dataset; local files are one split."""
     revision: str | None = None
     """Git revision of a Hub dataset; None takes the newest, so name one where runs must be repeatable."""
-    kind: str = "auto"
+    kind: Literal["auto", "messages", "prompt", "tokens"] = "auto"
     """What the column holds: messages (OpenAI {role, content} or ShareGPT {from, value}), prompt (text),
     tokens (ids), or auto."""
     column: str | None = None
@@ -47,9 +41,9 @@ class SourceConfig:
     """Column with the row's domain (code, chat, ...); None uses `domain` for all rows."""
     domain: str = "general"
     """Domain of all rows when there is no `domain_column`, and of rows whose value there is empty."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Share of this source among those of a mixture, relative to the other weights."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Most rows to use, counted after shuffling; None uses all."""
     share: tuple[int, int] = (0, 1)
     """Part and number of parts: [1, 3] uses every third row (after shuffle and limit), beginning with the second. The parts of one
@@ -60,26 +54,18 @@ class SourceConfig:
     """Seed of the shuffle, and of the interleaving of a mixture."""
     streaming: bool = False
     """Read rows one after the other, without downloading or indexing the dataset first."""
-    buffer: int = 10_000
+    buffer: PositiveInt = 10_000
     """Streaming: rows that are shuffled among each other; at most two buffers are held in memory."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"data.kind '{self.kind}' is not known.{suggest(self.kind, KINDS)}")
-        for name in ("limit", "buffer"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"data.{name} must be at least 1, or null for no limit; given: {value}.")
         if not 0 <= self.share[0] < self.share[1]:
             raise UserError(
-                f"data.share is [part, number of parts] with parts counted from 0, such as [0, 3]; given: {list(self.share)}."
-            )
-        if not self.weight > 0:
-            raise UserError(
-                f"data.weight must be above 0; given: {self.weight}. Leave a source out of the mixture instead."
+                "data.share is [part, number of parts] with parts counted from 0, such as [0, 3]; given: "
+                f"{list(self.share)}."
             )
 
 
+@config("data.held_out_prompts")
 @dataclass(frozen=True)
 class HeldOut:
     """Prompts that no training row may repeat: prompt files, or a dataset with the template that makes prompts of its rows."""
@@ -92,36 +78,37 @@ class HeldOut:
     """Of a folder: which domains; empty: all."""
 
 
+@config("data")
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
     """Where rows come from (one dataset or a mixture), which of them are left out, and what of them is answered."""
 
     mixture: tuple[SourceConfig, ...] = ()
     """Several datasets instead of one, interleaved by weight: [{path: a.jsonl, weight: 2}, {path: b.parquet, limit: 1000}]."""
-    turn: str = "last"
+    turn: Literal["first", "last", "all"] = "last"
     """Which turns the target answers: the first or the last user (or tool) message of a conversation, with what came before as
     context, or all of them one after the other, each with the target's own earlier answers as context."""
-    supervise: str = "all"
+    supervise: Literal["all", "first", "last"] = "all"
     """With generate.answers=dataset: which assistant turns are supervised, all, the first or the last."""
-    reasoning: str = "keep"
+    reasoning: Literal["keep", "drop", "last"] = "keep"
     """<think>...</think> in the dataset's assistant turns: keep, drop, or keep it in the last turn only, as templates of reasoning
     models do. What the target itself writes is never changed."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More values for the chat template, such as {enable_thinking: false}."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; None allows what the target's positions allow."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """With generate.answers=dataset: longest document; None leaves cutting to the training's sequence length."""
-    truncate: str = "skip"
+    truncate: Literal["skip", "left", "right", "middle"] = "skip"
     """What happens to what is longer: skip the row, or cut it on the left (the oldest turns first), on the right or in the middle.
     Both are counted."""
-    deduplicate: str = "exact"
+    deduplicate: Literal["none", "exact", "near"] = "exact"
     """Rows that repeat an earlier one are skipped: exact (same text but for case, signs and spaces), near (also those that share
     most of their text), or none (only repeated ids)."""
-    near_share: float = 0.8
+    near_share: Fraction = 0.8
     """Deduplicate near: share of common text (Jaccard similarity of 12-character shingles, estimated by MinHash) from which on a
     row is skipped."""
-    decontaminate: str = "overlap"
+    decontaminate: Literal["none", "exact", "overlap"] = "overlap"
     """Rows that repeat a held-out prompt are skipped: overlap (a run of 50 letters and digits of one, or a short one as a whole),
     exact (a whole prompt is repeated), or none."""
     held_out: tuple[str, ...] = ()
@@ -134,7 +121,9 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path and not self.mixture:
-            raise UserError("data.path is missing: give a dataset as data.path, or several as data.mixture.")
+            raise UserError(
+                "data.path is missing: give a dataset as data.path, or several as data.mixture."
+            )
         if self.path and self.mixture:
             raise UserError(
                 f"data.path ('{self.path}') and data.mixture exclude each other; put the path into the mixture."
@@ -142,23 +131,6 @@ class DataConfig(SourceConfig):
         for source in self.mixture:
             if not source.path:
                 raise UserError("data.mixture: every source needs a path.")
-        for name, allowed in (
-            ("turn", TURNS),
-            ("supervise", SUPERVISED),
-            ("reasoning", REASONING),
-            ("truncate", TRUNCATE),
-            ("deduplicate", DEDUPLICATE),
-            ("decontaminate", DECONTAMINATE),
-        ):
-            given = getattr(self, name)
-            if given not in allowed:
-                raise UserError(f"data.{name} '{given}' is not known.{suggest(given, allowed)}")
-        for name in ("max_prompt_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"data.{name} must be at least 1, or null for no limit; given: {value}.")
-        if not 0 < self.near_share <= 1:
-            raise UserError(f"data.near_share must be above 0 and at most 1; given: {self.near_share}.")
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

@@ -15,35 +15,34 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.config import config
 from heads.api.drafter import TrainableDrafter
-from heads.api.errors import UserError, suggest
+from heads.api.errors import UserError
 from heads.nn.checkpointing import compiling, recomputing
 from train.distributed import World
 from train.engines.shards import AnyPart, StatePart, collect, distribute, whole_spans
 from train.optim import OptimConfig, make_optimizer, set_rate
 
-NAMES = ("deepspeed", "torch")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OFFLOADS = ("none", "optimizer", "all")
-SHARDINGS = ("none", "zero3")
 
 
+@config("engine")
 @dataclass(frozen=True)
 class EngineConfig:
     """Which engine trains, and in which precision."""
 
-    name: str = "deepspeed"
+    name: Literal["deepspeed", "torch"] = "deepspeed"
     """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
-    zero_stage: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     """deepspeed: what is divided among processes. 0 nothing, 1 AdamW's state, 2 also gradients, 3 also
     weights."""
-    precision: str = "bfloat16"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights and AdamW's state are float32
     in both.
     """
@@ -55,11 +54,11 @@ class EngineConfig:
     """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a minute (and a C++ compiler on a CPU)
     up to some minutes at the start. Not with zero_stage 3, whose weights come and go inside of a layer.
     """
-    target_sharding: str = "none"
+    target_sharding: Literal["none", "zero3"] = "none"
     """none: every process holds the whole frozen target. zero3: its layers are divided among the processes, each put together only
     while it runs (train/target/sharding.py), for targets that do not fit one device.
     """
-    offload: str = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all` (zero_stage 3) the weights too,
     while they are not in use.
     """
@@ -69,13 +68,6 @@ class EngineConfig:
     """
 
     def __post_init__(self) -> None:
-        for field, allowed in (("name", NAMES), ("precision", PRECISIONS), ("offload", OFFLOADS),
-                               ("target_sharding", SHARDINGS)):  # fmt: skip
-            value = getattr(self, field)
-            if value not in allowed:
-                raise UserError(f"engine.{field} '{value}' is unknown.{suggest(value, allowed)}")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise UserError(f"engine.zero_stage must be 0, 1, 2 or 3; given: {self.zero_stage}.")
         if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):
             raise UserError("engine.offload needs engine.name=deepspeed and engine.zero_stage 1, 2 or 3.")
         if self.offload == "all" and self.zero_stage != 3:

@@ -86,7 +86,7 @@ def require_async_io(deepspeed: Any, path: str) -> None:
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
     """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32 weights and
     our boundaries."""
-    bucket = max(1, min(numel, BUCKET_ELEMENTS))
+    bucket = min(numel + numel % 2, BUCKET_ELEMENTS)  # ZeRO 1 and 2 refuse an odd number
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
         "reduce_bucket_size": bucket,

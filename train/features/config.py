@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from train.features.store.batches import Form
 from train.features.store.size import check_format
 
 
+@config("features")
 @dataclass(frozen=True)
 class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
-    mode: str = "online"
+    mode: Literal["online", "store", "remote", "group"] = "online"
     """online: the frozen target runs in the training process. store: they were written by `headstart features`, or are being
     written. remote: feature servers compute them. group: some processes of the same launch do.
     """
-    trainer_target: str = "whole"
+    trainer_target: Literal["whole", "parts"] = "whole"
     """store, remote, group: what a trainer holds of the target. whole: all of it, so that checkpoints are chosen by decoding with
     them. parts: embedding and LM head alone, layers only as a head asks for their weights; nothing is decoded then
     (train.eval_every=0, train.parity=false).
@@ -28,29 +31,29 @@ class FeaturesConfig:
     """store: the store's folder; empty: features/<format> beside the folder of the answers."""
     format: str = "bf16"
     """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
-    top_logits: int = 0
+    top_logits: NonNegativeInt = 0
     """Keep the target's so many largest logits in place of its last hidden state; 0: the last hidden state, from which all logits
     follow exactly. For kinds that read it for nothing but the target's distribution.
     """
     heads: tuple[str, ...] = ()
     """`headstart features`: further heads (names of conf/head) that the store shall serve besides `head`."""
-    shard_mib: float = 256.0
+    shard_mib: PositiveFloat = 256.0
     """store: about how many MiB one file has."""
-    quota_gib: float = 0.0
+    quota_gib: NonNegativeFloat = 0.0
     """store: most GiB that the whole store may take, checked before the first byte; 0: as much as the disk has room for."""
     verify: bool = False
     """`headstart features`: compare all checksums first, and write damaged shards again."""
-    wait_seconds: float = 300.0
+    wait_seconds: PositiveFloat = 300.0
     """store: how long training waits for a row while the writers of the store make no progress."""
-    ahead: int = 2
+    ahead: NonNegativeInt = 2
     """store, remote, group: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
     """remote: addresses of the feature servers, as http://host:port; requests go to each in turn."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
     """remote: environment variable with the token that servers ask for."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: PositiveFloat = 60.0
     """remote, group: longest wait for one answer."""
-    retries: int = 5
+    retries: NonNegativeInt = 5
     """remote: how often a request is tried again, each time with the next server and after a longer pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
@@ -58,35 +61,15 @@ class FeaturesConfig:
     """serve: the address that is listened on. Any other than this machine's own needs a token."""
     port: int = 8765
     """serve: the port; 0: any free one, which is printed."""
-    targets: int = 1
+    targets: PositiveInt = 1
     """group: how many processes of the launch, the last ones, run the target for the others."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"features.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
-        if self.trainer_target not in TRAINER_TARGETS:
-            raise UserError(
-                f"features.trainer_target '{self.trainer_target}' is unknown.{suggest(self.trainer_target, TRAINER_TARGETS)}"
-            )
         check_format(self.format)
-        for name, least in (
-            ("top_logits", 0),
-            ("quota_gib", 0),
-            ("ahead", 0),
-            ("retries", 0),
-            ("targets", 1),
-        ):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"features.{name} must be at least {least}; given {getattr(self, name)}."
-                )
-        for name in ("shard_mib", "wait_seconds", "timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"features.{name} must be above 0; given {getattr(self, name)}.")
         if self.mode == "remote" and not self.servers:
             raise UserError(
-                "features.mode=remote needs features.servers, for instance [http://10.0.0.5:8765]. Start one with "
-                "`headstart features features.serve=true`."
+                "features.mode=remote needs features.servers, for instance [http://10.0.0.5:8765]. Start one "
+                "with `headstart features features.serve=true`."
             )
 
     def form(self, info: TargetInfo) -> Form:
@@ -102,9 +85,3 @@ class FeaturesConfig:
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""
         return Path(self.path) if self.path else answers.parent / "features" / self.format
-
-
-MODES = ("online", "store", "remote", "group")
-
-
-TRAINER_TARGETS = ("whole", "parts")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from accelerate import PartialState
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import PositiveInt, config
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.verifications import RecordsConfig
@@ -18,24 +19,23 @@ from train.data.answers import (
 from train.data.config import DataConfig
 from train.generate.backends.base import Backend
 
-ANSWERS = ("sample", "dataset")
 
-
+@config("generate")
 @dataclass(frozen=True)
 class GenerateConfig:
     """Where answers come from and how they are written."""
 
-    answers: str = "sample"
+    answers: Literal["sample", "dataset"] = "sample"
     """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and only
     tokenise them."""
     drafter: str | None = None
     """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly. The
     answers are the same."""
-    shard_rows: int = 4096
+    shard_rows: PositiveInt = 4096
     """Most answers in one shard of the final output."""
-    window_rows: int = 8192
+    window_rows: PositiveInt = 8192
     """Rows that are rendered, ordered by length and answered together, per process; memory grows with it."""
-    flush_rows: int = 256
+    flush_rows: PositiveInt = 256
     """Finished answers that are written together; a kill loses at most these, and they are generated
     again."""
     flush_seconds: float = 30.0
@@ -47,17 +47,6 @@ class GenerateConfig:
     """How often rejected drafts have been fed back before these answers: a note in the manifest."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
     """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when its files reach the limit."""
-
-    def __post_init__(self) -> None:
-        if self.answers not in ANSWERS:
-            raise UserError(
-                f"generate.answers '{self.answers}' is not known.{suggest(self.answers, ANSWERS)}"
-            )
-        for name in ("shard_rows", "window_rows", "flush_rows"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"generate.{name} must be at least 1; given: {getattr(self, name)}."
-                )
 
 
 @dataclass(frozen=True)

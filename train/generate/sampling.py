@@ -5,36 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, config
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 
-BACKENDS = ("own", "server", "vllm")
-PROTOCOLS = ("auto", "openai", "sglang")
 
-
+@config("sampling")
 @dataclass(frozen=True)
 class SamplingConfig(DecodeConfig):
     """A decode configuration for answers, and who decodes."""
 
-    backend: str = "own"
+    backend: Literal["own", "server", "vllm"] = "own"
     """own: the bundled decoder; server: the servers in `server`; vllm: vLLM in this process (it must be installed here)."""
     server: str | tuple[str, ...] = ""
     """Address of a server (http://host:8000), or a list of several that share the work. Setting it chooses backend server."""
-    protocol: str = "auto"
+    protocol: Literal["auto", "openai", "sglang"] = "auto"
     """openai (vLLM: /v1/completions with token ids), sglang (/generate), or auto: whichever the server answers to."""
     served_model: str = ""
     """The model's name at the server; empty: the only one it serves."""
     key_variable: str = "HEADSTART_SERVER_KEY"
     """Environment variable with the server's key, if it wants one. The key itself is never written or logged."""
-    concurrency: int = 64
+    concurrency: PositiveInt = 64
     """Requests under way at once, per server and process."""
-    retries: int = 8
+    retries: NonNegativeInt = 8
     """How often a request is tried again after an error that may pass (429, 5xx, a broken connection, no answer in time)."""
-    backoff: float = 1.0
+    backoff: NonNegativeFloat = 1.0
     """Seconds before the first of these attempts; doubled each time, up to 60. A server's Retry-After goes first."""
-    timeout: float = 600.0
+    timeout: PositiveFloat = 600.0
     """Seconds without an answer after which a request is tried again."""
     patience: float = 3600.0
     """Seconds without an answer from any server after which generation gives up, though servers say that they are only busy."""
@@ -43,10 +42,6 @@ class SamplingConfig(DecodeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("backend", BACKENDS), ("protocol", PROTOCOLS)):
-            given = getattr(self, name)
-            if given not in allowed:
-                raise UserError(f"sampling.{name} '{given}' is unknown.{suggest(given, allowed)}")
         if self.backend == "server" and not self.servers:
             raise UserError("sampling.backend is 'server', but sampling.server names none: http://host:8000.")
         if self.backend == "vllm" and self.servers:
@@ -56,11 +51,6 @@ class SamplingConfig(DecodeConfig):
                 raise UserError(
                     f"sampling.server '{address}' is no address; it must begin with http:// or https://."
                 )
-        if self.concurrency < 1 or self.retries < 0 or self.backoff < 0 or self.timeout <= 0:
-            raise UserError(
-                "sampling.concurrency must be at least 1, retries and backoff at least 0 and timeout above 0; given: "
-                f"{self.concurrency}, {self.retries}, {self.backoff}, {self.timeout}."
-            )
         if self.chosen_backend != "own" and (self.bad_words or self.shape != "none"):
             what = "bad_words" if self.bad_words else "shape"
             raise UserError(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from heads.api.config import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
@@ -40,38 +41,31 @@ RUNTIME_BYTES = 2 * GIGA
 """What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
 
 
+@config("plan")
 @dataclass(frozen=True)
 class PlanConfig:
     """On what a planned training shall run, and what its time is worked out from."""
 
     gpu: str = ""
     """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or by a few steps here."""
-    count: int = 1
+    count: PositiveInt = 1
     """Processes, one per GPU."""
-    per_machine: int = 8
+    per_machine: PositiveInt = 8
     """GPUs of one machine."""
-    network_gbytes: float = 50.0
+    network_gbytes: PositiveFloat = 50.0
     """GB/s that one GPU sends to other machines (400 Gbit/s are 50)."""
-    mfu: float = ASSUMED_MFU
+    mfu: Fraction = ASSUMED_MFU
     """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see docs/scale.md."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Tokens of the answers, once through; 0: those of the run's packed answers."""
-    supervised: float = 0.7
+    supervised: Fraction = 0.7
     """Share of the tokens that are supervised, where no packed answers say so (0 to 1)."""
     measured: str = ""
     """summary.json of a run (or its folder) with the same target and head on the hardware that is planned for."""
-    steps: int = 3
+    steps: PositiveInt = 3
     """Real steps that are taken here and now where neither `gpu` nor `measured` is given."""
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("per_machine", 1), ("tokens", 0), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"plan.{name} must be at least {least}; given: {getattr(self, name)}.")
-        for name in ("mfu", "supervised"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"plan.{name} must lie in (0, 1]; given: {getattr(self, name)}.")
-        if self.network_gbytes <= 0:
-            raise UserError(f"plan.network_gbytes must be above 0; given: {self.network_gbytes}.")
         if self.gpu:
             gpu(self.gpu)
 

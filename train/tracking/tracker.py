@@ -18,15 +18,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Required, TypedDict, cast
+from typing import Any, Literal, Required, TypedDict, cast
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import config
+from heads.api.errors import UserError
 from inference.manifest import write_bytes
 
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
-WANDB_MODES = ("disabled", "offline", "online")
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
 
@@ -55,11 +55,12 @@ class LogLine(TypedDict, total=False):
     """Whether this tau was the best until then."""
 
 
+@config("train.tracker")
 @dataclass(frozen=True)
 class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
 
-    wandb: str = "offline"
+    wandb: Literal["disabled", "offline", "online"] = "offline"
     """disabled, offline (files below <out>/wandb, for `wandb sync`) or online (needs a login)."""
     project: str = "headstart"
     """Weights & Biases project."""
@@ -69,12 +70,6 @@ class TrackerConfig:
     """Tags of the run there."""
     tensorboard: bool = False
     """Also write <out>/tensorboard: `tensorboard --logdir <out>` shows it (extra `tracking`)."""
-
-    def __post_init__(self) -> None:
-        if self.wandb not in WANDB_MODES:
-            raise UserError(
-                f"train.tracker.wandb '{self.wandb}' is unknown.{suggest(self.wandb, WANDB_MODES)}"
-            )
 
 
 class Tracker:

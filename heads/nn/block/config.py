@@ -6,27 +6,28 @@ Legend: b slots per block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from heads.api.errors import UserError, suggest
+from annotated_types import Ge
+
+from heads.api.config import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
 from heads.nn.block.losses import Objective, Weighting
 
-IN_BLOCK = ("bidirectional", "causal")
-STARTS = ("auto", "target", "random")
 
-
+@config("head")
 @dataclass(frozen=True)
 class Config:
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
-    block_size: int = 8
+    block_size: AtLeastTwo = 8
     """Slots b of a block, the root's included (>= 2)."""
     sample_from_anchor: bool = False
     """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark); otherwise slot i gives the token
     at its own place, b - 1 in all (DFlash).
     """
-    in_block: str = "bidirectional"
+    in_block: Literal["bidirectional", "causal"] = "bidirectional"
     """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier ones; JetSpec)."""
-    num_layers: int = 0
+    num_layers: NonNegativeInt = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
     """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small targets) to n-2."""
@@ -40,7 +41,7 @@ class Config:
     """Size of a head (even)."""
     intermediate_size: int = 0
     """Width of the MLPs."""
-    start_from: str = "auto"
+    start_from: Literal["auto", "target", "random"] = "auto"
     """Where the layers begin: target (from layers of it, refused where they do not fit), random, or auto (from the target where
     its layers are Llama-like and of the same sizes).
     """
@@ -50,7 +51,7 @@ class Config:
     """
     carry_root: bool = True
     """Start with one more layer in front that carries the root's embedding to every slot; it counts among `num_layers`."""
-    mask_token_id: int = -1
+    mask_token_id: Annotated[int, Ge(-1)] = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
     """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru (Domino), selector (DFlash 2),
@@ -66,9 +67,9 @@ class Config:
     """Channels that share a dynamic kernel; divides the hidden size."""
     confidence: bool = False
     """Estimate for every draft whether it will be accepted (DSpark)."""
-    confidence_weight: float = 1.0
+    confidence_weight: NonNegativeFloat = 1.0
     """Weight of that estimate's loss."""
-    num_anchors: int = 128
+    num_anchors: PositiveInt = 128
     """Blocks drawn per training row, among all places where an answer goes on."""
     ce: float = 1.0
     """Weight of the cross entropy against the answer's tokens."""
@@ -80,9 +81,9 @@ class Config:
     """Weight of -log(acceptance rate), the LK loss."""
     annealed_lk: float = 0.0
     """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
-    base_share_start: float = 0.0
+    base_share_start: UnitInterval = 0.0
     """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the beginning of training."""
-    base_share_end: float = 0.0
+    base_share_end: UnitInterval = 0.0
     """The same at its end; linear in between."""
     depth_weights: str = "exponential"
     """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to the accepted length)."""
@@ -90,18 +91,6 @@ class Config:
     """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("in_block", IN_BLOCK), ("start_from", STARTS)):
-            if getattr(self, name) not in allowed:
-                value = getattr(self, name)
-                raise UserError(f"head.{name} '{value}' is unknown.{suggest(value, allowed)}")
-        for name, least in (("block_size", 2), ("num_layers", 0), ("num_anchors", 1), ("mask_token_id", -1)):
-            if getattr(self, name) < least:
-                raise UserError(f"head.{name} must be at least {least}; given {getattr(self, name)}.")
-        for name in ("base_share_start", "base_share_end"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UserError(f"head.{name} must lie in [0, 1]; given {getattr(self, name)}.")
-        if self.confidence_weight < 0:
-            raise UserError(f"head.confidence_weight must not be below 0; given {self.confidence_weight}.")
         self.objective()
         self.weighting()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from heads.api.config import PositiveInt, config
 from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
@@ -18,11 +19,12 @@ QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
 """Model types whose attention has norms of queries and keys, or biases."""
 
 
+@config("head")
 @dataclass(frozen=True)
 class NetworkConfig:
     """The network of a small language model. Sizes of 0 follow the target."""
 
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Decoder layers; ignored when `from_target_layers` is given."""
     hidden_size: int = 0
     """Width of the residual stream."""
@@ -66,12 +68,11 @@ class NetworkConfig:
             raise UserError(
                 "head.share_embeddings and head.tie_embeddings exclude each other: what is shared is not own."
             )
-        if self.from_target_layers and list(self.from_target_layers) != sorted(set(self.from_target_layers)):
+        if list(self.from_target_layers) != sorted(set(self.from_target_layers)):
             raise UserError(
-                f"head.from_target_layers must ascend without repetition; given {self.from_target_layers}."
+                "head.from_target_layers must ascend without repetition; given "
+                f"{self.from_target_layers}."
             )
-        if self.num_layers < 1:
-            raise UserError(f"head.num_layers must be at least 1; given {self.num_layers}.")
         if self.rope_scaling and (len(self.rope_scaling) != 4 or min(self.rope_scaling) <= 0):
             raise UserError(
                 "head.rope_scaling must hold four numbers above 0 (factor, low_freq_factor, high_freq_factor, "
@@ -79,7 +80,8 @@ class NetworkConfig:
             )
         if self.from_model and self.from_target_layers:
             raise UserError(
-                "head.from_model and head.from_target_layers exclude each other: a drafter starts from one of the two."
+                "head.from_model and head.from_target_layers exclude each other: a drafter starts from one of "
+                "the two."
             )
 
 

@@ -15,20 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.api.config import Fraction, NonNegativeFloat, NonNegativeInt, UnitInterval, config
 from heads.api.errors import UserError
 
 
+@config("decode")
 @dataclass(frozen=True)
 class SamplingSettings:
     """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by their own."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Fraction = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches this share; 1 keeps all."""
-    min_p: float = 0.0
+    min_p: UnitInterval = 0.0
     """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1 is off."""
@@ -41,10 +43,6 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         biased = [token for token, _ in self.logit_bias]
         checks = {
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
             "logit_bias": (
                 all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from heads.api.errors import UserError, suggest
+from heads.api.config import NonEmpty, PositiveFloat, PositiveInt, config, require_one_of
+from heads.api.errors import UserError
 
 MODES = ("static", "live")
 
 
+@config("verify.live")
 @dataclass(frozen=True)
 class LiveConfig:
     """How an export is served for the comparison."""
@@ -17,27 +19,17 @@ class LiveConfig:
     """Python of an environment with vLLM (`make serve-env` makes .venv-serve/bin/python)."""
     prompts: str = "assets/prompts"
     """A .jsonl file, or a folder with one <domain>.jsonl per domain."""
-    prompts_per_domain: int = 4
+    prompts_per_domain: PositiveInt = 4
     """Prompts of each domain."""
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer."""
-    batches: tuple[int, ...] = (1, 8)
+    batches: NonEmpty[PositiveInt] = (1, 8)
     """Requests in flight at once; every size is a pass over all prompts."""
-    seconds: float = 1800.0
+    seconds: PositiveFloat = 1800.0
     """Longest time that the engine may take."""
 
-    def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            raise UserError(
-                f"verify.live.batches must name sizes of at least 1; given: {list(self.batches)}."
-            )
-        for name in ("prompts_per_domain", "max_new_tokens", "seconds"):
-            if getattr(self, name) <= 0:
-                raise UserError(
-                    f"verify.live.{name} must be above 0; given: {getattr(self, name)}."
-                )
 
-
+@config("verify")
 @dataclass(frozen=True)
 class VerifyConfig:
     """Which exported folder is checked, and how."""
@@ -63,5 +55,4 @@ class VerifyConfig:
                 "verify.live.python=<a Python that has vLLM>, which compares the engine's own "
                 "drafts with ours, or verify.mode=static for the files alone."
             )
-        if self.mode not in MODES:
-            raise UserError(f"verify.mode '{self.mode}' is unknown.{suggest(self.mode, MODES)}")
+        require_one_of("verify.mode", self.mode, MODES)

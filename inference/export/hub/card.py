@@ -15,7 +15,13 @@ from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
+from inference.report.markdown import (
+    DEFINITIONS,
+    depth_table,
+    domain_table,
+    facts,
+    main_table,
+)
 from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
@@ -38,7 +44,7 @@ ENVIRONMENT.globals |= {
     "TEXT": TEXT,
     "DISTRIBUTION": DISTRIBUTION,
 }
-TEMPLATE = ENVIRONMENT.get_template("card.md.jinja")
+TEMPLATE = ENVIRONMENT.get_template("card.md.j2")
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Training:
 
 
 def only_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
-    """The report with those drafters only whose weights have this hash; raises `UserError` without any."""
+    """The report with only the drafters of these weights; raises `UserError` without any."""
     found = [one for one in report.drafters if one.draft.weights_sha256 == weights_sha256]
     if not found:
         names = ", ".join(one.name for one in report.drafters) or "nothing"
@@ -79,7 +85,7 @@ def card(
     training: Training | None = None,
     tuned: Tuned | None = None,
 ) -> str:
-    """The text of README.md, from `card.md.jinja`.
+    """The text of README.md, from `card.md.j2`.
 
     reports: by title; checkpoint: the drafter's config.json; images: names of
     the plots; engines: name of an engine, and of its folder -> the command that serves the target
@@ -87,12 +93,10 @@ def card(
     these weights, decoded with a lossy rule, or measured text that was not the target's (the latter
     two unless `about.allow_mismatches`).
     """
-    own = {
-        title: only_measured(report, weights_sha256, title) for title, report in reports.items()
-    }
+    own = {title: only_measured(report, weights_sha256, title) for title, report in reports.items()}
     settings = [report.settings for report in own.values()]
     used = sorted({(each.rule, each.temperature) for each in settings})
-    lossy = sorted({rule for rule, temperature in used if promise(rule, temperature) == LOSSY})
+    lossy = sorted({each.rule for each in settings if each.promise == LOSSY})
     if lossy and not about.allow_mismatches:
         raise UserError(
             f"a report was measured with rule {', '.join(lossy)}, which is lossy, so this drafter "
@@ -109,7 +113,7 @@ def card(
         )
     firsts = [report.drafters[0] for report in own.values()]
     draft = firsts[0].draft
-    by_domain = [pair for first in firsts for pair in first.domains.items()]
+    by_domain = [pair for one in firsts for pair in one.domains.items()]
     return TEMPLATE.render(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],

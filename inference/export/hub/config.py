@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from heads.api.config import config
 from heads.api.errors import UserError
 from inference.folders import require_folder_name
 
@@ -17,6 +18,7 @@ OWN = "headstart"
 """Of `pull.what`: the checkpoint."""
 
 
+@config("push")
 @dataclass(frozen=True)
 class PushConfig:
     """Where drafters are published and what their cards say."""
@@ -54,6 +56,7 @@ class PushConfig:
             raise UserError(f"push.repo must look like 'user/name'; given: '{self.repo}'.")
 
 
+@config("pull")
 @dataclass(frozen=True)
 class PullConfig:
     """Which published drafter is fetched, and to where."""

@@ -148,16 +148,17 @@ def _training(checkpoint: Path) -> Training | None:
 
 def _check_target(title: str, report: Report, target: Mapping[str, Any]) -> None:
     """Refuse a report that was measured with another target than the drafter's own."""
-    if report.target.revision != target["revision"]:
+    measured = report.target
+    if measured.revision != target["revision"]:
         raise UserError(
-            f"the report '{title}' was measured with target '{report.target.id}' (revision "
-            f"{report.target.revision}), but the drafter belongs to '{target['id']}' "
-            f"(revision {target['revision']}). Measure it with its own target."
+            f"the report '{title}' was measured with target '{measured.id}' (revision "
+            f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
+            f"{target['revision']}). Measure it with its own target."
         )
 
 
 def _titled(reports: Sequence[Report]) -> dict[str, Report]:
-    """Reports under a title that says how they were measured; equal titles are numbered."""
+    """Reports under a title with their conditions; equal titles are numbered."""
     named: dict[str, Report] = {}
     for report in reports:
         title = f"temperature {report.settings.temperature:g}, {report.device.name}"

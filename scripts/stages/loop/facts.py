@@ -1,6 +1,7 @@
 """What a round's folders hold: what was answered, trained and measured, and what it cost.
 
-Nothing else decides how a loop goes on, so that a loop that was killed and repeated comes to the same end.
+Nothing else decides how a loop goes on, so that a loop that was killed and repeated comes to the
+same end.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def totals(folder: Path, name: str) -> Totals:
 
 
 def gained(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
-    """What one measured drafter gains over another: each the measurement's folder and the name there."""
+    """What one measured drafter gains over another: each the measurement's folder and the name
+    there."""
     return gain(totals(*new), totals(*old))
 
 
 def other_seconds(folder: Path) -> float:
-    """Seconds of a round's process beside its stages: writing prompts, and decoding a sample in two ways."""
+    """Seconds of a round's process beside its stages: writing prompts, and decoding a sample in two
+    ways."""
     total = 0.0
     for path in (*(folder / name / MADE_FILE for name in MORE), folder / SPEED_FILE):
         if path.is_file():
@@ -83,8 +86,8 @@ def other_seconds(folder: Path) -> float:
 def spent(stages: Sequence[Path], other: float = 0.0) -> Spent:
     """What stages cost, from their folders, and `other` seconds of one process beside them.
 
-    Seconds of a training are those of all its sessions, setup included; of another stage those of the
-    session that completed it.
+    Seconds of a training are those of all its sessions, setup included; of another stage those of
+    the session that completed it.
     """
     return sum(map(spent_by, stages), Spent(other, 0.0, other / 3600))
 

@@ -1,8 +1,8 @@
 """What rounds are compared with (`loop.round.open_loop`): one training without feedback.
 
-It takes as many tokens as all rounds had. Its answers are the target's to all prompts, generated once, as a
-loop without rounds would; where the first round has answered these in the same way, they are read. It is
-judged as the rounds are, and lies in <run>/open-loop/, a run of its own.
+It takes as many tokens as all rounds had. Its answers are the target's to all prompts, generated
+once, as a loop without rounds would; where the first round has answered these in the same way, they
+are read. It is judged as the rounds are, and lies in <run>/open-loop/, a run of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run_open_loop(
 
 
 def answered_by_the_first_round(plan: RoundPlan) -> Path | None:
-    """The first round's answers, if they are those of a loop without rounds: to all prompts, as asked."""
+    """The first round's answers, if they are those of a loop without rounds: to all prompts, as
+    asked."""
     loop = plan.settings.loop
     shared = loop.round.prompts == "share" and loop.rounds > 1
     return None if shared or plan.own("generate", 0) else plan.folder(0) / "generate"

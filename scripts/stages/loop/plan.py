@@ -1,4 +1,5 @@
-"""The stages of a round: the loop's own settings with another place, another start and other prompts.
+"""The stages of a round: the loop's own settings with another place, another start and other
+prompts.
 
 A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual folders;
 <run>/round-<r>/trials/ is another one.
@@ -7,7 +8,7 @@ A round's folder <run>/round-<r>/ is a run of its own, with the stages' usual fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +27,10 @@ T = TypeVar("T")
 HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
 MORE = ("variations", "branches")
-"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that answers them."""
+"""Prompts that a round makes: switch of `feedback`, and name of the run within the round that
+answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
-MADE_COLUMNS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
-"""How prompts are stored that the loop has made."""
 
 
 @dataclass
@@ -52,7 +52,8 @@ class RoundPlan:
         backend, answers = backend_of(self.generate.sampling), self.generate.generate.answers
         if backend != "own" or answers != "sample":
             raise UserError(
-                "loop.rounds needs answers of our own decoder, whose rejected drafts are what the next round "
+                "loop.rounds needs answers of our own decoder, whose rejected drafts are what the "
+                "next round "
                 "learns from. Use sampling.backend=own and generate.answers=sample; given: "
                 f"{backend} and {answers}."
             )
@@ -80,7 +81,7 @@ class RoundPlan:
         return self.folder(number) / switch / f"{switch}.jsonl"
 
     def compose(self, stage: str, number: int) -> Settings:
-        """A stage of a round before the round's changes: with its own overrides, in its own folder."""
+        """A stage of a round before further changes: its own overrides, its own folder."""
         own = self.own(stage, number)
         return place(self.settings.derive(stage, self.recipe, more=own), self.folder(number))
 
@@ -104,7 +105,9 @@ class RoundPlan:
         hard: prompts to answer again.
         """
         found = self.answering(number, drafter, records)
-        found = found.put(data=self.change(number, "data", found.data, **self.prompts(number, hard)))
+        found = found.put(
+            data=self.change(number, "data", found.data, **self.prompts(number, hard))
+        )
         return Step(f"round {number}: generate", found)
 
     def answering(self, number: int, drafter: str, records: bool) -> Settings:
@@ -132,32 +135,46 @@ class RoundPlan:
             limit=None,
             shuffle=False,
             share=(0, 1),
-            **MADE_COLUMNS,
+            kind="tokens",
+            column="tokens",
+            id_column="id",
+            domain_column="domain",
         )
         run = replace(found.run, root=str(self.folder(number)), name=switch)
         return Step(f"round {number}: generate from {switch}", found.put(data=data, run=run))
 
     def prompts(self, number: int, hard: Path | None) -> dict[str, object]:
-        """The values of `data` that choose a round's prompts: its share, and `hard` ones once more."""
+        """The values of `data` that choose a round's prompts: its share, and `hard` ones."""
         loop, data = self.settings.loop, self.generate.data
         shared = loop.round.prompts == "share" and loop.rounds > 1
-        share = {"share": (number, loop.rounds)} if shared else {}
+        share = (number, loop.rounds)
         if not data.mixture and hard is None:
-            return dict(share)
-        sources = [replace(source, **share) for source in data.sources]  # type: ignore[arg-type]
+            return {"share": share} if shared else {}
+        sources = [source_of(item) for item in data.sources]
+        if shared:
+            sources = [replace(item, share=share) for item in sources]
         if hard is not None:
-            sources.append(SourceConfig(path=str(hard), **MADE_COLUMNS))  # type: ignore[arg-type]
+            sources.append(
+                SourceConfig(
+                    path=str(hard),
+                    kind="tokens",
+                    column="tokens",
+                    id_column="id",
+                    domain_column="domain",
+                )
+            )
         single: dict[str, object] = {} if data.mixture else {"path": "", "limit": None}
         return {**single, "mixture": tuple(sources)}
 
     def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
-        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe begins)."""
+        """The training of a round on `answers`, from checkpoint `start` (empty: as the recipe
+        begins)."""
         rounds = self.settings.loop.rounds
         found = self.started(number, answers, start, on_policy)
         if self.settings.loop.round.one_schedule:
-            part = self.part(number / rounds, (number + 1) / rounds)
+            first, last = self.part(number / rounds, (number + 1) / rounds)
             found = found.put(
-                schedule=self.change(number, "schedule", found.schedule, **part)
+                schedule=self.change(number, "schedule", found.schedule, begin=first, end=last)
             )
         return Step(f"round {number}: train", found)
 
@@ -168,16 +185,16 @@ class RoundPlan:
         train = self.change(number, "train", found.train, eval_every=0, save_every=0)
         found = found.put(train=replace(train, max_steps=loop.round.trial_steps))
         if loop.round.one_schedule:
-            part = self.part(number / loop.rounds, 1.0)
-            found = found.put(schedule=replace(found.schedule, **part))
+            first, last = self.part(number / loop.rounds, 1.0)
+            found = found.put(schedule=replace(found.schedule, begin=first, end=last))
         run = replace(found.run, root=str(self.folder(number)), name=TRIALS, drafter=name)
         return Step(f"round {number}: trial of {name}", found.put(run=run))
 
-    def part(self, begin: float, end: float) -> dict[str, float]:
+    def part(self, begin: float, end: float) -> tuple[float, float]:
         """Begin and end of a part of the loop's schedule, given as shares of it."""
         whole = self.train.schedule
         width = whole.end - whole.begin
-        return {"begin": whole.begin + width * begin, "end": whole.begin + width * end}
+        return whole.begin + width * begin, whole.begin + width * end
 
     def started(self, number: int, answers: Path, start: str, on_policy: bool) -> Settings:
         """The train stage of a round with its seed, answers and start.
@@ -189,7 +206,9 @@ class RoundPlan:
         run = replace(found.run, answers=str(answers))
         return begin(found.put(train=train, run=run), start, on_policy)
 
-    def judged(self, number: int, checkpoints: Sequence[str], folder: Path | None = None) -> Settings:
+    def judged(
+        self, number: int, checkpoints: Sequence[str], folder: Path | None = None
+    ) -> Settings:
         """The measurement that judges a round's drafter, or others as that one.
 
         folder: the run where these lie; None: the round's.
@@ -199,10 +218,16 @@ class RoundPlan:
         chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
         if len(prompts) != 1 and not chosen:
             raise UserError(
-                f"train.prompts names {len(prompts)} files, but a round is judged on one file or folder. Say "
+                f"train.prompts names {len(prompts)} files, but a round is judged on one file or "
+                "folder. Say "
                 "which with loop.round.judge=['bench.prompts=<file>']."
             )
-        more = ["bench.prompts=''", "bench.compare_noise=false", *judge, *self.own("measure", number)]
+        more = [
+            "bench.prompts=''",
+            "bench.compare_noise=false",
+            *judge,
+            *self.own("measure", number),
+        ]
         found = self.settings.derive("measure", self.recipe, before=["bench=jsonl"], more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))
@@ -215,6 +240,12 @@ class RoundPlan:
             drafts={},
         )
         return place(found.put(measure=measure), folder or self.folder(number))
+
+
+def source_of(data: SourceConfig) -> SourceConfig:
+    """The dataset alone of settings that may hold more than that (a `DataConfig` is a source
+    itself)."""
+    return SourceConfig(**{item.name: getattr(data, item.name) for item in fields(SourceConfig)})
 
 
 def place(settings: Settings, folder: Path) -> Settings:

@@ -40,7 +40,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a measurement: one drafter's tau, acceptance by depth, speed and losslessness, as in report.json."""
+    """Of a measurement: one drafter's tau, acceptance by depth, speed and losslessness, as in
+    report.json."""
 
     prompts: int
     tau: float

@@ -1,10 +1,12 @@
-"""`headstart loop` with `loop.rounds`: one drafter, trained in rounds that learn from its rejected drafts.
+"""`headstart loop` with `loop.rounds`: one drafter, trained in rounds that learn from its rejected
+drafts.
 
-A round answers prompts, trains on the answers and is judged. From the second one on, the drafter of the best
-round so far speeds up the answering, its verifications are recorded, the records become weights and choices
-of training data (`feedback`), and training goes on from its weights. What does not pay is turned off.
-Everything is decided by what lies in the rounds' folders, and <run>/loop.json records what was decided and
-why; so the same command continues after any interruption and comes to the same end (docs/rounds.md).
+A round answers prompts, trains on the answers and is judged. From the second one on, the drafter of
+the best round so far speeds up the answering, its verifications are recorded, the records become
+weights and choices of training data (`feedback`), and training goes on from its weights. What does
+not pay is turned off. Everything is decided by what lies in the rounds' folders, and
+<run>/loop.json records what was decided and why; so the same command continues after any
+interruption and comes to the same end (docs/rounds.md).
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ LIMITS = ("seconds", "tokens", "gpu_hours")
 
 
 def run_rounds(settings: Settings) -> LoopRecord:
-    """Play all rounds that are worth it, keep the best one as the run's drafter, and return the record."""
+    """Play all rounds that are worth it, keep the best one as the run's drafter, and return the
+    record."""
     return Rounds(settings).run()
 
 
@@ -127,7 +130,8 @@ class Rounds:
         out = self.settings.run.directory / "train" / self.plan.drafter
         if out.exists() and not is_copy(out, self.settings.run.directory):
             raise UserError(
-                f"'{out}' is the training of another loop, and the rounds' best drafter belongs there. "
+                f"'{out}' is the training of another loop, and the rounds' best drafter belongs "
+                "there. "
                 "Choose another run.name."
             )
 
@@ -187,15 +191,16 @@ class Rounds:
         measure_run(settings)
 
     def helper(self, start: str, learns: list[str], generation: HelpedGeneration | None) -> str:
-        """The drafter that answers made prompts: the round's, unless it is slower and no records are read."""
+        """The drafter that answers made prompts: the round's, unless it is slower and no records
+        are read."""
         slower = generation is not None and generation.speedup < 1.0
         return "" if slower and set(learns) == {VARIATIONS} else start
 
     def make(self, number: int, switch: str, start: str) -> bool:
         """Make prompts from this round's answers and answer them; returns whether there are any.
 
-        Branches are also made from the answers to earlier branches. start: the drafter that helps to
-        answer (empty: none).
+        Branches are also made from the answers to earlier branches. start: the drafter that helps
+        to answer (empty: none).
         """
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
@@ -210,7 +215,9 @@ class Rounds:
                 generate = plan.generate
                 seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
                 target = TargetModel.load(generate.target)
-                write_variations(target, [(own, own / RECORDS)], made, config, seed, before, arguments)
+                write_variations(
+                    target, [(own, own / RECORDS)], made, config, seed, before, arguments
+                )
             write_json(made.with_name(facts.MADE_FILE), {"seconds": time.monotonic() - begun})
         if not made.stat().st_size:
             return False
@@ -224,15 +231,15 @@ class Rounds:
         return [place for place in own if (place / MANIFEST_FILE).is_file()]
 
     def hard_prompts(self, number: int) -> Path | None:
-        """The prompts that round `number` answers once more, if the round before it has chosen any."""
+        """The prompts that round `number` answers again, if the round before has chosen any."""
         path = self.plan.folder(number - 1) / "feedback" / HARD_PROMPTS
         return path if number > 1 and HARD in self.active and path.is_file() else None
 
     def feedback(self, number: int, switches: list[str], out: Path) -> Path:
         """The folder to train on: answers weighed and chosen by the records of their verifications.
 
-        It is the round's own generate folder where nothing is asked of the records and no other answers are
-        read.
+        It is the round's own generate folder where nothing is asked of the records and no other
+        answers are read.
         """
         memory = self.config.round.memory
         read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
@@ -247,7 +254,8 @@ class Rounds:
     # ---- what pays -----------------------------------------------------------------------------
 
     def try_switches(self, number: int, start: str) -> dict[str, Gain]:
-        """Train shortly with every switch alone and with none; turn off what has no higher tau than none."""
+        """Train shortly with every switch alone and with none; turn off what has no higher tau than
+        none."""
         folder = self.plan.folder(number) / TRIALS
         tried = [name for name in self.active if name not in GENERATED]
         checkpoints = {}
@@ -318,7 +326,8 @@ class Rounds:
         return record
 
     def keep_best(self) -> None:
-        """Copy the best round's training to <run>/train/<drafter>/, the run's drafter for later stages."""
+        """Copy the best round's training to <run>/train/<drafter>/, the run's drafter for later
+        stages."""
         source, training = self.plan.training(self.best), self.done[self.best].training
         out = self.settings.run.directory / "train" / self.plan.drafter
         if training is not None and checkpoint_hash(out / "best") == training.weights_sha256:
@@ -343,7 +352,8 @@ class Rounds:
 
 
 def is_copy(training: Path, run: Path) -> bool:
-    """Whether a training's folder is the copy of a round: by its record, or by weights in <run>/loop.json."""
+    """Whether a training's folder is the copy of a round: by its record, or by weights in
+    <run>/loop.json."""
     if not (run / LOOP_FILE).is_file():
         return False
     record = read_record(training)

@@ -1,7 +1,8 @@
-"""What a drafter gained while it helped to generate: a sample of the answers decoded plainly and with it.
+"""What a drafter gained while it helped to generate: a sample of the answers decoded plainly and
+with it.
 
-The two ways must agree token by token (differences are examined by `inference.audit`), and both with the
-answers that were written.
+The two ways must agree token by token (differences are examined by `inference.audit`), and both
+with the answers that were written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     target = TargetModel.load(settings.target)
     drafter = load_drafter(Path(str(settings.generate.drafter)), target.info, target.weights)
     requests, written = sample(folder / "generate", settings.sampling.max_new_tokens, count)
-    plain, plain_seconds, _ = timed(Engine(target, None, replace(settings.sampling, shape="none")), requests)
+    plain, plain_seconds, _ = timed(
+        Engine(target, None, replace(settings.sampling, shape="none")), requests
+    )
     engine = Engine(target, drafter, settings.sampling)
     drafted, drafted_seconds, passes = timed(engine, requests)
     tokens = sum(map(len, plain))
@@ -59,8 +62,11 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     return result
 
 
-def sample(generated: Path, max_new_tokens: int, count: int) -> tuple[list[Request], list[list[int]]]:
-    """Requests for the first answer of `count` rows, evenly over all of them, and what was answered."""
+def sample(
+    generated: Path, max_new_tokens: int, count: int
+) -> tuple[list[Request], list[list[int]]]:
+    """Requests for the first answer of `count` rows, evenly over all of them, and what was
+    answered."""
     shards = read_manifest(generated, "generate")["shards"]
     total = sum(shard["rows"] for shard in shards)
     wanted = {place * total // min(count, total) for place in range(min(count, total))}
@@ -69,18 +75,27 @@ def sample(generated: Path, max_new_tokens: int, count: int) -> tuple[list[Reque
     at = 0
     for shard in shards:
         table = pq.read_table(generated / shard["file"], columns=["tokens", "spans", "seed"])
-        for row in table.take([place - at for place in sorted(wanted) if at <= place < at + len(table)]).to_pylist():
+        for row in table.take(
+            [place - at for place in sorted(wanted) if at <= place < at + len(table)]
+        ).to_pylist():
             begin, end = row["spans"][0]
-            requests.append(Request(len(requests), tuple(row["tokens"][:begin]), row["seed"], max_new_tokens))
+            requests.append(
+                Request(len(requests), tuple(row["tokens"][:begin]), row["seed"], max_new_tokens)
+            )
             answers.append(row["tokens"][begin:end])
         at += len(table)
     return requests, answers
 
 
 def timed(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
-    """Answers in the order of `requests`, the seconds they took together (prefill included), and verify passes."""
+    """Answers in the order of `requests`, the seconds they took together (prefill included), and
+    verify passes."""
     list(engine.run(requests[:1]))  # lazy allocations settle
     begun = time.perf_counter()
     done = {completion.request.index: completion for completion in engine.run(requests)}
     seconds = time.perf_counter() - begun
-    return [done[item.index].tokens for item in requests], seconds, sum(len(c.passes) for c in done.values())
+    return (
+        [done[item.index].tokens for item in requests],
+        seconds,
+        sum(len(c.passes) for c in done.values()),
+    )

@@ -1,10 +1,10 @@
 """`headstart loop`: generate, train every recipe, measure, report.
 
-Each stage skips what is complete, so a loop can be repeated. With `loop.rounds` one drafter is trained in
-rounds that learn from its rejected drafts (`scripts.stages.loop.rounds`).
+Each stage skips what is complete, so a loop can be repeated. With `loop.rounds` one drafter is
+trained in rounds that learn from its rejected drafts (`scripts.stages.loop.rounds`).
 
-Every stage is composed from the loop's own command line, reduced to the groups that the stage reads; a recipe
-of `loop.recipes` is put before the loop's experiments, whose values therefore win.
+Every stage is composed from the loop's own command line, reduced to the groups that the stage
+reads; a recipe of `loop.recipes` is put before the loop's experiments, whose values therefore win.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.stages.loop.steps import Step, perform
 
 
 def run(settings: Settings) -> None:
-    """Run every step; a step that fails ends the loop, and repeating the command continues there."""
+    """Run every step; one that fails ends the loop, and the same command continues there."""
     steps = plan(settings)
     start = time.monotonic()
     if settings.loop.rounds:
@@ -33,13 +33,15 @@ def run(settings: Settings) -> None:
 
 
 def plan(settings: Settings) -> list[Step]:
-    """The steps of the loop, in order; raises `UserError` for settings that cannot apply to several recipes."""
+    """The steps of the loop, in order; raises `UserError` for settings that cannot apply to several
+    recipes."""
     loop = settings.loop
     several = [*loop.recipes, *loop.sweep]
     for key in ("head", "run.drafter"):
         if several and settings.given(key):
             raise UserError(
-                f"{key} is given, but this loop trains the recipes {', '.join(several)}, each with its own. "
+                f"{key} is given, but this loop trains the recipes {', '.join(several)}, each with "
+                "its own. "
                 f"Leave {key} out, or train one drafter with loop.recipes=[]."
             )
     common = loop.recipes[0] if loop.recipes else None

@@ -32,7 +32,8 @@ class Step:
 
 
 def perform(launch: str, step: Step) -> None:
-    """Run a stage: behind the launcher where there is one and the stage can use it, else in this process.
+    """Run a stage: behind the launcher where there is one and the stage can use it, else in this
+    process.
 
     A measurement prints no table here: the report at the end of the loop shows all of them.
     """
@@ -61,7 +62,8 @@ def launch_step(prefix: str, step: Step) -> None:
         raise UserError(f"loop.launch: '{command[0]}' is not a command here.") from error
     if status:
         raise UserError(
-            f"'{step.title}' ended with status {status}; its own messages are above. Repeating the loop "
+            f"'{step.title}' ended with status {status}; its own messages are above. Repeating the "
+            "loop "
             "continues there."
         )
 
@@ -73,10 +75,12 @@ def folder_of(step: Step) -> str:
 
 
 def require_complete(step: Step) -> None:
-    """Raise `UserError` when a launched stage ended early: a signal lets it save and end without an error."""
+    """Raise `UserError` when a launched stage ended early: a signal lets it save and end without an
+    error."""
     if not is_complete(step.settings):
         raise UserError(
-            f"'{step.title}' was stopped before it was complete. Repeating the loop continues there."
+            f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
+            "there."
         )
 
 

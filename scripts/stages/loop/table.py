@@ -12,7 +12,16 @@ ENDS = {
     "rounds": "all rounds were played",
     "tau": "tau no longer rises: the interval of the last gain reaches below 0",
 }
-COLUMNS = ("round", "answers", "generation", "training tokens", "tau", "gain", "speedup", "learns from")
+COLUMNS = (
+    "round",
+    "answers",
+    "generation",
+    "training tokens",
+    "tau",
+    "gain",
+    "speedup",
+    "learns from",
+)
 
 
 def show(record: LoopRecord) -> None:
@@ -50,7 +59,8 @@ def compare(entry: OpenLoopRecord) -> str:
     """What the best round gained over the open loop."""
     low, high = entry.gain.accepted_ci95
     return (
-        f"best round against one open-loop training of {entry.training.tokens:,.0f} tokens: accepted drafts "
+        f"best round against one open-loop training of {entry.training.tokens:,.0f} tokens: "
+        "accepted drafts "
         f"per pass {entry.gain.accepted:+.1%} [{low:+.1%}, {high:+.1%}]"
     )
 

@@ -1,9 +1,10 @@
-"""`headstart push`: the Hub folder of a trained drafter with its reports and exports, and its upload.
+"""`headstart push`: the Hub folder of a trained drafter with its reports and exports, and its
+upload.
 
 A dry run unless push.dry_run=false.
 
 headstart push run.name=demo run.drafter=eagle3 push.repo=user/name
-headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target push.collection="Drafters for target"
+headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def run(settings: Settings) -> None:
     chosen, repo = choose(settings.run), settings.push.repo
     if len(chosen) > 1 and DRAFTER not in repo:
         raise UserError(
-            f"run.drafter=all pushes {len(chosen)} drafters, each into a repository of its own: write "
+            f"run.drafter=all pushes {len(chosen)} drafters, each into a repository of its own: "
+            "write "
             f"{DRAFTER} where push.repo is to hold the name (push.repo=user/{DRAFTER}-for-target); "
             f"given: '{repo}'."
         )
@@ -52,7 +54,8 @@ def exports_of(run: RunConfig, drafter: str) -> dict[str, Path]:
 
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
-    """The reports that measured these very weights; all of them when none did, for the refusal's message."""
+    """The reports that measured these very weights; all of them when none did, for the refusal's
+    message."""
     digest = file_sha256(checkpoint / WEIGHTS_FILE)
     fitting = [
         folder

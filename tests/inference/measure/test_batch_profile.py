@@ -193,9 +193,9 @@ def test_the_best_draft_is_none_where_none_pays() -> None:
 
 def test_settings_are_checked(target: TargetModel, requests: list[Request], known: Any) -> None:
     assert not ProfileConfig().wanted
-    with pytest.raises(UserError, match=r"bench\.profile\.batches must list whole numbers"):
+    with pytest.raises(UserError, match=r"bench\.profile\.batches\[0\] must be at least 1"):
         ProfileConfig(batches=(0,))
-    with pytest.raises(UserError, match=r"bench\.profile\.temperatures must not be negative"):
+    with pytest.raises(UserError, match=r"bench\.profile\.temperatures\[0\] must not be negative"):
         ProfileConfig(temperatures=(-1.0,))
     with pytest.raises(UserError, match=r"bench\.profile\.blocks must be at least 1"):
         ProfileConfig(blocks=0)

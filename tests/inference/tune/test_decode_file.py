@@ -29,6 +29,7 @@ from inference.export.engine_folder import prepare, write_layout
 from inference.export.hub.card import card
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.base import Target as ExportTarget
+from inference.report.model import parse_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings, load_settings
@@ -171,10 +172,10 @@ def test_what_was_tuned_with_other_weights_leaves_no_machine(
 def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None:
     digest, about = "d" * 64, PushConfig("someone/x")
     tuned = read_tuned(checkpoint(target, tmp_path))
-    lines = card({"greedy": report_of(digest)}, digest, CONFIG, about, tuned=tuned).splitlines()
+    lines = card({"greedy": parse_report(report_of(digest))}, digest, CONFIG, about, tuned=tuned).splitlines()
     assert "| 1 | 0 | tree 4, depth 2 | 150 | 100 | 1.50 [1.40, 1.60] |" in lines
     assert any("none: plain decoding is fastest" in line for line in lines)
-    assert "## How to draft" not in card({"greedy": report_of(digest)}, digest, CONFIG, about)
+    assert "## How to draft" not in card({"greedy": parse_report(report_of(digest))}, digest, CONFIG, about)
 
 
 # ---- the stages ----------------------------------------------------------------------------------------------------------------

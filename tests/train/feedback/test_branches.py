@@ -106,8 +106,8 @@ def test_branches_are_read_by_a_generation(made: tuple[Path, Path], tmp_path: Pa
     ("wrong", "problem"),
     [
         ({"branches": -1}, "feedback.branches must not be negative"),
-        ({"branch_within": 0}, "feedback.branch_within at least 1; given 0 and 0"),
-        ({"branch_likely": 0.0}, "feedback.branch_likely must lie above 0"),
+        ({"branch_within": 0}, "feedback.branch_within must be at least 1; given: 0"),
+        ({"branch_likely": 0.0}, "feedback.branch_likely must be above 0"),
     ],
 )
 def test_settings_without_sense_are_refused(wrong: dict[str, Any], problem: str) -> None:

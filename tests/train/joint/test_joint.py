@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import train.run as loop
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -23,6 +22,8 @@ from inference.target.model import TargetModel
 from tests.models import random_target
 from tests.train import launch
 from tests.train.micro_run import settings
+from train import setup
+from train.config import TrainingJob
 from train.data.loader import StepLoader
 from train.distributed import join_world
 from train.joint.backbone import Backbone
@@ -51,7 +52,7 @@ def loaded(micro: Path) -> TargetModel:
 def drafter_of(micro: Path, kind: str, joint: JointConfig, **head: Any) -> tuple[JointDrafter, Any]:
     """A joint drafter with updates that are no longer zero, and one batch."""
     arguments = joint_settings(micro, joint, kind=kind, head=head)
-    run = JointRun(loop.Job(**arguments, out=micro / "nowhere"), join_world("cpu"))
+    run = JointRun(TrainingJob(**arguments, out=micro / "nowhere"), join_world("cpu"))
     with torch.no_grad():
         for name, value in run.backbone.parameters.items():
             value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -222,7 +223,7 @@ def test_a_joint_training_leaves_a_new_target_with_its_drafter(
     with pytest.raises(UserError, match="was trained for target"):
         load_drafter(out / "best", original.info, original.weights)
     # What lies there is what was measured.
-    run = loop.Run(loop.Job(**{**arguments, "joint": JointConfig()}, out=out), join_world("cpu"))
+    run = setup.Run(TrainingJob(**{**arguments, "joint": JointConfig()}, out=out), join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(changed, drafter, run.requests, decode).tau == manifest["best"]["tau"]
     # Same architecture, same tensors, other values in the layers alone.
@@ -254,8 +255,8 @@ def test_the_new_target_says_what_it_is_and_how_far_it_has_moved(
 
 def test_the_updates_learn_at_a_rate_of_their_own(micro: Path, tmp_path: Path) -> None:
     arguments = joint_settings(micro, replace(LORA, rate_ratio=8.0))
-    run = JointRun(loop.Job(**arguments, out=tmp_path), join_world("cpu"))
-    engine = loop.make_engine(run.drafter, arguments["engine"], arguments["optim"], run.world)
+    run = JointRun(TrainingJob(**arguments, out=tmp_path), join_world("cpu"))
+    engine = setup.make_engine(run.drafter, arguments["engine"], arguments["optim"], run.world)
     engine.step(0.4)
     rates = {id(p): group["lr"] for group in engine.optimizer.param_groups for p in group["params"]}
     assert {rates[id(p)] for p in run.drafter.updates.values()} == {0.4 / 8}
@@ -342,8 +343,8 @@ def test_an_early_exit_is_accepted_more_often_after_its_target_has_learnt_it(
     accuracy = [line["accuracy/depth1"] for line in steps]
     assert sum(accuracy[-5:]) > 1.5 * sum(accuracy[:5])
     original = loaded(micro)
-    untrained = loop.new_drafter("early_exit", arguments["head"], original.info, original.weights, 0)
-    run = loop.Run(loop.Job(**{**arguments, "joint": JointConfig()}, out=tmp_path), join_world("cpu"))
+    untrained = setup.new_drafter("early_exit", arguments["head"], original.info, original.weights, 0)
+    run = setup.Run(TrainingJob(**{**arguments, "joint": JointConfig()}, out=tmp_path), join_world("cpu"))
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert manifest["best"]["tau"] > quick_tau(original, untrained, run.requests, decode).tau
     changed = TargetModel.load(TargetConfig(str(tmp_path / "target"), device="cpu"))
@@ -395,7 +396,7 @@ def test_what_cannot_be_trained_jointly_is_refused(
         ({"rank": 0}, "joint.rank must be at least 1"),
         ({"rate_ratio": 0.0}, "joint.rate_ratio must be above 0"),
         ({"heads_weight": -1.0}, "joint.heads_weight must be above 0"),
-        ({"heads_first": 1.0}, "joint.heads_first must be at least 0 and below 1"),
+        ({"heads_first": 1.0}, r"joint.heads_first must lie in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:

@@ -1,0 +1,132 @@
+"""Fresh traffic against a reference: from records, from a server's metrics, or decoded now."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from heads.api.checkpoint import load_drafter
+from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft import DraftSettings
+from inference.decoding.engine import Engine
+from inference.measure.prompts import Prompt, to_requests
+from inference.staleness.config import WatchConfig
+from inference.staleness.evidence import Sums
+from inference.staleness.reference import DomainAnswers, Reference, passes_within
+from inference.staleness.sequential_test import DriftTest
+from inference.staleness.sources import (
+    Fresh,
+    decode_fresh,
+    read_recorded,
+    read_scrapes,
+    with_system,
+)
+from inference.target.model import TargetModel
+
+
+@dataclass
+class Comparison:
+    """A reference, the test against it, and the fresh answers by domain."""
+
+    config: WatchConfig
+    reference: Reference
+    answers: dict[str, DomainAnswers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        grid = self.reference.grid()
+        self.test = DriftTest(
+            grid,
+            self.reference.most,
+            self.reference.evidence(grid),
+            self.config.tolerance,
+            self.config.alarm_rate,
+        )
+
+    def add(self, fresh: Iterable[Fresh], *, stop: bool = False) -> None:
+        """Give the test one answer after the other. stop: end with the first alarm."""
+        for answer in fresh:
+            count(self.answers, answer)
+            self.test.add(answer.domain, sum(answer.passes), len(answer.passes))
+            if stop and self.test.alarms:
+                break
+
+    def add_records(self, folder: Path) -> None:
+        """Give the test the answers that a server, a measurement or a generation recorded."""
+        self.add(read_recorded(folder, self.reference))
+
+    def add_metrics(self, paths: Sequence[str]) -> None:
+        """Give the test one look per scrape of a server's metrics."""
+        test, reference = self.test, self.reference
+        for totals in read_scrapes([Path(path) for path in paths]):
+            for domain, (accepted, passes) in totals.items():
+                widest = max(reference.domains, key=reference.spread)
+                known = domain if domain in test.reference else widest
+                spread, prior = reference.spread(known), test.reference[known].passes
+                test.replace(domain, Sums(test.grid, accepted, passes, spread, prior))
+
+    def require_fresh(self) -> None:
+        """Raise `UserError` where no answer was of a domain that the reference knows."""
+        if self.test.fresh:
+            return
+        seen = ", ".join(map(repr, self.test.unknown)) or "none"
+        raise UserError(
+            "no fresh answer is of a domain that the reference knows "
+            f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, "
+            "or make "
+            "a reference with these by watch.learn=true."
+        )
+
+    def as_reference(self, target: dict[str, str], source: str) -> Reference:
+        """The fresh answers as a reference: to be the next one, or to be looked at one by one."""
+        return replace(
+            self.reference,
+            target=target,
+            tallies=self.answers,
+            system=self.config.system,
+            source=source,
+            figures={},
+        )
+
+
+def count(answers: dict[str, DomainAnswers], fresh: Fresh) -> None:
+    """Add an answer to its domain's."""
+    answers.setdefault(fresh.domain, DomainAnswers()).answers.append(fresh.passes)
+
+
+def decode_prompts(
+    config: WatchConfig,
+    prompts: Sequence[Prompt],
+    checkpoint: Path,
+    target: TargetModel,
+    decode: DecodeConfig,
+    changed: bool,
+) -> Iterable[Fresh]:
+    """Decode prompts in random order.
+
+    changed: whether the target may be another version of the one that the drafter was trained for.
+    """
+    chosen = with_system(list(prompts), config.system)
+    random.Random(config.seed).shuffle(chosen)
+    chosen = chosen[: config.max_prompts]
+    drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=changed)
+    limit = target.info.max_position_embeddings
+    requests = to_requests(chosen, target.tokenizer, decode, capacity=limit, overlong="skip")
+    if not requests:
+        raise UserError(
+            f"no prompt fits into the target's {limit} positions together with an answer of "
+            f"{decode.max_new_tokens} tokens. Give shorter prompts."
+        )
+    most = passes_within(decode.max_new_tokens, decode.tree().max_depth)
+    return decode_fresh(Engine(target, drafter, decode), requests, chosen, most)
+
+
+def draft_of(decode: DecodeConfig) -> DraftSettings:
+    """The draft of a reference, as watch.json holds it."""
+    draft: DraftSettings = {"shape": decode.shape, "depth": decode.depth, "choices": []}
+    if decode.shape in ("tree", "dynamic"):
+        draft["choices"] = [list(choice) for choice in decode.choices]
+        draft |= {"nodes": decode.nodes, "width": decode.width}
+    return draft

@@ -1,0 +1,63 @@
+"""Advice on traffic for people: a table of drafters and lengths, and what to do."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from inference.target.memory import gib
+from inference.traffic.advice import TrafficAdvice
+
+
+def traffic_table(advice: TrafficAdvice) -> Table:
+    """One line per drafter and length."""
+    level = advice["concurrency"]
+    found = Table(
+        title=f"{advice['traffic']['requests']} requests, at most {advice['rows']} decoded together"
+    )
+    found.add_column("drafter")
+    found.add_column("draft")
+    for column in (
+        "tau",
+        "tokens/s",
+        "latency p50",
+        "p95",
+        "first token p50",
+        "p95",
+        f"speedup at {level['p50']} (p50)",
+        f"at {level['p95']} (p95)",
+        "more memory",
+    ):
+        found.add_column(column, justify="right")
+    for way in advice["ways"]:
+        times = [way["latency"], way["first_token"]]
+        seconds = [f"{item[name]:.2f} s" for item in times for name in ("p50", "p95")]
+        found.add_row(
+            way["drafter"],
+            way["draft"],
+            f"{way['tau']:.2f}",
+            f"{way['tokens_per_second']:.0f}",
+            *seconds,
+            *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
+            gib(way["extra_bytes"]),
+        )
+    return found
+
+
+def advice_lines(advice: TrafficAdvice) -> list[str]:
+    """What to do, in a sentence for each concurrency."""
+    lines = []
+    for name, best in advice["best"].items():
+        where = f"at {advice['concurrency'][name]} requests ({name})"
+        if best["draft"] == "none":
+            lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
+            continue
+        way = next(
+            way
+            for way in advice["ways"]
+            if (way["drafter"], way["draft"]) == (best["drafter"], best["draft"])
+        )
+        lines.append(
+            f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as "
+            "fast as plain decoding"
+        )
+    return lines

@@ -1,0 +1,36 @@
+"""What tuning has chosen, as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from inference.tune.tuner import TuneRow
+
+
+def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
+    """What was chosen, for the terminal."""
+    found = Table(title=name)
+    for column in (
+        "batch size",
+        "temperature",
+        "draft",
+        "predicted tokens/s",
+        "measured",
+        "without",
+        "speedup",
+    ):
+        found.add_column(column, justify="left" if column == "draft" else "right")
+    for row in rows:
+        low, high = row["speedup_ci95"]
+        found.add_row(
+            str(row["batch_size"]),
+            f"{row['temperature']:g}",
+            str(row["label"]),
+            f"{row['predicted_tokens_per_second']:.0f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['baseline_tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+        )
+    return found

@@ -1,0 +1,133 @@
+"""A conversation with a target in the terminal, printed token by token."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from heads.api.errors import UserError
+from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
+from inference.measure.metrics import divide
+from inference.measure.prompts import prompt_seed
+from inference.target.chat import render_prompt
+from inference.target.text_pieces import TextPieces
+
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+@dataclass
+class Answer:
+    """One answer: its text, its number of tokens, its verify passes, and the seconds it took,
+    reading the prompt included."""
+
+    text: str
+    tokens: int
+    passes: list[PassRecord]
+    seconds: float
+
+
+class Chat:
+    """A conversation: messages so far, and the decoder that continues them."""
+
+    def __init__(self, engine: Engine, system: str, seed: int) -> None:
+        self.engine, self.seed = engine, seed
+        self.opening: list[dict[str, str]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
+        self.messages = list(self.opening)
+
+    def clear(self) -> None:
+        """Forget the conversation, but not the system message."""
+        self.messages = list(self.opening)
+
+    def answer(self, prompt: str) -> Answer:
+        """Answer `prompt`, printing the text as it is decoded, and remember both."""
+        tokenizer = self.engine.target.tokenizer
+        messages = [*self.messages, {"role": "user", "content": prompt}]
+        seed = prompt_seed(self.seed, f"chat-{len(messages)}")
+        tokens = tuple(render_prompt(tokenizer, messages))
+        request = Request(0, tokens, seed, self.engine.decode.max_new_tokens)
+        stream = TextStream(tokenizer, self.engine.target.eos_token_ids, colour=sys.stdout.isatty())
+        start = time.perf_counter()
+
+        def show(_: Request, new: list[int], record: PassRecord | None) -> None:
+            stream.add(new, record.accepted if record is not None else 0)
+
+        (completion,) = self.engine.run([request], on_tokens=show)
+        seconds = time.perf_counter() - start
+        stream.close()
+        if stream.text.strip():
+            self.messages = [*messages, {"role": "assistant", "content": stream.text}]
+        return Answer(stream.text, len(completion.tokens), completion.passes, seconds)
+
+
+class TextStream:
+    """Prints text while its tokens arrive. colour: print what was drafted and accepted in green."""
+
+    def __init__(self, tokenizer: Any, ends: tuple[int, ...], colour: bool = False) -> None:
+        self.pieces, self.colour = TextPieces(tokenizer, ends), colour
+
+    @property
+    def text(self) -> str:
+        """What has been printed."""
+        return self.pieces.text
+
+    def add(self, new: list[int], drafted: int = 0) -> None:
+        """Print what `new` tokens add; the first `drafted` of them are accepted drafts."""
+        self.show(self.pieces.add(new[:drafted]), drafted=True)
+        self.show(self.pieces.add(new[drafted:]))
+
+    def show(self, piece: str, drafted: bool = False) -> None:
+        """Print a piece of text."""
+        if piece:
+            print(
+                f"{GREEN}{piece}{PLAIN}" if drafted and self.colour else piece, end="", flush=True
+            )
+
+    def close(self) -> None:
+        """Print what was held back, and end the line."""
+        self.show(self.pieces.rest())
+        print(flush=True)
+
+
+def summary(answer: Answer, name: str) -> str:
+    """One line of numbers about an answer."""
+    tau = divide(sum(item.committed for item in answer.passes), len(answer.passes))
+    speed = divide(answer.tokens, answer.seconds)
+    total = f"{answer.tokens} tokens in {answer.seconds:.2f} s"
+    return f"[{name}: tau {tau:.2f}, {speed:.0f} tokens/s, {total}]"
+
+
+def converse(chat: Chat, name: str) -> None:
+    """The terminal loop."""
+    console = Console()
+    console.print(
+        f"{chat.engine.target.info.id} with {name}. /clear forgets the conversation, /quit or "
+        "Ctrl-D ends it."
+    )
+    while True:
+        try:
+            prompt = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if prompt in ("/quit", "/exit"):
+            return
+        if prompt == "/clear":
+            chat.clear()
+        elif prompt:
+            try:
+                console.print(
+                    summary(chat.answer(prompt), name), style="dim", highlight=False, markup=False
+                )
+            except UserError as error:  # most often a conversation that no longer fits
+                console.print(
+                    f"{error} (/clear starts a new conversation)", style="red", markup=False
+                )
+            except KeyboardInterrupt:
+                console.print("\n(stopped)", style="dim")

@@ -1,0 +1,81 @@
+"""A training's plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from inference.target.memory import gib
+
+
+def plan_table(content: Mapping[str, Any]) -> Table:
+    """The plan for people."""
+    found = Table(show_header=False, box=None, pad_edge=False)
+    settings, memory, step = content["settings"], content["memory_bytes"], content["step_seconds"]
+    fits = {True: "fits", False: "does NOT fit", None: ""}[content["fits"]]
+    room = (
+        f" of {gib(int(content['memory_capacity']))}: {fits}" if content["memory_capacity"] else ""
+    )
+    target, drafter = content["target"], content["drafter"]
+    found.add_row(
+        "target",
+        f"{target['path']}: {target['parameters']:,} weights, {target['active']:,} of the layers "
+        "per token",
+    )
+    found.add_row("drafter", f"{drafter['kind']}: {drafter['trained_weights']:,} trained weights")
+    beside = content["target_process_bytes"]
+    found.add_row(
+        "memory per trainer" if beside else "memory per process", f"{gib(memory['total'])}{room}"
+    )
+    for name, count in memory.items():
+        if name != "total" and count:
+            found.add_row(f"  {name}", gib(count))
+    if beside:
+        found.add_row("memory per target process", gib(beside["total"]))
+    disk = content["disk_bytes"]
+    found.add_row("disk", f"states {gib(disk['states'])}, best {gib(disk['best'])}")
+    stores = ", ".join(f"{fmt} {gib(count)}" for fmt, count in disk["feature_store"].items())
+    found.add_row("  feature store, if any", stores)
+    add_features(found, content)
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.items() if name != "total")
+    found.add_row("seconds per step", f"{step['total']:.3g} ({parts})")
+    found.add_row("speed", content["speed"]["source"])
+    found.add_row(
+        "time",
+        f"{content['hours']:.3g} h for {content['steps']:,} steps, {content['device_hours']:.3g} "
+        "device-hours on "
+        f"{settings['processes']} (measuring tau comes on top unless it was measured)",
+    )
+    return found
+
+
+def add_features(found: Table, content: Mapping[str, Any]) -> None:
+    """Add where the target runs, and what its features take of disks or network."""
+    beforehand, settings, reading = content["target_pass"], content["settings"], content["reading"]
+    once = (
+        f"; making it: {beforehand['device_hours']:.3g} device-hours"
+        if settings["features"] == "store"
+        else ""
+    )
+    found.add_row("target runs", beforehand["where"] + once)
+    if reading is not None:
+        found.add_row(
+            "  a trainer holds of it", f"{settings['trainer_target']} (features.trainer_target)"
+        )
+        found.add_row(
+            "features read",
+            f"{rate(reading['process_bytes_per_second'])} per trainer, "
+            f"{rate(reading['total_bytes_per_second'])} in all "
+            f"({reading['bytes_per_token']:,.0f} bytes a token); the time assumes that they arrive "
+            "as fast",
+        )
+
+
+def rate(bytes_per_second: float) -> str:
+    """Bytes per second for people."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if bytes_per_second >= size:
+            return f"{bytes_per_second / size:.3g} {unit}/s"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"
