@@ -119,7 +119,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
         where, hint = locate(cls, missing, path)
         raise UserError(f"{where} is missing. Give it as {where}=... ({expected(hint)}).")
     try:
-        validator = getattr(cls, "__pydantic_validator__", None)
+        validator = vars(cls).get("__pydantic_validator__")  # a base's would not know its fields
         if validator is not None:
             return cast(T, validator.validate_python(values))
         twin = unchecked_twin(cast(Any, cls)).model_validate(values)

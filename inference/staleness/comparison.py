@@ -75,8 +75,7 @@ class Comparison:
         raise UserError(
             "no fresh answer is of a domain that the reference knows "
             f"({', '.join(self.reference.domains)}); found: {seen}. Give traffic of those domains, "
-            "or make "
-            "a reference with these by watch.learn=true."
+            "or make a reference with these by watch.learn=true."
         )
 
     def as_reference(self, target: dict[str, str], source: str) -> Reference:

@@ -10,9 +10,9 @@ from inference.decoding.arm import Arm
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded, load_bench_prompts
 from inference.measure.prompts import Prompt
-from inference.measure.run import REPORT_FILE, measure
+from inference.measure.run import measure
 from inference.report.markdown import print_table
-from inference.report.model import read_report
+from inference.report.model import REPORT_FILE, read_report
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings

@@ -167,3 +167,16 @@ def test_construction_and_replacement_in_python_are_checked_alike() -> None:
     with pytest.raises(UserError, match=r"outer\.inner\.rate: expected a number"):
         Inner("x")
     assert replace(Outer(1), inner=Inner(0.1)).inner.rate == 0.1
+
+
+@dataclass(frozen=True)
+class PlainHeir(Inner):
+    """A plain dataclass with a checked base: a kind from elsewhere that extends one of ours."""
+
+    more: int = 0
+
+
+def test_a_plain_heir_of_a_checked_class_is_built_with_its_own_fields() -> None:
+    assert build(PlainHeir, {"rate": 2, "more": 3}, "head") == PlainHeir(2.0, 3)
+    with pytest.raises(UserError, match=r"head\.more: expected a whole number"):
+        build(PlainHeir, {"more": "x"}, "head")

@@ -173,12 +173,12 @@ def test_files_of_people_are_not_replaced_by_tuning_watching_or_generating(tmp_p
 
 
 def test_rounds_replace_only_their_own_copy(tmp_path: Path) -> None:
-    training, loop_file = recorded(tmp_path / "train" / "medusa", "train"), tmp_path / "loop.json"
-    assert not is_copy(training, loop_file)
-    write_json(loop_file, {"rounds": [{"training": {"weights_sha256": "a" * 64}}]})
-    assert not is_copy(training, loop_file)
+    training = recorded(tmp_path / "train" / "medusa", "train")
+    assert not is_copy(training, tmp_path)
+    shutil.copy(Path(__file__).with_name("earlier") / "loop.json", tmp_path)
+    assert not is_copy(training, tmp_path)
     write_json(training / "run.json", {"format": 1, "stage": "train", "copied_from": "round-1/train/medusa"})
-    assert is_copy(training, loop_file)
+    assert is_copy(training, tmp_path)
 
 
 def test_a_report_replaces_no_other_measurement_and_no_text_of_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

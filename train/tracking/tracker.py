@@ -55,7 +55,7 @@ class LogLine(TypedDict, total=False):
     """Whether this tau was the best until then."""
 
 
-@config("train.tracker")
+@config("train.tracking.tracker")
 @dataclass(frozen=True)
 class TrackerConfig:
     """Where figures go besides log.jsonl, which is always written."""
