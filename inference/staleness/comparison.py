@@ -17,7 +17,13 @@ from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
 from inference.staleness.reference import DomainAnswers, Reference, passes_within
 from inference.staleness.sequential_test import DriftTest
-from inference.staleness.sources import Fresh, decode_fresh, read_recorded, read_scrapes, with_system
+from inference.staleness.sources import (
+    Fresh,
+    decode_fresh,
+    read_recorded,
+    read_scrapes,
+    with_system,
+)
 from inference.target.model import TargetModel
 
 

@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.table import Table
 
 from inference.target.memory import gib
+from inference.traffic.advice import TrafficAdvice
 
 
-def traffic_table(told: Mapping[str, Any]) -> Table:
+def traffic_table(advice: TrafficAdvice) -> Table:
     """One line per drafter and length."""
-    level = told["concurrency"]
+    level = advice["concurrency"]
     found = Table(
-        title=f"{told['traffic']['requests']} requests, at most {told['rows']} decoded together"
+        title=f"{advice['traffic']['requests']} requests, at most {advice['rows']} decoded together"
     )
     found.add_column("drafter")
     found.add_column("draft")
     for column in (
-        "tau", "tokens/s", "latency p50", "p95", "first token p50", "p95",
-        f"speedup at {level['p50']} (p50)", f"at {level['p95']} (p95)", "more memory",
-    ):  # fmt: skip
+        "tau",
+        "tokens/s",
+        "latency p50",
+        "p95",
+        "first token p50",
+        "p95",
+        f"speedup at {level['p50']} (p50)",
+        f"at {level['p95']} (p95)",
+        "more memory",
+    ):
         found.add_column(column, justify="right")
-    for way in told["ways"]:
-        times = [way[what] for what in ("latency", "first_token")]
+    for way in advice["ways"]:
+        times = [way["latency"], way["first_token"]]
         seconds = [f"{item[name]:.2f} s" for item in times for name in ("p50", "p95")]
         found.add_row(
-            way["drafter"], way["draft"], f"{way['tau']:.2f}", f"{way['tokens_per_second']:.0f}",
+            way["drafter"],
+            way["draft"],
+            f"{way['tau']:.2f}",
+            f"{way['tokens_per_second']:.0f}",
             *seconds,
             *(f"{way['speedup_at'][name]:.2f}" for name in ("p50", "p95")),
             gib(way["extra_bytes"]),
-        )  # fmt: skip
+        )
     return found
 
 
-def advice_lines(told: Mapping[str, Any]) -> list[str]:
+def advice_lines(advice: TrafficAdvice) -> list[str]:
     """What to do, in a sentence for each concurrency."""
     lines = []
-    for name, best in told["best"].items():
-        where = f"at {told['concurrency'][name]} requests ({name})"
+    for name, best in advice["best"].items():
+        where = f"at {advice['concurrency'][name]} requests ({name})"
         if best["draft"] == "none":
             lines.append(f"{where}: no speculation, nothing is faster than plain decoding")
             continue
         way = next(
             way
-            for way in told["ways"]
-            if all(way[key] == best[key] for key in ("drafter", "draft"))
+            for way in advice["ways"]
+            if (way["drafter"], way["draft"]) == (best["drafter"], best["draft"])
         )
         lines.append(
             f"{where}: {best['drafter']}, {best['draft']}: {way['speedup_at'][name]:.2f} times as "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Table
 
+from inference.tune.tuner import TuneRow
 
-def tune_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+
+def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
     """What was chosen, for the terminal."""
     found = Table(title=name)
     for column in (
