@@ -89,8 +89,9 @@ class Trainer:
     """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
 
     steps: updates in all. schedule: its begin and end place this training in a whole one, for losses
-    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains without measuring. run_facts: stored with every state. led: around what
-    the main process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
+    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains
+    without measuring. run_facts: stored with every state. main_alone: the context of what the main
+    process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
     processes serve may not, since they would wait for the rest of it.
     """
 
