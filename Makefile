@@ -46,6 +46,7 @@ test: $(NEEDS)
 
 check: $(NEEDS)
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 

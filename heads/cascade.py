@@ -1,11 +1,13 @@
-"""Cascades: a drafter sped up by another drafter, or several drafters in one verification. Any depth, still lossless.
+"""Cascades: a drafter sped up by another drafter, or several drafters in one verification. Any
+depth, still lossless.
 
-`speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of two levels drafts a chain, and
-the lower one speculates for it just as the upper speculates for the target. `join` (horizontal): the trees of all parts stand
-behind one root and are verified together, for instance a neural tree and what a lookup found.
+`speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of
+two levels drafts a chain, and the lower one speculates for it just as the upper speculates for the
+target. `join` (horizontal): the trees of all parts stand behind one root and are verified together,
+for instance a neural tree and what a lookup found.
 
-A part is any kind, a cascade included, from a checkpoint or without weights. A cascade trains nothing: its parts are trained as
-themselves. Its checkpoint holds all of them.
+A part is any kind, a cascade included, from a checkpoint or without weights. A cascade trains
+nothing: its parts are trained as themselves. Its checkpoint holds all of them.
 
 Legend: B rows, N nodes, W tokens that the upper level reads per round, R rounds.
 """
@@ -38,30 +40,34 @@ class Config:
     """Configuration of a cascade."""
 
     mode: Literal["speed_up", "join"] = "speed_up"
-    """speed_up: the first part drafts for the second one, which drafts for the target. join: all parts draft for the target."""
+    """speed_up: the first part drafts for the second one, which drafts for the target. join: all
+    parts draft for the target."""
     parts: tuple[Mapping[str, Any], ...] = ()
-    """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training. speed_up: two, the smaller
-    first. join: two or more; the first one gets the asked shape, the others branches beside it."""
+    """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training.
+    speed_up: two, the smaller first. join: two or more; the first one gets the asked shape, the
+    others branches beside it."""
     proposed: PositiveInt = 3
     """speed_up: tokens that the lower level proposes per inner round (>= 1)."""
     rounds: PositiveInt = 2
-    """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens, each further one 1 to
-    proposed + 1."""
+    """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens,
+    each further one 1 to proposed + 1."""
     branches: NonEmpty[PositiveInt] = (5,)
-    """join: drafted tokens of each part after the first (>= 1); the last number also counts for those without one."""
+    """join: drafted tokens of each part after the first (>= 1); the last number also counts for
+    those without one."""
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):
             raise UserError(
-                "head.parts of a cascade must list two parts (head.mode=speed_up: the smaller first) or more "
-                f"(head.mode=join); given: {len(self.parts)}. Longer chains are cascades of cascades."
+                "head.parts of a cascade must list two parts (head.mode=speed_up: the smaller "
+                f"first) or more (head.mode=join); given: {len(self.parts)}. Longer chains are "
+                "cascades of cascades."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most `rounds` rounds. Shared between the
-    rows of a batch.
+    """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most
+    `rounds` rounds. Shared between the rows of a batch.
     """
 
     shapes: list[DraftShape]
@@ -72,8 +78,9 @@ class Plan:
 
 @dataclass
 class State:
-    """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that were drafted and passes of the
-    upper level that this took since prefill (speed_up), for those who measure what the lower level saves.
+    """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that
+    were drafted and passes of the upper level that this took since prefill (speed_up), for those
+    who measure what the lower level saves.
     """
 
     parts: list[Any]
@@ -106,21 +113,24 @@ class Drafter(TrainableDrafter):
         for number, (drafter, needs) in enumerate(zip(self.drafters, specs, strict=True)):
             if needs.verified:
                 raise UserError(
-                    f"head.parts[{number}] is of kind '{drafter.kind}', which learns from the verification of its own tree alone; "
-                    "in a cascade it would be shown another one. Use it by itself."
+                    f"head.parts[{number}] is of kind '{drafter.kind}', which learns from the "
+                    "verification of its own tree alone; in a cascade it would be shown another "
+                    "one. Use it by itself."
                 )
         if self.config.mode == "join":
             return
         lower, upper = self.drafters
         if specs[0].taps or specs[0].last_hidden:
             raise UserError(
-                f"head.parts[0], kind '{lower.kind}', reads the target's inner states, which do not exist for what the level above "
-                "drafts. The lower level must draft from tokens alone: ngram, suffix, distilled, pard, or a cascade of those."
+                f"head.parts[0], kind '{lower.kind}', reads the target's inner states, which do "
+                "not exist for what the level above drafts. The lower level must draft from "
+                "tokens alone: ngram, suffix, distilled, pard, or a cascade of those."
             )
         if not (hasattr(upper, "read") and hasattr(upper, "root_logits")):
             raise UserError(
-                f"head.parts[1], kind '{upper.kind}', cannot judge tokens that another level drafted. The upper level must be a "
-                "language model of its own or a part of the target: distilled, early_exit, quantized_self."
+                f"head.parts[1], kind '{upper.kind}', cannot judge tokens that another level "
+                "drafted. The upper level must be a language model of its own or a part of the "
+                "target: distilled, early_exit, quantized_self."
             )
 
     @classmethod
@@ -128,7 +138,7 @@ class Drafter(TrainableDrafter):
         """A cascade trains nothing of its own."""
         return True
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # Weights
 
     def bind(self, weights: TargetWeights) -> None:
         """Attach the target's tensors to every part."""
@@ -149,16 +159,17 @@ class Drafter(TrainableDrafter):
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Raises `UserError`: the parts are trained as themselves."""
         raise UserError(
-            "a cascade has nothing of its own to train: train its parts (`headstart train head=...`) and give their folders as "
-            "head.parts=[{checkpoint: FOLDER}, ...]."
+            "a cascade has nothing of its own to train: train its parts (`headstart train "
+            "head=...`) and give their folders as head.parts=[{checkpoint: FOLDER}, ...]."
         )
 
-    # --- drafting ---------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         plan = self._plan_of(tree, seen.tokens.device)
-        # parts are told runs of the whole tree's depth, and the lower level also what the upper one chose beyond the root
+        # parts are told runs of the whole tree's depth, and the lower level also what the upper one
+        # chose beyond the root
         room = capacity + tree.max_depth + 1
         if plan.tree is not None:
             room += plan.shapes[1].max_depth + self.config.proposed + 2
@@ -175,7 +186,9 @@ class Drafter(TrainableDrafter):
         if self._plan is None or self._plan[0] is not shape:
             self._plan = (
                 shape,
-                (self._join_plan if self.config.mode == "join" else self._speed_plan)(shape, device),
+                (self._join_plan if self.config.mode == "join" else self._speed_plan)(
+                    shape, device
+                ),
             )
         return self._plan[1]
 
@@ -187,13 +200,15 @@ class Drafter(TrainableDrafter):
     def _speed_plan(self, shape: DraftShape, device: torch.device) -> Plan:
         if isinstance(shape, DynamicShape):  # there is one continuation: a chain as long as fits
             shape = TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)
-        rounds = max(0, min(self.config.rounds, shape.max_depth - 1))  # every round adds at least one token
+        # every round adds at least one token
+        rounds = max(0, min(self.config.rounds, shape.max_depth - 1))
         lower = TokenTree.chain(self.config.proposed, device)
         upper = TokenTree.chain(max(1, rounds * (self.config.proposed + 1)), device)
         return Plan([lower, upper], TreePlan.of(shape), rounds)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Draft; see the protocol. speed_up gives the upper level's own chain as far as it got (`Proposal.limit`)."""
+        """Draft; see the protocol. speed_up gives the upper level's own chain as far as it got
+        (`Proposal.limit`)."""
         if state.plan.tree is None:
             return self._joined(state, noise)
         plan, (lower, upper) = state.plan.tree, self.drafters
@@ -216,7 +231,9 @@ class Drafter(TrainableDrafter):
         """All parts that got a share of the nodes; a single one drafts as if it were alone."""
         asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
         told_noise = noise if len(asked) == 1 else Quiet(noise)
-        return join([self.drafters[number].propose(state.parts[number], told_noise) for number in asked])
+        return join(
+            [self.drafters[number].propose(state.parts[number], told_noise) for number in asked]
+        )
 
     def forget(self) -> None:
         """Let the parts that remember other answers forget them."""

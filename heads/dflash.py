@@ -1,19 +1,21 @@
 """Block drafters: one forward pass drafts a whole block (DFlash and what came after it).
 
-Taps of the target are fused into one feature per position. Every draft layer turns the features of the committed positions
-into keys and values of its own (KV injection) and lets the slots of a block attend to them and to each other; slot 0
-holds the embedding of the root, the last committed token, every other slot the same mask embedding. The shared, frozen LM
-head reads one drafted token from every slot. The state is a cache of the features' keys and values, which only
-grows: what is refused was never written (methods.md, section 3). Options make the published methods of it: the
-mask inside the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and a
-confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector (DFlash 2), states
-conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare). Dependent slots are drafted level by
-level along every path of a tree from the same pass, so their trees are conditioned on parents (PC-Tree).
-Parameter names are those of serving engines (serving-formats.md, 3.6).
+Taps of the target are fused into one feature per position. Every draft layer turns the features of
+the committed positions into keys and values of its own (KV injection) and lets the slots of a block
+attend to them and to each other; slot 0 holds the embedding of the root, the last committed token,
+every other slot the same mask embedding. The shared, frozen LM head reads one drafted token from
+every slot. The state is a cache of the features' keys and values, which only grows: what is refused
+was never written (methods.md, section 3). Options make the published methods of it: the mask inside
+the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and
+a confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector
+(DFlash 2), states conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare).
+Dependent slots are drafted level by level along every path of a tree from the same pass, so their
+trees are conditioned on parents (PC-Tree). Parameter names are those of serving engines
+(serving-formats.md, 3.6).
 
-Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R supervised (block, depth) pairs,
-H hidden, V vocabulary, n taps, W width of a committed run, S cache slots, N nodes, P nodes of one level, C carry of a dependency,
-g key/value heads, D head size.
+Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R
+supervised (block, depth) pairs, H hidden, V vocabulary, n taps, W width of a committed run, S cache
+slots, N nodes, P nodes of one level, C carry of a dependency, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ from heads.nn.rope import look_up
 
 @dataclass
 class State:
-    """keys, values: per layer [B, S, g, D], slot = position: of the features of committed positions, behind them room for a
-    block. root, root_position [B] int64.
+    """keys, values: per layer [B, S, g, D], slot = position: of the features of committed
+    positions, behind them room for a block. root, root_position [B] int64.
     """
 
     keys: list[Tensor]
@@ -58,8 +60,9 @@ class State:
 
 @dataclass
 class Taught:
-    """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth and the one before it;
-    states_at [M, K] int64: the flat position whose state the target draws it from; mask [M, K] bool: supervised; scale [M].
+    """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth
+    and the one before it; states_at [M, K] int64: the flat position whose state the target draws it
+    from; mask [M, K] bool: supervised; scale [M].
     """
 
     labels: Tensor
@@ -94,10 +97,11 @@ class Drafter(BlockModel):
             return "mixed"
         return "dflash2" if config.convolution else "dflash"
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objective over blocks behind places drawn from every row, scaled to all places."""
+        """The weighted objective over blocks behind places drawn from every row, scaled to all
+        places."""
         config: Config = self.config
         eligible = batch.supervised(1) & batch.supervised(
             2
@@ -117,7 +121,9 @@ class Drafter(BlockModel):
             if len(starts) == 1
             else [checkpoint(part, first, use_reentrant=False) for first in starts]
         )
-        total, per_depth, correct, counts, doubt = (sum(values) for values in zip(*parts, strict=True))
+        total, per_depth, correct, counts, doubt = (
+            sum(values) for values in zip(*parts, strict=True)
+        )
         metrics = losses.depth_metrics(per_depth, correct, counts)
         if self.confidence_head is not None:
             metrics["loss/confidence"] = (doubt.detach(), counts.sum().detach())
@@ -129,13 +135,16 @@ class Drafter(BlockModel):
         return self._contexts(batch.taps, self._rope.at(batch.positions, self.norm.weight.dtype))
 
     def _chunk(self, batch: TrainBatch, depths: int) -> int:
-        """Blocks per row that are run at once, so that neither logits nor attention scores grow too large."""
+        """Blocks per row that are run at once, so that neither logits nor attention scores grow too
+        large."""
         rows, length = batch.tokens.shape
         slots = self.config.block_size
         scores = self.shape.num_attention_heads * slots * (length + slots)
         return max(1, losses.CHUNK_ELEMENTS // (rows * max(depths * self.info.vocab_size, scores)))
 
-    def _states(self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, depths: int) -> Tensor:
+    def _states(
+        self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, depths: int
+    ) -> Tensor:
         """States before the final norm [M, depths, H] of the blocks behind `anchors`."""
         config: Config = self.config
         rows, blocks = anchors.last.shape
@@ -146,11 +155,15 @@ class Drafter(BlockModel):
         first = batch.positions.gather(1, anchors.last).flatten()[:, None] + 1
         rotation = self._rope.at(first + torch.arange(slots, device=roots.device), inputs.dtype)
         exact = inputs.dtype == torch.float64
-        view = View.of(batch.segments, anchors.last, slots, self.causal, flex=inputs.is_cuda and not exact)
+        view = View.of(
+            batch.segments, anchors.last, slots, self.causal, flex=inputs.is_cuda and not exact
+        )
 
         def attend_to(context: KeyValue) -> Attend:
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                query, key, value = (part.unflatten(0, (rows, blocks)) for part in (query, key, value))
+                query, key, value = (
+                    part.unflatten(0, (rows, blocks)) for part in (query, key, value)
+                )
                 return attend_blocks(query, context, (key, value), view).flatten(0, 1)
 
             return attend
@@ -179,10 +192,13 @@ class Drafter(BlockModel):
         )
 
     def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught) -> losses.Sums:
-        """For states [M, K, H]: the loss, and by depth [K] its unweighted sums, right tokens and counts; the confidence's loss."""
+        """For states [M, K, H]: the loss, and by depth [K] its unweighted sums, right tokens and
+        counts; the confidence's loss."""
         config: Config = self.config
         rule, (block, depth) = self.dependency, taught.mask.nonzero(as_tuple=True)  # [R] each
-        share = config.base_share_start + batch.progress * (config.base_share_end - config.base_share_start)
+        share = config.base_share_start + batch.progress * (
+            config.base_share_end - config.base_share_start
+        )
         normed = self.norm(raw)
         given = raw if rule.raw else normed
         carry = rule.unroll(taught.parents, given, self._embed)[block, depth]
@@ -198,12 +214,16 @@ class Drafter(BlockModel):
         if share > 0:
             assert base is not None
             values = (1 - share) * values + share * objective(base, labels, target_logits)
-        right = torch.full(taught.mask.shape, float("-inf"), dtype=values.dtype, device=values.device)
+        right = torch.full(
+            taught.mask.shape, float("-inf"), dtype=values.dtype, device=values.device
+        )
         right = right.index_put((block, depth), log_probability(logits, labels))
         weights = config.weighting()(right, taught.mask) * taught.scale[:, None].to(values.dtype)
         weights = weights[block, depth]
         if batch.weights is not None:
-            weights = weights * batch.weights.flatten()[taught.states_at[block, depth] + 1].to(weights.dtype)
+            weights = weights * batch.weights.flatten()[taught.states_at[block, depth] + 1].to(
+                weights.dtype
+            )
         doubt = torch.zeros_like(values)
         if self.confidence_head is not None:
             assert target_logits is not None
@@ -216,7 +236,13 @@ class Drafter(BlockModel):
             return items.new_zeros(self.depths).index_add_(0, depth, items)
 
         correct = (losses.best_column(logits) == objective.aim(labels, target_logits)).long()
-        return total, by_depth(values.detach()), by_depth(correct), taught.mask.sum(0), doubt.detach().sum()
+        return (
+            total,
+            by_depth(values.detach()),
+            by_depth(correct),
+            taught.mask.sum(0),
+            doubt.detach().sum(),
+        )
 
     @torch.no_grad()
     def _target_word(self, batch: TrainBatch, states_at: Tensor) -> Tensor | None:
@@ -228,7 +254,8 @@ class Drafter(BlockModel):
         return batch.target_logits(batch.last_hidden.flatten(0, 1)[states_at])
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Logits [B, T, V] at depths 1..depth of a block behind every position, along the true tokens; see the contract."""
+        """Logits [B, T, V] at depths 1..depth of a block behind every position, along the true
+        tokens; see the contract."""
         assert depth <= self.depths, f"{depth} depths asked of a block of {self.depths}"
         contexts, anchors = self._features(batch), Anchors.everywhere(batch.tokens)
         chunk, rule, found = self._chunk(batch, depth), self.dependency, []
@@ -245,15 +272,16 @@ class Drafter(BlockModel):
             found.append(logits.unflatten(0, piece.last.shape))  # [B, A, K, V]
         return list(torch.cat(found, 1).unbind(2))
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than the block."""
         if tree.max_depth > self.depths:
             needed = tree.max_depth + self.config.block_size - self.depths
             raise UserError(
-                f"blocks of {self.config.block_size} draft {self.depths} tokens at most, not {tree.max_depth}. "
-                f"Set decode.depth to {self.depths} or less, or train with head.block_size={needed}."
+                f"blocks of {self.config.block_size} draft {self.depths} tokens at most, not "
+                f"{tree.max_depth}. Set decode.depth to {self.depths} or less, or train with "
+                f"head.block_size={needed}."
             )
         batch, width = seen.tokens.shape
         plan, shape = self._plans.of(tree), self.shape
@@ -271,11 +299,14 @@ class Drafter(BlockModel):
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the run's keys and values to the cache.
 
-        Padded entries are written behind the run, where a block or the next run overwrites them before anything sees them.
+        Padded entries are written behind the run, where a block or the next run overwrites them
+        before anything sees them.
         """
         assert accepted.taps is not None, "a block drafter needs the target's taps"
         rows, _, root, root_position = last_valid(accepted)
-        places = accepted.positions[:, :1] + torch.arange(accepted.tokens.shape[1], device=root.device)
+        places = accepted.positions[:, :1] + torch.arange(
+            accepted.tokens.shape[1], device=root.device
+        )
         contexts = self._contexts(accepted.taps, look_up(self._table(state), places))
         for (key, value), keys, values in zip(contexts, state.keys, state.values, strict=True):
             write_cache(keys, rows[:, None], places, key)
@@ -287,8 +318,8 @@ class Drafter(BlockModel):
     def _draft(self, state: State, depth: int) -> Tensor:
         """One pass over the block behind each root: states before the final norm [B, depth, H].
 
-        The block's own keys and values lie in the cache behind the context. Slots that see each other are all run,
-        however few are asked for, as in training.
+        The block's own keys and values lie in the cache behind the context. Slots that see each
+        other are all run, however few are asked for, as in training.
         """
         shift = self.config.block_size - self.depths
         slots = depth + shift if self.causal else self.config.block_size
@@ -307,11 +338,14 @@ class Drafter(BlockModel):
 
             return attend
 
-        attends = [attend_in(keys, values) for keys, values in zip(state.keys, state.values, strict=True)]
+        attends = [
+            attend_in(keys, values) for keys, values in zip(state.keys, state.values, strict=True)
+        ]
         return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """One pass, then the tree: at once where slots are independent, level by level where they are not."""
+        """One pass, then the tree: at once where slots are independent, level by level where they
+        are not."""
         rule, plan = self.dependency, state.plan
         raw = self._draft(state, plan.max_depth)
         normed = self.norm(raw)
@@ -327,7 +361,8 @@ class Drafter(BlockModel):
         return proposal
 
     def _grow(self, state: State, base: Tensor | None, given: Tensor, noise: Noise) -> Proposal:
-        """Along every path: the carry of a node's children follows from its own token and the carry before it."""
+        """Along every path: the carry of a node's children follows from its own token and the carry
+        before it."""
         rule, depth = self.dependency, 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +371,9 @@ class Drafter(BlockModel):
             states = given[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1)
             slot = None if base is None else base[:, depth - 1 : depth]
             carry = rule.read(tokens, states, carry, self._embed)
-            return self._dependent(slot, states, carry, depth).expand(-1, tokens.shape[1], -1), carry
+            return self._dependent(slot, states, carry, depth).expand(
+                -1, tokens.shape[1], -1
+            ), carry
 
         nothing = given.new_zeros(given.shape[0], 1, rule.size)
         logits, carry = step(CachePlace.nowhere(given.device), state.root[:, None], nothing)
@@ -353,9 +390,11 @@ class Drafter(BlockModel):
         return torch.where(proposal.tree.depth == 0, torch.ones_like(sure), sure)
 
     def calibrate(self, log_odds: Tensor, accepted: Tensor) -> tuple[list[float], list[float]]:
-        """Fit the confidence's temperatures to recorded chains: log_odds [M, K] as `ConfidenceHead` gave them, accepted [M] drafts.
+        """Fit the confidence's temperatures to recorded chains: log_odds [M, K] as `ConfidenceHead`
+        gave them, accepted [M] drafts.
 
-        Returns the calibration error of the survival up to each depth before and after. Stored with the weights.
+        Returns the calibration error of the survival up to each depth before and after. Stored with
+        the weights.
         """
         if self.confidence_head is None:
             raise UserError(

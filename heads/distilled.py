@@ -1,10 +1,11 @@
-"""A small language model distilled from the target: a Llama of its own, a few of the target's own layers, or a smaller model of
-the target's family.
+"""A small language model distilled from the target: a Llama of its own, a few of the target's own
+layers, or a smaller model of the target's family.
 
-It sees tokens only; nothing of the target's inner states is needed to draft. It is trained against the
-target's full distribution with forward KL, reverse KL, JSD, TV, the LK losses, plain cross entropy on the target's answers,
-or any mix of them (methods.md, 4), on all supervised tokens or on those that a reference drafter has shown to be learnable
-(AdaSPEC). Parameter names are Hugging Face's for Llama, so that an export is an ordinary checkpoint.
+It sees tokens only; nothing of the target's inner states is needed to draft. It is trained against
+the target's full distribution with forward KL, reverse KL, JSD, TV, the LK losses, plain cross
+entropy on the target's answers, or any mix of them (methods.md, 4), on all supervised tokens or on
+those that a reference drafter has shown to be learnable (AdaSPEC). Parameter names are Hugging
+Face's for Llama, so that an export is an ordinary checkpoint.
 
 Legend: B rows, T positions, M selected positions, H hidden of the drafter, V vocabulary.
 """
@@ -35,12 +36,12 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of a distilled drafter. Sizes of 0 follow the target."""
 
     token_share: Fraction = 1.0
-    """Share of a document's supervised tokens to train on (AdaSPEC; the paper takes 0.4): those on which the drafter is furthest
-    behind `reference`. 1: all of them.
+    """Share of a document's supervised tokens to train on (AdaSPEC; the paper takes 0.4): those on
+    which the drafter is furthest behind `reference`. 1: all of them.
     """
     reference: str = ""
-    """Checkpoint folder of the reference drafter for `token_share` below 1: a distilled drafter of the same target, best of the
-    same size, that was trained on all tokens.
+    """Checkpoint folder of the reference drafter for `token_share` below 1: a distilled drafter of
+    the same target, best of the same size, that was trained on all tokens.
     """
 
     def __post_init__(self) -> None:
@@ -48,13 +49,14 @@ class Config(NetworkConfig, ObjectiveConfig):
         NetworkConfig.__post_init__(self)
         if (self.token_share < 1.0) != bool(self.reference):
             raise UserError(
-                "head.token_share below 1 and head.reference belong together: the reference drafter decides "
-                f"which tokens are kept. Given {self.token_share} and '{self.reference}'."
+                "head.token_share below 1 and head.reference belong together: the reference "
+                f"drafter decides which tokens are kept. Given {self.token_share} and "
+                f"'{self.reference}'."
             )
         if self.token_share < 1.0 and self.lk_annealed > 0:
             raise UserError(
-                "head.lk_annealed weighs tokens by the acceptance of all of them, which says nothing of single "
-                "tokens: use another objective with head.token_share below 1."
+                "head.lk_annealed weighs tokens by the acceptance of all of them, which says "
+                "nothing of single tokens: use another objective with head.token_share below 1."
             )
 
 
@@ -71,7 +73,8 @@ class Drafter(SmallLM):
         self._reference: tuple[SmallLM, ...] = ()  # in a tuple: no part of this module's weights
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objectives at every position whose next token is supervised, or at the chosen share of them."""
+        """The weighted objectives at every position whose next token is supervised, or at the
+        chosen share of them."""
         config: Config = self.config
         rows = batch.supervised(1).flatten().nonzero().squeeze(1)
         predictions = Predictions.next_token(self.sequence(batch), rows)
@@ -85,7 +88,9 @@ class Drafter(SmallLM):
         with torch.no_grad():
             theirs = Predictions.next_token(reference.sequence(batch), predictions.states)
         sides = (predictions, self.logits), (theirs, reference.logits)
-        return furthest_behind(self.config, batch, *sides, self.config.token_share, self.info.vocab_size)
+        return furthest_behind(
+            self.config, batch, *sides, self.config.token_share, self.info.vocab_size
+        )
 
     def _load_reference(self) -> SmallLM:
         """The reference drafter, read at the first loss: who only drafts does not need it."""
@@ -94,7 +99,8 @@ class Drafter(SmallLM):
             found = load_drafter(Path(self.config.reference), self.info, self._target)
             if not isinstance(found, Drafter):
                 raise UserError(
-                    f"head.reference: '{self.config.reference}' is of kind '{found.kind}'; a distilled drafter is needed."
+                    f"head.reference: '{self.config.reference}' is of kind '{found.kind}'; a "
+                    "distilled drafter is needed."
                 )
             self._reference = (found.requires_grad_(False),)
         return self._reference[0]

@@ -1,15 +1,18 @@
-"""EAGLE: one decoder layer that predicts the target's next last hidden state; the target's own LM head reads it.
+"""EAGLE: one decoder layer that predicts the target's next last hidden state; the target's own LM
+head reads it.
 
-The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and in serving
-engines: it is what the LM head reads, so the drafter has no norm and no head of its own. Row t joins the embedding of
-token t+1 and f_t (2H to H) and its output stands for f_{t+1}, from which token t+2 is drafted; deeper tokens continue
-from that output. EAGLE-2 is the same weights with a dynamic tree (`decode=dynamic`).
+The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and
+in serving engines: it is what the LM head reads, so the drafter has no norm and no head of its own.
+Row t joins the embedding of token t+1 and f_t (2H to H) and its output stands for f_{t+1}, from
+which token t+2 is drafted; deeper tokens continue from that output. EAGLE-2 is the same weights
+with a dynamic tree (`decode=dynamic`).
 
-Loss (Li et al., 2401.15077; methods.md 2.4): SmoothL1 between the output and the target's feature, plus a tenth of the
-cross entropy against the target's distribution, with uniform noise on the features that are read. The paper trains one
-step (`align_steps=1`). HASS (2408.15766; methods.md 2.9) trains the same layer on what it meets when it drafts:
-`align_steps` steps in its harmonised context, which is that of `heads.nn.feature.chain`, and a top-K distillation
-loss. Parameter names: serving-formats.md, 3.1.
+Loss (Li et al., 2401.15077; methods.md 2.4): SmoothL1 between the output and the target's feature,
+plus a tenth of the cross entropy against the target's distribution, with uniform noise on the
+features that are read. The paper trains one step (`align_steps=1`). HASS (2408.15766; methods.md
+2.9) trains the same layer on what it meets when it drafts: `align_steps` steps in its harmonised
+context, which is that of `heads.nn.feature.chain`, and a top-K distillation loss. Parameter names:
+serving-formats.md, 3.1.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
 """
@@ -59,8 +62,8 @@ class Config:
     intermediate_size: int = 0
     """Width of the MLP."""
     from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and of the same
-    sizes. -1: random.
+    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
+    of the same sizes. -1: random.
     """
     align_steps: PositiveInt = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
@@ -71,11 +74,13 @@ class Config:
     logit_weight: NonNegativeFloat = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
     top_k_weight: NonNegativeFloat = 0.0
-    """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS: 1)."""
+    """Weight of the cross entropy over the target's `top_k` most likely tokens alone (>= 0; HASS:
+    1)."""
     top_k: PositiveInt = 10
     """How many tokens that loss looks at (>= 1)."""
     fc_bias: bool = False
-    """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs none)."""
+    """A bias on the projection of token and feature, as the authors' checkpoints have it (vLLM runs
+    none)."""
     noise: NonNegativeFloat = 0.1
     """Features read in training get noise from U(-noise, noise) (>= 0)."""
 
@@ -83,13 +88,14 @@ class Config:
         weights = (self.feature_weight, self.logit_weight, self.top_k_weight)
         if not any(weights):
             raise UserError(
-                "head.feature_weight, head.logit_weight and head.top_k_weight must not be all 0; given "
-                f"{', '.join(map(str, weights))}."
+                "head.feature_weight, head.logit_weight and head.top_k_weight must not be all 0; "
+                f"given {', '.join(map(str, weights))}."
             )
 
 
 class Layer(nn.Module):
-    """The decoder layer without a norm before its attention: its input is the fused vector itself."""
+    """The decoder layer without a norm before its attention: its input is the fused vector
+    itself."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -119,9 +125,9 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random layer, or one of the target's. The fused vector starts as the feature with a little of both inputs,
-        the embedding being brought to the size of one first: embeddings are many times smaller than features, and no
-        norm stands between them here.
+        """A random layer, or one of the target's. The fused vector starts as the feature with a
+        little of both inputs, the embedding being brought to the size of one first: embeddings are
+        many times smaller than features, and no norm stands between them here.
         """
         initialise_blocks(self, generator)
         hidden = self.info.hidden_size
@@ -133,7 +139,7 @@ class Drafter(FeatureDrafter):
             wanted = layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
             self.copy_layer(weights, self.config.from_target_layer, wanted)
 
-    # --- the network, as `Chain` runs it ------------------------------------------------------------------------------
+    # The network, as `Chain` runs it
 
     @property
     def _layer(self) -> Layer:
@@ -150,7 +156,8 @@ class Drafter(FeatureDrafter):
         return last_hidden.to(self.fc.weight.dtype)
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and features [B, T, H] -> the fused vector [B, T, H], which is both attention's input and residual."""
+        """Tokens [B, T] and features [B, T, H] -> the fused vector [B, T, H], which is both
+        attention's input and residual."""
         fused = self.fc(torch.cat([self.embed(tokens, feature.dtype), feature], -1))
         return fused, fused
 
@@ -159,32 +166,42 @@ class Drafter(FeatureDrafter):
         return self._layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The output is a feature: the LM head and the next step read it as they read the target's."""
+        """The output is a feature: the LM head and the next step read it as they read the
+        target's."""
         return output, output
 
     def logits(self, emitted: Tensor) -> Tensor:
         """Drafted features [..., H] -> logits [..., V] through the target's frozen LM head."""
         return self.target_logits(emitted)
 
-    # --- training -----------------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of step_decay^(k-1) times the weighted losses of feature and token t+k+1, over supervised tokens."""
+        """Sum over steps k of step_decay^(k-1) times the weighted losses of feature and token
+        t+k+1, over supervised tokens."""
         config: Config = self.config
         weights = config.step_decay ** torch.arange(config.align_steps, device=batch.tokens.device)
         unrolled = self.chain.unroll(batch, config.align_steps, self._noisy(batch))
-        return unrolled_loss(batch, unrolled, self.info.vocab_size, weights, partial(self._judge, batch))
+        return unrolled_loss(
+            batch, unrolled, self.info.vocab_size, weights, partial(self._judge, batch)
+        )
 
     def _noisy(self, batch: TrainBatch) -> Tensor:
-        """The features of the batch [B, T, H] with uniform noise, drawn row by row from the batch's seeds."""
+        """The features of the batch [B, T, H] with uniform noise, drawn row by row from the batch's
+        seeds."""
         feature = self.features(None, batch.last_hidden)
         if self.config.noise == 0:
             return feature
-        drawn = torch.stack([torch.rand(feature.shape[1:], generator=each) for each in batch.generators()])
+        drawn = torch.stack(
+            [torch.rand(feature.shape[1:], generator=each) for each in batch.generators()]
+        )
         return feature + (2 * drawn - 1).mul_(self.config.noise).to(feature)
 
-    def _judge(self, batch: TrainBatch, outputs: Tensor, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and correctness [K, M] of drafted features [K, M, H] of the target's states [M]; see `Judge`."""
+    def _judge(
+        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and correctness [K, M] of drafted features [K, M, H] of the target's states [M]; see
+        `Judge`."""
         config: Config = self.config
         logits = self.logits(outputs)  # [K, M, V]
         wanted = teacher_logits(batch, states_at)
@@ -206,7 +223,7 @@ class Drafter(FeatureDrafter):
         """Logits [B, T, V] of unrolled steps 1..depth, without noise; see the contract."""
         return [self.logits(output) for output in self.chain.unroll(batch, depth)]
 
-    # --- drafting -----------------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""

@@ -1,12 +1,13 @@
 """EAGLE-3(.1): one decoder layer that continues the target's own features, token by token.
 
-Taps of the target at a low, a middle and a high layer are normalised (3.1), concatenated and fused to g [H].
-Row t of the drafter reads g_t and the embedding of token t+1, stands at position t and predicts token t+2;
-deeper drafted tokens take the drafter's own output in the place of g. Training unrolls the same thing
-(training-time test): step k sees the true context of step 0 and its own chain of earlier steps, so that the
-drafter is trained on what it meets when it serves. Loss: sum over steps of decay^k times the cross entropy
-against the target's full distribution, restricted to the draft vocabulary (methods.md, 2.6 and 2.7).
-Parameter names are those of serving engines (serving-formats.md, 3.2).
+Taps of the target at a low, a middle and a high layer are normalised (3.1), concatenated and fused
+to g [H]. Row t of the drafter reads g_t and the embedding of token t+1, stands at position t and
+predicts token t+2; deeper drafted tokens take the drafter's own output in the place of g. Training
+unrolls the same thing (training-time test): step k sees the true context of step 0 and its own
+chain of earlier steps, so that the drafter is trained on what it meets when it serves. Loss: sum
+over steps of decay^k times the cross entropy against the target's full distribution, restricted to
+the draft vocabulary (methods.md, 2.6 and 2.7). Parameter names are those of serving engines
+(serving-formats.md, 3.2).
 
 Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, n taps.
 """
@@ -44,13 +45,15 @@ class Config:
     tap_norm: bool = True
     """RMSNorm each tap before they are fused (EAGLE-3.1)."""
     norm_before_fc: bool = False
-    """RMSNorm all taps as one vector before they are fused, instead of each (excludes `tap_norm`)."""
+    """RMSNorm all taps as one vector before they are fused, instead of each (excludes
+    `tap_norm`)."""
     norm_before_residual: bool = False
     """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head, as in Qwen3."""
     post_norm_recurrence: bool = True
-    """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual stream."""
+    """Feed the normalised output into the next drafted step (EAGLE-3.1); otherwise the residual
+    stream."""
     num_attention_heads: int = 0
     """Query heads."""
     num_key_value_heads: int = 0
@@ -60,17 +63,20 @@ class Config:
     intermediate_size: int = 0
     """Width of the MLP."""
     from_target_layer: int = -1
-    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and of the
-    same sizes. -1: random.
+    """Start the layer's matrices from this layer of the target (0-based); it must be Llama-like and
+    of the same sizes. -1: random.
     """
     draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole vocabulary."""
+    """Tokens that can be drafted, the most frequent ones of the training data; 0: the whole
+    vocabulary."""
     ttt_steps: PositiveInt = 5
-    """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in 3.1)."""
+    """Steps unrolled in training, i.e. the deepest token that is trained for (7 in EAGLE-3, 4 in
+    3.1)."""
     decay: Fraction = 0.8
     """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the sampled token instead of the target's distribution (0 to 1)."""
+    """Share of the loss taken against the sampled token instead of the target's distribution (0 to
+    1)."""
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.tap_norm:
@@ -93,8 +99,8 @@ class Drafter(TapDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """See `TapDrafter`; with `from_target_layer`, the half of the attention that reads the feature, the MLP and
-        their norms come from that layer of the target.
+        """See `TapDrafter`; with `from_target_layer`, the half of the attention that reads the
+        feature, the MLP and their norms come from that layer of the target.
         """
         super().initialise(weights, generator)
         look_at_itself(self.attention)
@@ -106,7 +112,7 @@ class Drafter(TapDrafter):
             wanted["input_layernorm"] = layer.hidden_norm.weight
             self.copy_layer(weights, self.config.from_target_layer, wanted)
 
-    # --- the network, as `Chain` runs it --------------------------------------------------------------------
+    # The network, as `Chain` runs it
 
     @property
     def attention(self) -> Attention:
@@ -119,15 +125,19 @@ class Drafter(TapDrafter):
         return self.fuse(taps)
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, 2H] and the residual, the feature itself."""
-        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), self.residual(self.midlayer, feature)
+        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, 2H] and the
+        residual, the feature itself."""
+        return self.midlayer.read(self.embed(tokens, feature.dtype), feature), self.residual(
+            self.midlayer, feature
+        )
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer behind its attention -> [B, T, H]."""
         return self.midlayer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised output for the LM head; the next step reads that too (3.1) or the residual stream."""
+        """The normalised output for the LM head; the next step reads that too (3.1) or the residual
+        stream."""
         normed = self.norm(output)
         return normed, normed if self.config.post_norm_recurrence else output
 
@@ -136,13 +146,14 @@ class Drafter(TapDrafter):
         out: Tensor = self.lm_head(emitted)
         return out
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of token t+k+1, over supervised tokens.
+        """Sum over steps k of decay^(k-1) times the cross entropy of token t+k+1, over supervised
+        tokens.
 
-        Positions whose most likely target token lies outside the draft vocabulary carry no loss and count as
-        wrong.
+        Positions whose most likely target token lies outside the draft vocabulary carry no loss and
+        count as wrong.
         """
         config: Config = self.config
         weights = config.decay ** torch.arange(config.ttt_steps, device=batch.tokens.device)
@@ -154,7 +165,7 @@ class Drafter(TapDrafter):
         """Logits [B, T, V'] of unrolled steps 1..depth; see the contract."""
         return [self.logits(output) for output in self.chain.unroll(batch, depth)]
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""

@@ -1,16 +1,19 @@
 """Early exit: the target's first layers, or any set of its layers, draft for all of them.
 
-Three methods are settings of this kind. Exit after layer E, straight into the target's final norm and LM head
-(LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept layers, found by a search, the
-residual stream passing by the others (Draft & Verify, 2309.08168; SWIFT, 2410.06916: `scripts/tools/search_layers.py`).
-Exit after layer E into a small trained adapter: one attention block and norms of its own in front of the LM head
-(Kangaroo, 2404.18911). Nothing of the target is copied: `heads.nn.target.drafting` says how.
+Three methods are settings of this kind. Exit after layer E, straight into the target's final norm
+and LM head (LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept
+layers, found by a search, the residual stream passing by the others (Draft & Verify, 2309.08168;
+SWIFT, 2410.06916: `scripts/tools/search_layers.py`). Exit after layer E into a small trained
+adapter: one attention block and norms of its own in front of the LM head (Kangaroo, 2404.18911).
+Nothing of the target is copied: `heads.nn.target.drafting` says how.
 
-Loss: cross entropy of the exit's logits against the target's distribution at every supervised position. With an
-adapter it trains the adapter. Without one there is nothing of this drafter's own to train, and the loss flows into
-the taps: what a joint finetuning of the target lowers (LayerSkip).
+Loss: cross entropy of the exit's logits against the target's distribution at every supervised
+position. With an adapter it trains the adapter. Without one there is nothing of this drafter's own
+to train, and the loss flows into the taps: what a joint finetuning of the target lowers
+(LayerSkip).
 
-Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, g key/value heads, D head size.
+Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, g key/value heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -43,43 +46,51 @@ class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
     exit_layer: NonNegativeInt = 0
-    """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of them."""
+    """Keep the first so many layers; 0, when neither `layers` nor `skip_ratio` is given: half of
+    them."""
     layers: tuple[int, ...] = ()
-    """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers` finds."""
+    """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`
+    finds."""
     skip_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last are kept. A set to start from
-    when none was searched."""
+    """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last
+    are kept. A set to start from when none was searched."""
     without_attention: tuple[int, ...] = ()
     """Kept layers whose attention is left out."""
     without_mlp: tuple[int, ...] = ()
     """Kept layers whose MLP is left out."""
     adapter: Literal["none", "attention", "layer"] = "none"
-    """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or layer (with an MLP as well).
-    An adapter has to be trained; it needs `exit_layer`."""
+    """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or
+    layer (with an MLP as well). An adapter has to be trained; it needs `exit_layer`."""
     adapter_from_target_layer: int = -1
-    """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or Mistral); -1: random."""
+    """Start the adapter from this layer of the target (0-based, for instance the last one; Llama or
+    Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the answer's token instead of the target's distribution (0 to 1)."""
+    """Share of the loss taken against the answer's token instead of the target's distribution (0 to
+    1)."""
 
     def __post_init__(self) -> None:
         if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:
             raise UserError(
-                "head.exit_layer, head.layers and head.skip_ratio exclude each other: give one of them."
+                "head.exit_layer, head.layers and head.skip_ratio exclude each other: give one "
+                "of them."
             )
         left_out = self.layers or self.skip_ratio
         if self.adapter != "none" and (left_out or self.without_attention or self.without_mlp):
             raise UserError(
-                "head.adapter continues the target's true stream after head.exit_layer, so no layer before it can be left out: "
-                "drop head.layers, head.skip_ratio, head.without_attention and head.without_mlp, or set head.adapter=none."
+                "head.adapter continues the target's true stream after head.exit_layer, so no "
+                "layer before it can be left out: drop head.layers, head.skip_ratio, "
+                "head.without_attention and head.without_mlp, or set head.adapter=none."
             )
         if self.adapter == "none" and self.adapter_from_target_layer >= 0:
             raise UserError(
-                "head.adapter_from_target_layer needs an adapter: set head.adapter to attention or layer."
+                "head.adapter_from_target_layer needs an adapter: set head.adapter to attention "
+                "or layer."
             )
 
 
 def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
-    """The layers that a configuration keeps of a target; raises `UserError` for ones that make no sense."""
+    """The layers that a configuration keeps of a target; raises `UserError` for ones that make no
+    sense."""
     every = info.num_layers
     layers = config.layers or tuple(range(config.exit_layer or max(1, every // 2)))
     if config.skip_ratio:
@@ -89,15 +100,19 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
         name = "layers" if config.layers else "exit_layer"
         given = list(config.layers) if config.layers else config.exit_layer
         raise UserError(
-            f"head.{name} must name layers of the target in ascending order: it has {every} layers, numbered from 0; given {given}."
+            f"head.{name} must name layers of the target in ascending order: it has {every} "
+            f"layers, numbered from 0; given {given}."
         )
     for name in ("without_attention", "without_mlp"):
         stray = sorted(set(getattr(config, name)) - set(layers))
         if stray:
-            raise UserError(f"head.{name} names layers {stray} that are not kept; kept are {list(layers)}.")
+            raise UserError(
+                f"head.{name} names layers {stray} that are not kept; kept are {list(layers)}."
+            )
     if not set(layers) - set(config.without_attention):
         raise UserError(
-            "head.without_attention leaves no layer with attention: a draft would not see its own prefix."
+            "head.without_attention leaves no layer with attention: a draft would not see its "
+            "own prefix."
         )
     return tuple(
         KeptLayer(layer, layer not in config.without_attention, layer not in config.without_mlp)
@@ -106,7 +121,8 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
 
 
 class Adapter(nn.Module):
-    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a `DraftLayer` of a drafter's stack."""
+    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a
+    `DraftLayer` of a drafter's stack."""
 
     attends = True
     window = 0
@@ -115,7 +131,9 @@ class Adapter(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps) if with_mlp else None
+        self.post_attention_layernorm = (
+            RMSNorm(shape.hidden_size, shape.rms_norm_eps) if with_mlp else None
+        )
         self.mlp = MLP(shape) if with_mlp else None
         self.cache_shape = (shape.num_key_value_heads, shape.head_dim)
 
@@ -124,7 +142,9 @@ class Adapter(nn.Module):
         return self.input_layernorm.weight.dtype
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return self.self_attn.key_value(self.input_layernorm(states.to(self.dtype)), self._cast(rotation))
+        return self.self_attn.key_value(
+            self.input_layernorm(states.to(self.dtype)), self._cast(rotation)
+        )
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         normed, rotation = self.input_layernorm(states.to(self.dtype)), self._cast(rotation)
@@ -154,7 +174,9 @@ class Drafter(SelfDrafter):
         self.runs_target_layers = not self.whole
         taps = {item.layer for item in kept if item.attention}
         # Training reads the stream at the exit, whether an adapter or the target itself is trained.
-        self.needs = FeatureSpec(tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True)
+        self.needs = FeatureSpec(
+            tuple(sorted(taps | ({self.exit} if self.whole else set()))), True, True
+        )
         self.adapter: Adapter | None = None
         self.norm: RMSNorm | None = None
         if config.adapter != "none":
@@ -176,8 +198,8 @@ class Drafter(SelfDrafter):
         return bool(config.adapter == "none")
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random adapter that adds little to the exit's state at first, so that training starts from the plain exit; or a copy
-        of one of the target's layers.
+        """A random adapter that adds little to the exit's state at first, so that training starts
+        from the plain exit; or a copy of one of the target's layers.
         """
         initialise_blocks(self, generator)
         if self.adapter is None or self.norm is None:
@@ -205,9 +227,10 @@ class Drafter(SelfDrafter):
                     else f"the target has no such {prefix}{name}"
                 )
                 raise UserError(
-                    f"head.adapter_from_target_layer={self.config.adapter_from_target_layer} does not fit target "
-                    f"'{self.info.id}' ({self.info.model_type}, {self.info.num_layers} layers): the adapter is a Llama layer "
-                    f"without biases or head norms, and {odd}. Use -1."
+                    f"head.adapter_from_target_layer={self.config.adapter_from_target_layer} does "
+                    f"not fit target '{self.info.id}' ({self.info.model_type}, "
+                    f"{self.info.num_layers} layers): the adapter is a Llama layer without biases "
+                    f"or head norms, and {odd}. Use -1."
                 )
             init.copy(parameter, value)
 
@@ -220,12 +243,14 @@ class Drafter(SelfDrafter):
         out: Tensor = self.norm(states)
         return out
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def _sequence(self, batch: TrainBatch) -> Tensor:
-        """What enters the LM head [B, T, H] when the first layers are whole: the entry at t predicts token t+1.
+        """What enters the LM head [B, T, H] when the first layers are whole: the entry at t
+        predicts token t+1.
 
-        Up to the exit the drafter computes what the target computes, so the tap there is its state at every depth.
+        Up to the exit the drafter computes what the target computes, so the tap there is its state
+        at every depth.
         """
         assert batch.taps is not None, "early_exit needs the target's taps"
         states = batch.taps[:, :, -1]
@@ -238,10 +263,11 @@ class Drafter(SelfDrafter):
         return self._normalise(states)
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Cross entropy of the exit's prediction against the target's, at every position whose next token is supervised.
+        """Cross entropy of the exit's prediction against the target's, at every position whose next
+        token is supervised.
 
-        Gradients reach the adapter, and the taps if they ask for them. With layers left out it is the first drafted token's
-        loss: one step behind the true states.
+        Gradients reach the adapter, and the taps if they ask for them. With layers left out it is
+        the first drafted token's loss: one step behind the true states.
         """
         ahead = 1 if self.whole else 2
         outputs = (self._sequence(batch) if self.whole else self._unroll(batch, 1)[0]).flatten(
@@ -250,7 +276,9 @@ class Drafter(SelfDrafter):
         wanted = batch.supervised(ahead).flatten()
         tokens, weight = batch.tokens.flatten(), self.config.hard_label_weight
         assert batch.last_hidden is not None, "early_exit trains against the target's distribution"
-        assert batch.target_logits is not None, "early_exit trains against the target's distribution"
+        assert batch.target_logits is not None, (
+            "early_exit trains against the target's distribution"
+        )
         word, last_hidden = batch.target_logits, batch.last_hidden.flatten(0, 1)
 
         def part(rows: Tensor) -> losses.Sums:
@@ -261,7 +289,9 @@ class Drafter(SelfDrafter):
                 probabilities = target_logits.softmax(-1, dtype=wide)
             values = losses.soft_cross_entropy(logits, probabilities)
             if weight > 0:
-                values = torch.lerp(values, losses.cross_entropy(logits, tokens[rows + ahead]), weight)
+                values = torch.lerp(
+                    values, losses.cross_entropy(logits, tokens[rows + ahead]), weight
+                )
             values = batch.weighed(values, rows + ahead - 1)
             hits = losses.best_column(logits) == losses.best_column(target_logits)
             return values.sum(0, keepdim=True), hits.sum(0, keepdim=True)
@@ -269,11 +299,13 @@ class Drafter(SelfDrafter):
         rows = wanted.nonzero().squeeze(1)
         total, correct = losses.sum_over_rows(part, rows, self.info.vocab_size)
         return LossOutput(
-            total.sum(), losses.depth_metrics(total, correct, torch.full_like(correct, rows.shape[0]))
+            total.sum(),
+            losses.depth_metrics(total, correct, torch.full_like(correct, rows.shape[0])),
         )
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the exit's prediction from token t+k [B, T, V]; entries past the end mean nothing."""
+        """Depth k at t is the exit's prediction from token t+k [B, T, V]; entries past the end mean
+        nothing."""
         if not self.whole:
             return super().train_logits(batch, depth)
         logits = self._logits(self._sequence(batch))

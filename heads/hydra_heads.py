@@ -1,14 +1,17 @@
-"""Hydra: heads like Medusa's, each of which also reads the tokens that were drafted before it (2402.05109).
+"""Hydra: heads like Medusa's, each of which also reads the tokens that were drafted before it
+(2402.05109).
 
-Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens t+1 to t+k, and
-predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps these k+1 vectors to one, a linear map
-plus SiLU of another one; residual blocks as in Medusa may follow. All start so that every head begins at the target's own
-prediction. Behind them stands the target's frozen LM head or an own one. Hydra++ is a set of options: several blocks, the
-target's distribution as label, and a decoder layer of its own (`prefix_layer`) over the target's true states, so that the
-heads read the whole text and not one position alone (methods.md, 2.2). Loss: sum over heads of decay^k times cross entropy.
+Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens
+t+1 to t+k, and predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps
+these k+1 vectors to one, a linear map plus SiLU of another one; residual blocks as in Medusa may
+follow. All start so that every head begins at the target's own prediction. Behind them stands the
+target's frozen LM head or an own one. Hydra++ is a set of options: several blocks, the target's
+distribution as label, and a decoder layer of its own (`prefix_layer`) over the target's true
+states, so that the heads read the whole text and not one position alone (methods.md, 2.2). Loss:
+sum over heads of decay^k times cross entropy.
 
-Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, W width of a committed run, P nodes run
-at one level, S cache slots, g key/value heads, D head size.
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, W width of a
+committed run, P nodes run at one level, S cache slots, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -54,12 +57,14 @@ class Config:
     num_layers: PositiveInt = 1
     """Blocks per head (>= 1; 4 in Hydra++). The first one reads k+1 vectors, the others one."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V * H weights each, as in the paper's code); otherwise
-    share the frozen one."""
+    """Give every head an LM head of its own, started from the target's (V * H weights each, as in
+    the paper's code); otherwise share the frozen one."""
     embedding_norm: bool = True
-    """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller than the state beside them."""
+    """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller
+    than the state beside them."""
     prefix_layer: bool = False
-    """Run the target's states through a decoder layer of one's own before the heads read them (Hydra++)."""
+    """Run the target's states through a decoder layer of one's own before the heads read them
+    (Hydra++)."""
     num_attention_heads: int = 0
     """Query heads of the prefix layer."""
     num_key_value_heads: int = 0
@@ -71,7 +76,8 @@ class Config:
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     hard_label_weight: UnitInterval = 1.0
-    """Share of the loss taken against the answer's token; the rest against the target's distribution (0 to 1; Hydra++: 0)."""
+    """Share of the loss taken against the answer's token; the rest against the target's
+    distribution (0 to 1; Hydra++: 0)."""
     noise: NonNegativeFloat = 0.0
     """States read in training get noise from U(-noise, noise) (>= 0)."""
 
@@ -141,8 +147,8 @@ class Head(nn.Module):
 
 @dataclass
 class State:
-    """hidden [B, H]: what the heads read of the last seen position; root, root_position [B] int64. keys, values [B, S, g, D]: the
-    prefix layer's, position t in slot t; None without one.
+    """hidden [B, H]: what the heads read of the last seen position; root, root_position [B] int64.
+    keys, values [B, S, g, D]: the prefix layer's, position t in slot t; None without one.
     """
 
     hidden: Tensor
@@ -173,7 +179,8 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Every head starts as the target's own next-token prediction; the prefix layer's outputs start at zero."""
+        """Every head starts as the target's own next-token prediction; the prefix layer's outputs
+        start at zero."""
         for k in range(1, self.config.num_heads + 1):
             self._head(k).initialise(weights.lm_head)
         if self.embedding_norm is not None:
@@ -183,7 +190,7 @@ class Drafter(FeatureDrafter):
             for output in (self.prefix_layer.self_attn.o_proj, self.prefix_layer.mlp.down_proj):
                 init.constant(output.weight, 0.0)
 
-    # --- the network ----------------------------------------------------------------------------------------
+    # The network
 
     def _head(self, k: int) -> Head:
         """Head k, counted from 1."""
@@ -205,7 +212,9 @@ class Drafter(FeatureDrafter):
         """State and k embeddings side by side [..., (k+1)H] -> logits [..., V] of head k."""
         head = self._head(read.shape[-1] // self.info.hidden_size - 1)
         states = head(read)
-        logits: Tensor = self.target_logits(states) if head.lm_head is None else head.lm_head(states)
+        logits: Tensor = (
+            self.target_logits(states) if head.lm_head is None else head.lm_head(states)
+        )
         return logits
 
     def _read_sequence(self, batch: TrainBatch, noisy: bool) -> Tensor:
@@ -213,19 +222,24 @@ class Drafter(FeatureDrafter):
         assert batch.last_hidden is not None, "hydra_heads needs the target's last hidden state"
         hidden = batch.last_hidden.to(self.dtype)
         if noisy and self.config.noise > 0:
-            drawn = torch.stack([torch.rand(hidden.shape[1:], generator=one) for one in batch.generators()])
+            drawn = torch.stack(
+                [torch.rand(hidden.shape[1:], generator=one) for one in batch.generators()]
+            )
             hidden = hidden + (2 * drawn - 1).mul_(self.config.noise).to(hidden)
         if self.prefix_layer is None:
             return hidden
         mask = packed_mask(batch.segments)
         rotation = self.rope.at(batch.positions, hidden.dtype)
-        out: Tensor = self.prefix_layer(hidden, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
+        out: Tensor = self.prefix_layer(
+            hidden, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
+        )
         return out
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised tokens."""
+        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
+        tokens."""
         config: Config = self.config
         count, tokens = config.num_heads, batch.tokens.flatten()
         hidden = self._read_sequence(batch, noisy=True).flatten(0, 1)  # [B*T, H]
@@ -238,9 +252,12 @@ class Drafter(FeatureDrafter):
             mask = wanted[rows].T  # [K, M]
             # Rows near the end of the batch wrap to the last token; the mask excludes them.
             places = (rows[:, None] + ahead).clamp(max=tokens.shape[0] - 1)  # [M, K]
-            read = torch.cat([hidden[rows], self._tokens(tokens[places]).flatten(1)], -1)  # [M, (K+1)H]
+            # [M, (K+1)H]
+            read = torch.cat([hidden[rows], self._tokens(tokens[places]).flatten(1)], -1)
             size = hidden.shape[-1]
-            logits = torch.stack([self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)])
+            logits = torch.stack(
+                [self._head_logits(read[:, : (k + 1) * size]) for k in range(1, count + 1)]
+            )
             labels = tokens[(places + 1).clamp(max=tokens.shape[0] - 1)].T  # [K, M]
             values, best = self._label_loss(logits, labels, places.T, batch)
             values = batch.weighed(values, places.T, ahead[:, None])
@@ -250,13 +267,16 @@ class Drafter(FeatureDrafter):
         rows = wanted.any(1).nonzero().squeeze(1)
         per_head, correct, counts = losses.sum_over_rows(part, rows, count * self.info.vocab_size)
         weights = config.decay ** ahead.to(per_head.dtype)
-        return LossOutput((weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts))
+        return LossOutput(
+            (weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts)
+        )
 
     def _label_loss(
         self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
     ) -> tuple[Tensor, Tensor]:
-        """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's distributions at `states_at`
-        [K, M], and the tokens that count as right: the target's likeliest where it is asked, else the answer's.
+        """Losses [K, M] of logits [K, M, V] against the answer's tokens [K, M] and the target's
+        distributions at `states_at` [K, M], and the tokens that count as right: the target's
+        likeliest where it is asked, else the answer's.
         """
         flat, weight = logits.flatten(0, 1), self.config.hard_label_weight
         if weight == 1:
@@ -270,7 +290,9 @@ class Drafter(FeatureDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth, without noise; see the contract."""
-        assert depth <= self.config.num_heads, f"{depth} depths asked of {self.config.num_heads} heads"
+        assert depth <= self.config.num_heads, (
+            f"{depth} depths asked of {self.config.num_heads} heads"
+        )
         read, found = self._read_sequence(batch, noisy=False), []
         for k in range(1, depth + 1):
             # The last rows have no token this far ahead; whatever they read means nothing.
@@ -278,14 +300,15 @@ class Drafter(FeatureDrafter):
             found.append(self._head_logits(read))
         return found
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
         if tree.max_depth > self.config.num_heads:
             raise UserError(
-                f"a hydra_heads drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens. "
-                f"Set decode.depth to {self.config.num_heads} or less, or train with head.num_heads={tree.max_depth}."
+                f"a hydra_heads drafter of {self.config.num_heads} heads cannot draft "
+                f"{tree.max_depth} tokens. Set decode.depth to {self.config.num_heads} or less, "
+                f"or train with head.num_heads={tree.max_depth}."
             )
         batch, width = seen.tokens.shape
         plan, weight = self.plans.of(tree), self._head(1).first.linear.weight
@@ -311,16 +334,20 @@ class Drafter(FeatureDrafter):
         rows, last, root, root_position = last_valid(accepted)
         hidden = accepted.last_hidden.to(self.dtype)
         state.hidden.copy_(
-            hidden[rows, last] if self.prefix_layer is None else self._run_prefix(state, accepted, hidden)
+            hidden[rows, last]
+            if self.prefix_layer is None
+            else self._run_prefix(state, accepted, hidden)
         )
         state.root.copy_(root)
         state.root_position.copy_(root_position)
         return state
 
     def _run_prefix(self, state: State, accepted: TargetStates, hidden: Tensor) -> Tensor:
-        """The prefix layer over a committed run [B, W, H]: keys and values of all of it, the output [B, H] of its last row.
+        """The prefix layer over a committed run [B, W, H]: keys and values of all of it, the output
+        [B, H] of its last row.
 
-        Padded entries are written behind the run, where the next one overwrites them before anything sees them.
+        Padded entries are written behind the run, where the next one overwrites them before
+        anything sees them.
         """
         layer = self.prefix_layer
         assert layer is not None and state.keys is not None and state.values is not None
@@ -332,13 +359,16 @@ class Drafter(FeatureDrafter):
         key, value = layer.self_attn.key_value(normed, rotation)
         write_cache(state.keys, row, slots, key)
         write_cache(state.values, row, slots, value)
-        query = layer.self_attn.query(normed[row, place], (rotation[0][row, place], rotation[1][row, place]))
+        query = layer.self_attn.query(
+            normed[row, place], (rotation[0][row, place], rotation[1][row, place])
+        )
         seen = torch.arange(state.keys.shape[1], device=slots.device) < root_position[:, None, None]
         attended = cache_attention(query, state.keys, state.values, additive(seen, query.dtype))
         return layer.finish(hidden[row, place], attended).squeeze(1)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the draft level by level; what a node hands to its children is all that its own head read."""
+        """Grow the draft level by level; what a node hands to its children is all that its own head
+        read."""
 
         def step(place: CachePlace, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
             read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]

@@ -1,16 +1,19 @@
-"""Jacobi decoding as a drafter: the target's own picks of the last pass are the guesses of the next one.
+"""Jacobi decoding as a drafter: the target's own picks of the last pass are the guesses of the next
+one.
 
-Parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427): a chain of guesses stands behind the root; every
-verification tells what the target picks after each of them, right or wrong, and those picks are the next guesses, each
-for the position it was picked for. With a tokens accepted the chain moves on by a + 1 positions and its tail is filled anew. No
-weights, no states of the target.
+Parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427): a chain of guesses
+stands behind the root; every verification tells what the target picks after each of them, right or
+wrong, and those picks are the next guesses, each for the position it was picked for. With a tokens
+accepted the chain moves on by a + 1 positions and its tail is filled anew. No weights, no states of
+the target.
 
-Above temperature 0 the target's pick at a position is argmax(log p + g) with noise that is keyed by the absolute position, so it
-is a fixed function of the text before it, and the iteration has a fixed point at any temperature: the very text that plain
-decoding samples. Rules that do not pick this way lose that property, but no correctness.
+Above temperature 0 the target's pick at a position is argmax(log p + g) with noise that is keyed by
+the absolute position, so it is a fixed function of the text before it, and the iteration has a
+fixed point at any temperature: the very text that plain decoding samples. Rules that do not pick
+this way lose that property, but no correctness.
 
-A dynamic shape is filled with a chain as long as fits, a static tree with a chain of its depth: one guess per position is all
-there is.
+A dynamic shape is filled with a chain as long as fits, a static tree with a chain of its depth: one
+guess per position is all there is.
 
 Legend: B rows, N nodes, D depth of the chain.
 """
@@ -37,13 +40,15 @@ class Config:
     """Configuration of Jacobi drafting."""
 
     fill: Literal["follow", "prompt", "repeat"] = "follow"
-    """Guesses for positions that no pass has picked for: follow (what followed the last occurrence of the guess before it),
-    prompt (tokens of the text so far, as if at random), repeat (the guess before it)."""
+    """Guesses for positions that no pass has picked for: follow (what followed the last occurrence
+    of the guess before it), prompt (tokens of the text so far, as if at random), repeat (the guess
+    before it)."""
 
 
 @dataclass
 class State:
-    """history: the row's text; guesses [B, D] int64: for the D positions behind the root; chain: the tree they fill."""
+    """history: the row's text; guesses [B, D] int64: for the D positions behind the root; chain:
+    the tree they fill."""
 
     history: History
     guesses: Tensor
@@ -76,24 +81,30 @@ class Drafter:
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move the picks of the last pass to the positions they were picked for; see the protocol.
 
-        A verification of another tree than the chain (or none, `verified` is None) teaches nothing: all guesses are filled in.
+        A verification of another tree than the chain (or none, `verified` is None) teaches nothing:
+        all guesses are filled in.
         """
         state.history.append(accepted)
         depth, verified = state.guesses.shape[1], accepted.verified
         moved, picked = state.guesses, torch.zeros_like(state.guesses, dtype=torch.bool)
         if verified is not None and verified.tree is state.chain.tree:
-            # Node i stands at depth i. Behind a accepted drafts the root stands at depth a + 1, and its j-th successor was
-            # picked at node a + j.
-            node = (accepted.lengths - 1)[:, None] + torch.arange(1, depth + 1, device=picked.device)
+            # Node i stands at depth i. Behind a accepted drafts the root stands at depth a + 1, and
+            # its j-th successor was picked at node a + j.
+            node = (accepted.lengths - 1)[:, None] + torch.arange(
+                1, depth + 1, device=picked.device
+            )
             picked = node <= depth
             moved = verified.picks.gather(1, node.clamp(max=depth))
         self._guess(state, moved, picked)
         return state
 
     def _guess(self, state: State, moved: Tensor, picked: Tensor) -> None:
-        """Set the guesses in place: `moved` [B, D] where `picked`, the others by `Config.fill`, each from the one before it."""
+        """Set the guesses in place: `moved` [B, D] where `picked`, the others by `Config.fill`,
+        each from the one before it."""
         history, guess = state.history, state.history.root
-        drawn = history.drawn(history.last + torch.arange(1, moved.shape[1] + 1, device=moved.device))
+        drawn = history.drawn(
+            history.last + torch.arange(1, moved.shape[1] + 1, device=moved.device)
+        )
         guesses = []
         for place in range(moved.shape[1]):
             filled = drawn[:, place : place + 1] if self.config.fill != "repeat" else guess

@@ -1,23 +1,31 @@
-"""Lookahead decoding: n-grams from Jacobi trajectories are collected in a pool and verified when their first token comes up.
+"""Lookahead decoding: n-grams from Jacobi trajectories are collected in a pool and verified when
+their first token comes up.
 
-After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree behind the root:
+After Fu et al. (2402.02057). Two branches share every verification, as parts of one tree behind the
+root:
 
-* The window: W columns of n - 1 levels. Level 0 is a chain of guesses for the next W positions; the node of level l and column i
-  follows (l - 1, i), so it sees level 0 up to its column, then its own column, and stands at depth i + 1 + l. A pass tells
-  what the target picks behind every column: column and pick are an n-gram that goes into the pool, and the levels move down by
-  one, which is one Jacobi iteration. With a tokens accepted the columns move by a, so that each stays at its position.
-* The verification branch: the newest G n-grams of the pool that start with the root, as chains behind it.
+* The window: W columns of n - 1 levels. Level 0 is a chain of guesses for the next W positions; the
+  node of level l and column i follows (l - 1, i), so it sees level 0 up to its column, then its own
+  column, and stands at depth i + 1 + l. A pass tells what the target picks behind every column:
+  column and pick are an n-gram that goes into the pool, and the levels move down by one, which is
+  one Jacobi iteration. With a tokens accepted the columns move by a, so that each stays at its
+  position.
+* The verification branch: the newest G n-grams of the pool that start with the root, as chains
+  behind it.
 
-Both are parts of the tree like any other: window nodes that happen to be right are accepted too. At the window's picks the noise is
-that of their positions, so trajectories are as good above temperature 0 as at it. No weights, no states of the target.
+Both are parts of the tree like any other: window nodes that happen to be right are accepted too. At
+the window's picks the noise is that of their positions, so trajectories are as good above
+temperature 0 as at it. No weights, no states of the target.
 
-Which shape gives what. A tree or a dynamic shape gives its number of nodes and its depth; the tree is lookahead's own and stays
-within both: W + n - 2 <= depth and 1 + (W + G)(n - 1) <= nodes. Sizes left at 0 take what fits: half of the columns for the
-window, as far as the depth allows, and the rest for n-grams. A chain has no room for a window: it is filled with the newest
-n-gram that starts with the root, then with one that starts with that one's last token, and so on; its own picks, right or
-wrong, are the trajectory that n-grams are collected from.
+Which shape gives what. A tree or a dynamic shape gives its number of nodes and its depth; the tree
+is lookahead's own and stays within both: W + n - 2 <= depth and 1 + (W + G)(n - 1) <= nodes. Sizes
+left at 0 take what fits: half of the columns for the window, as far as the depth allows, and the
+rest for n-grams. A chain has no room for a window: it is filled with the newest n-gram that starts
+with the root, then with one that starts with that one's last token, and so on; its own picks, right
+or wrong, are the trajectory that n-grams are collected from.
 
-Legend: B rows, N nodes, W columns, L = n - 1 levels, G n-grams verified, D depth, T positions, C n-grams collected.
+Legend: B rows, N nodes, W columns, L = n - 1 levels, G n-grams verified, D depth, T positions, C
+n-grams collected.
 """
 
 from __future__ import annotations
@@ -47,7 +55,8 @@ class Config:
     """Configuration of lookahead decoding."""
 
     ngram: AtLeastTwo = 4
-    """Tokens of an n-gram, its first one included (>= 2): up to ngram - 1 tokens are accepted from one."""
+    """Tokens of an n-gram, its first one included (>= 2): up to ngram - 1 tokens are accepted from
+    one."""
     window: NonNegativeInt = 0
     """Columns of the window; 0: what fits the draft's shape."""
     guesses: NonNegativeInt = 0
@@ -55,7 +64,8 @@ class Config:
     pool: int = 1024
     """N-grams remembered per row, the oldest going first."""
     from_text: bool = True
-    """Whether n-grams of the prompt and of the answer go into the pool too, beside those of the trajectories."""
+    """Whether n-grams of the prompt and of the answer go into the pool too, beside those of the
+    trajectories."""
 
     def __post_init__(self) -> None:
         if self.pool < PROMPT_CHUNK:
@@ -64,7 +74,8 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The tree and its sizes; a chain has neither columns nor n-grams of its own. Shared between the rows of a batch."""
+    """The tree and its sizes; a chain has neither columns nor n-grams of its own. Shared between
+    the rows of a batch."""
 
     tree: TokenTree
     columns: int
@@ -74,7 +85,8 @@ class Layout:
 
 @dataclass
 class State:
-    """history: the row's text; pool: its n-grams; window [B, L, W] int64: the trajectories (W = 0 for a chain)."""
+    """history: the row's text; pool: its n-grams; window [B, L, W] int64: the trajectories (W = 0
+    for a chain)."""
 
     history: History
     pool: NgramPool
@@ -98,14 +110,17 @@ class Drafter:
         return self.config.ngram - 1
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill: the window is filled with tokens of the prompt, the pool with its n-grams; see the protocol."""
+        """State after prefill: the window is filled with tokens of the prompt, the pool with its
+        n-grams; see the protocol."""
         if self._layout is None or self._layout[0] is not tree:
             self._layout = tree, lay_out(self.config, tree, seen.tokens.device)
         layout = self._layout[1]
         rows, device = seen.tokens.shape[0], seen.tokens.device
         history = History.start(seen, tree.max_depth, capacity)
         pool = NgramPool.empty(rows, self.config.pool, self.config.ngram, device)
-        state = State(history, pool, seen.tokens.new_zeros(rows, self.levels, layout.columns), layout)
+        state = State(
+            history, pool, seen.tokens.new_zeros(rows, self.levels, layout.columns), layout
+        )
         state.window.copy_(self._drawn(state))
         if self.config.from_text:
             ages = torch.arange(min(seen.tokens.shape[1], self.config.pool), device=device).flip(0)
@@ -121,10 +136,13 @@ class Drafter:
             return Proposal(torch.cat([root, self._joined(state)], 1), layout.tree)
         grams, found = state.pool.starting_with(root[:, 0], layout.guesses)
         grams = torch.where(found[..., None], grams, root[..., None])
-        return Proposal(torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1), layout.tree)
+        return Proposal(
+            torch.cat([root, state.window.flatten(1), grams.flatten(1)], 1), layout.tree
+        )
 
     def _joined(self, state: State) -> Tensor:
-        """A chain [B, D] of n-grams, each starting with the last token of the one before; without one, that token repeats."""
+        """A chain [B, D] of n-grams, each starting with the last token of the one before; without
+        one, that token repeats."""
         last, drafted = state.history.root[:, 0], []
         for _ in range(-(-state.layout.tree.max_depth // self.levels)):
             gram, found = state.pool.starting_with(last, 1)
@@ -133,10 +151,11 @@ class Drafter:
             last = gram[:, -1]
         return torch.cat(drafted, 1)[:, : state.layout.tree.max_depth]
 
-    # --- after a verification ---------------------------------------------------------------------------------------
+    # After a verification
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Collect n-grams from the trajectories and the text, and move the window on; see the protocol."""
+        """Collect n-grams from the trajectories and the text, and move the window on; see the
+        protocol."""
         verified = accepted.verified
         picks = None
         if verified is not None and verified.tree is state.layout.tree:
@@ -157,7 +176,8 @@ class Drafter:
         return state
 
     def _collect_chain(self, state: State, tokens: Tensor, picks: Tensor) -> None:
-        """Into the pool: behind every node the n - 1 tokens that end there and the target's pick; tokens, picks [B, D + 1].
+        """Into the pool: behind every node the n - 1 tokens that end there and the target's pick;
+        tokens, picks [B, D + 1].
 
         The deepest first, which has the most wrong guesses before it: the others are then newer.
         """
@@ -167,21 +187,25 @@ class Drafter:
         state.pool.add(grams, (grams >= 0).all(-1))
 
     def _collect_text(self, state: State, places: Tensor, valid: Tensor) -> None:
-        """Into the pool: the n-grams of the text that end at `places` [B, C], where `valid` [B, C]."""
-        slots = places[..., None] + torch.arange(1 - self.config.ngram, 1, device=places.device)  # [B, C, n]
+        """Into the pool: the n-grams of the text that end at `places` [B, C], where `valid` [B,
+        C]."""
+        # [B, C, n]
+        slots = places[..., None] + torch.arange(1 - self.config.ngram, 1, device=places.device)
         grams = state.history.tokens.gather(1, slots.clamp(min=0).flatten(1)).view(*slots.shape)
         state.pool.add(grams, valid & (slots[..., 0] >= 0))
 
     def _move(self, state: State, accepted: Tensor, picks: Tensor | None) -> None:
-        """The next window, in place: every level takes the one above it, the last the picks [B, W], and columns move by `accepted`
-        [B]. What is new on the right is drawn from the text.
+        """The next window, in place: every level takes the one above it, the last the picks [B, W],
+        and columns move by `accepted` [B]. What is new on the right is drawn from the text.
         """
         fresh = self._drawn(state)
         last = fresh[:, -1] if picks is None else picks
         above = torch.cat([state.window[:, 1:], last[:, None]], 1)
         column = accepted[:, None] + torch.arange(state.layout.columns, device=last.device)
         inside = (column < state.layout.columns)[:, None]
-        moved = above.gather(2, column.clamp(max=state.layout.columns - 1)[:, None].expand_as(above))
+        moved = above.gather(
+            2, column.clamp(max=state.layout.columns - 1)[:, None].expand_as(above)
+        )
         state.window.copy_(torch.where(inside, moved, fresh))
 
     def _drawn(self, state: State) -> Tensor:
@@ -193,10 +217,12 @@ class Drafter:
 
 
 def lay_out(config: Config, shape: DraftShape, device: torch.device) -> Layout:
-    """The tree for a shape, see the module. Raises `UserError` when window and n-grams do not fit into it."""
+    """The tree for a shape, see the module. Raises `UserError` when window and n-grams do not fit
+    into it."""
     if config.pool < shape.num_nodes:
         raise UserError(
-            f"head.pool={config.pool} cannot take the n-grams of a draft of {shape.num_nodes} nodes: give at least as many."
+            f"head.pool={config.pool} cannot take the n-grams of a draft of {shape.num_nodes} "
+            "nodes: give at least as many."
         )
     if shape.is_chain:
         assert isinstance(shape, TokenTree)
@@ -207,10 +233,12 @@ def lay_out(config: Config, shape: DraftShape, device: torch.device) -> Layout:
     guesses = config.guesses or max(1, both - columns)
     if columns > deepest or columns + guesses > both:
         raise UserError(
-            f"lookahead with head.ngram={config.ngram}, {columns} columns (head.window={config.window}) and {guesses} n-grams "
-            f"(head.guesses={config.guesses}) needs a draft of depth {columns + levels - 1} and "
-            f"{1 + (columns + guesses) * levels} nodes; decode.depth and decode.nodes (or decode.choices) give "
-            f"{shape.max_depth} and {shape.num_nodes}. Ask for a larger draft, or for less of these three (0 takes what fits)."
+            f"lookahead with head.ngram={config.ngram}, {columns} columns "
+            f"(head.window={config.window}) and {guesses} n-grams (head.guesses={config.guesses}) "
+            f"needs a draft of depth {columns + levels - 1} and "
+            f"{1 + (columns + guesses) * levels} nodes; decode.depth and decode.nodes (or "
+            f"decode.choices) give {shape.max_depth} and {shape.num_nodes}. Ask for a larger "
+            "draft, or for less of these three (0 takes what fits)."
         )
     first = [0, *range(1, columns)]  # level 0 is a chain
     window = first + [1 + place for place in range((levels - 1) * columns)]

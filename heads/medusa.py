@@ -1,11 +1,13 @@
-"""Medusa: K independent heads on the target's last hidden state, one forward pass for the whole proposal.
+"""Medusa: K independent heads on the target's last hidden state, one forward pass for the whole
+proposal.
 
-Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the target's own LM
-head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero at the start so that
-training begins at the target's own prediction, followed by the target's frozen LM head or an own one
-(methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
+Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
+target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero
+at the start so that training begins at the target's own prediction, followed by the target's frozen
+LM head or an own one (methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
 
-Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, D depth of the tree.
+Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, D depth of the
+tree.
 """
 
 from __future__ import annotations
@@ -39,18 +41,20 @@ class Config:
     num_layers: PositiveInt = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V * H weights each); otherwise share
-    the frozen one.
+    """Give every head an LM head of its own, started from the target's (V * H weights each);
+    otherwise share the frozen one.
     """
     decay: Fraction = 0.8
     """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
-    """Train on the target's distribution at the predicted position instead of the token it sampled there."""
+    """Train on the target's distribution at the predicted position instead of the token it sampled
+    there."""
 
 
 @dataclass
 class State:
-    """hidden [B, H]: the target's state at the last seen position; root [B] and root_position [B] int64."""
+    """hidden [B, H]: the target's state at the last seen position; root [B] and root_position [B]
+    int64."""
 
     hidden: Tensor
     root: Tensor
@@ -62,7 +66,8 @@ class Drafter(TrainableDrafter):
     """K residual heads over the target's last hidden state."""
 
     kind: ClassVar[str] = "medusa"
-    residual_blocks = staticmethod(blocks.residual_blocks)  # the decoder may put a kernel in its place
+    # the decoder may put a kernel in its place
+    residual_blocks = staticmethod(blocks.residual_blocks)
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__(config, info)
@@ -72,7 +77,9 @@ class Drafter(TrainableDrafter):
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
         self.lm_heads = (
-            nn.Parameter(torch.empty(heads, info.vocab_size, hidden)) if config.own_lm_head else None
+            nn.Parameter(torch.empty(heads, info.vocab_size, hidden))
+            if config.own_lm_head
+            else None
         )
         self._target: TargetWeights | None = None
         self._plans = PlanCache()
@@ -99,10 +106,11 @@ class Drafter(TrainableDrafter):
         assert self._target is not None, "bind was not called"
         return self._target.logits(states.to(self._target.lm_head.dtype))
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised tokens."""
+        """Sum over heads k of decay^k times the cross entropy of token t+k+1, over supervised
+        tokens."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
         config: Config = self.config
         hidden, tokens = batch.last_hidden.flatten(0, 1), batch.tokens.flatten()  # [B*T, H], [B*T]
@@ -123,13 +131,19 @@ class Drafter(TrainableDrafter):
             return losses.masked_sum(values, mask), correct.sum(0), mask.sum(0)
 
         rows = wanted.any(1).nonzero().squeeze(1)
-        per_head, correct, counts = losses.sum_over_rows(part, rows, config.num_heads * self.info.vocab_size)
+        per_head, correct, counts = losses.sum_over_rows(
+            part, rows, config.num_heads * self.info.vocab_size
+        )
         weights = config.decay ** ahead.to(per_head.dtype)
-        return LossOutput((weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts))
+        return LossOutput(
+            (weights * per_head).sum(), losses.depth_metrics(per_head, correct, counts)
+        )
 
-    def _per_head_loss(self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch) -> Tensor:
-        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's distribution at
-        `states_at` [M, K].
+    def _per_head_loss(
+        self, logits: Tensor, labels: Tensor, states_at: Tensor, batch: TrainBatch
+    ) -> Tensor:
+        """[M, K, V] logits -> [M * K] losses against hard labels, or against the target's
+        distribution at `states_at` [M, K].
         """
         flat = logits.flatten(0, 1)
         if not self.config.soft_labels:
@@ -145,18 +159,20 @@ class Drafter(TrainableDrafter):
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of heads 1..depth; see the contract."""
         assert batch.last_hidden is not None, "medusa needs the target's last hidden state"
-        assert depth <= self.config.num_heads, f"{depth} depths asked of {self.config.num_heads} heads"
+        assert depth <= self.config.num_heads, (
+            f"{depth} depths asked of {self.config.num_heads} heads"
+        )
         shape = batch.tokens.shape
         return list(self._head_logits(batch.last_hidden.flatten(0, 1), depth).unflatten(1, shape))
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; raises `UserError` when the tree is deeper than there are heads."""
         if tree.max_depth > self.config.num_heads:
             raise UserError(
-                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} tokens. "
-                f"Set decode.depth to {self.config.num_heads} or less, or train with "
+                f"a medusa drafter of {self.config.num_heads} heads cannot draft {tree.max_depth} "
+                f"tokens. Set decode.depth to {self.config.num_heads} or less, or train with "
                 f"head.num_heads={tree.max_depth}."
             )
         rows, last, root, root_position = last_valid(seen)

@@ -1,15 +1,17 @@
-"""Multi-token prediction: a decoder block that joins the last state with the next token's embedding, one block deeper
-per token.
+"""Multi-token prediction: a decoder block that joins the last state with the next token's
+embedding, one block deeper per token.
 
-    h' = W [RMSNorm(emb(x_{t+k})); RMSNorm(h^{k-1}_t)],  h^k = RMSNorm(Block(h')),  token t+k+1 from the target's LM head
+    h' = W [RMSNorm(emb(x_{t+k})); RMSNorm(h^{k-1}_t)],  h^k = RMSNorm(Block(h')),  token t+k+1 from
+                                                         the target's LM head
 
-with h^0 the target's last hidden state (after its final norm, as engines hand it over). Two forms (methods.md, 2.10):
-DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one block that is recursed. Here both are
-trained on a frozen target and share its embedding and LM head. Loss: sum over depths of beta^(k-1), normalised to sum
-to one, times the cross entropy; beta = 1 is DeepSeek's 1/D, beta = 0.6 is FastMTP's. The recursed block is trained in
-the context that it drafts in (`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is
-recursed. Parameter names of the recursed form are those of engines (serving-formats.md, 3.8); own blocks carry their
-number behind `mtp`.
+with h^0 the target's last hidden state (after its final norm, as engines hand it over). Two forms
+(methods.md, 2.10): DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one
+block that is recursed. Here both are trained on a frozen target and share its embedding and LM
+head. Loss: sum over depths of beta^(k-1), normalised to sum to one, times the cross entropy; beta =
+1 is DeepSeek's 1/D, beta = 0.6 is FastMTP's. The recursed block is trained in the context that it
+drafts in (`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is
+recursed. Parameter names of the recursed form are those of engines (serving-formats.md, 3.8); own
+blocks carry their number behind `mtp`.
 
 Legend: B rows, T positions, M selected states, D depths, H hidden, V vocabulary.
 """
@@ -55,7 +57,8 @@ class Config:
     shared: bool = False
     """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
     depths: PositiveInt = 4
-    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one does, ever less well."""
+    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one does, ever less
+    well."""
     beta: Fraction = 1.0
     """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
     soft_labels: bool = True
@@ -69,8 +72,8 @@ class Config:
     intermediate_size: int = 0
     """Width of the MLP."""
     from_target_layer: int = -1
-    """Start the blocks from this layer of the target (0-based); it must be Llama-like and of the same sizes. -1:
-    random.
+    """Start the blocks from this layer of the target (0-based); it must be Llama-like and of the
+    same sizes. -1: random.
     """
 
 
@@ -118,11 +121,15 @@ class Drafter(FeatureDrafter):
         self.needs = FeatureSpec(last_hidden=True, logits=config.soft_labels)
         shape = layer_shape(config, info)
         self.mtp: nn.Module = (
-            MtpBlock(shape) if config.shared else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
+            MtpBlock(shape)
+            if config.shared
+            else nn.ModuleList([MtpBlock(shape) for _ in range(config.depths)])
         )
         rope = Rope(shape.head_dim, info.rope_theta)
         self.chain: Chain | ModuleChain = (
-            Chain(self, rope) if config.shared else ModuleChain(self, cast(list[Module], self.blocks), rope)
+            Chain(self, rope)
+            if config.shared
+            else ModuleChain(self, cast(list[Module], self.blocks), rope)
         )
         unset_parameters(self)
 
@@ -136,8 +143,8 @@ class Drafter(FeatureDrafter):
         )
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random blocks or a layer of the target; a block's input starts as the state with a little of both, its final norm as the
-        target's.
+        """Random blocks or a layer of the target; a block's input starts as the state with a little
+        of both, its final norm as the target's.
         """
         initialise_blocks(self, generator)
         for block in self.blocks:
@@ -150,7 +157,7 @@ class Drafter(FeatureDrafter):
                 )
                 self.copy_layer(weights, self.config.from_target_layer, wanted)
 
-    # --- the shared block, as `Chain` runs it ---------------------------------------------------------------
+    # The shared block, as `Chain` runs it
 
     @property
     def attention(self) -> Attention:
@@ -163,7 +170,8 @@ class Drafter(FeatureDrafter):
         return last_hidden.to(self.blocks[0].fc.weight.dtype)
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and states [B, T, H] -> the attention's input and the residual stream [B, T, H]."""
+        """Tokens [B, T] and states [B, T, H] -> the attention's input and the residual stream [B,
+        T, H]."""
         block = self.blocks[0]
         joined = block.join(self.embed(tokens, feature.dtype), feature)
         return block.layer.input_layernorm(joined), joined
@@ -181,20 +189,29 @@ class Drafter(FeatureDrafter):
         """Normalised outputs [..., H] -> logits [..., V] through the target's frozen LM head."""
         return self.target_logits(emitted)
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over depths k of their share times the cross entropy of token t+k+1, over supervised tokens."""
+        """Sum over depths k of their share times the cross entropy of token t+k+1, over supervised
+        tokens."""
         config: Config = self.config
-        weights = config.beta ** torch.arange(config.depths, device=batch.tokens.device, dtype=torch.float32)
+        weights = config.beta ** torch.arange(
+            config.depths, device=batch.tokens.device, dtype=torch.float32
+        )
         unrolled = self.chain.unroll(batch, config.depths)
         return unrolled_loss(
-            batch, unrolled, self.info.vocab_size, weights / weights.sum(), partial(self._judge, batch)
+            batch,
+            unrolled,
+            self.info.vocab_size,
+            weights / weights.sum(),
+            partial(self._judge, batch),
         )
 
-    def _judge(self, batch: TrainBatch, outputs: Tensor, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy and correctness [D, M] of outputs [D, M, H] that predict from the target's states [M]; see
-        `Judge`.
+    def _judge(
+        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy and correctness [D, M] of outputs [D, M, H] that predict from the target's
+        states [M]; see `Judge`.
         """
         logits = self.logits(outputs)  # [D, M, V]
         if self.config.soft_labels:
@@ -210,17 +227,21 @@ class Drafter(FeatureDrafter):
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Logits [B, T, V] of depths 1..depth; see the contract."""
-        assert self.config.shared or depth <= self.config.depths, f"{depth} asked of {self.config.depths}"
+        assert self.config.shared or depth <= self.config.depths, (
+            f"{depth} asked of {self.config.depths}"
+        )
         return [self.logits(output) for output in self.chain.unroll(batch, depth)]
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill; raises `UserError` when the tree is deeper than there are own blocks."""
+        """State after prefill; raises `UserError` when the tree is deeper than there are own
+        blocks."""
         if not self.config.shared and tree.max_depth > self.config.depths:
             raise UserError(
-                f"an mtp drafter of {self.config.depths} blocks cannot draft {tree.max_depth} tokens. Set decode.depth to "
-                f"{self.config.depths} or less, or train with head.depths={tree.max_depth} or head.shared=true."
+                f"an mtp drafter of {self.config.depths} blocks cannot draft {tree.max_depth} "
+                f"tokens. Set decode.depth to {self.config.depths} or less, or train with "
+                f"head.depths={tree.max_depth} or head.shared=true."
             )
         return self.chain.start(seen, self.plans.of(tree), capacity)
 

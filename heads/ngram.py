@@ -1,8 +1,10 @@
-"""n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest tokens.
+"""n-gram lookup (prompt lookup decoding): copy what followed the last occurrence of the newest
+tokens.
 
-No weights and no target states: the drafter searches prompt and answer so far for the longest run of tokens,
-at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of that length the most
-recent one wins; what followed it is proposed. Pays when the answer copies its prompt (methods.md, 5).
+No weights and no target states: the drafter searches prompt and answer so far for the longest run
+of tokens, at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of
+that length the most recent one wins; what followed it is proposed. Pays when the answer copies its
+prompt (methods.md, 5).
 
 Legend: B rows, N nodes, S slots of history.
 """
@@ -64,7 +66,9 @@ class Drafter:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
-        return State(History.start(seen, tree.max_depth, capacity), self._plan_of(tree, seen.tokens.device))
+        return State(
+            History.start(seen, tree.max_depth, capacity), self._plan_of(tree, seen.tokens.device)
+        )
 
     def _plan_of(self, shape: DraftShape, device: torch.device) -> TreePlan:
         """A lookup has one continuation: of a dynamic shape it fills a chain as long as fits."""
@@ -76,7 +80,8 @@ class Drafter:
         return self._plan[1]
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the root."""
+        """Fill the rank-0 path of the tree with the continuation found; the other nodes repeat the
+        root."""
         drafted = self._continuation(state)  # [B, D + 1], the root first
         plan = state.plan
         tokens = drafted[:, plan.node_depth]
@@ -90,8 +95,8 @@ class Drafter:
         return state
 
     def _continuation(self, state: State) -> Tensor:
-        """The root and the tokens that followed the best match [B, D + 1]; without a match the root is repeated, which is now and
-        then right where a repetition begins.
+        """The root and the tokens that followed the best match [B, D + 1]; without a match the root
+        is repeated, which is now and then right where a repetition begins.
         """
         history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)

@@ -1,15 +1,20 @@
-"""PARD: a small language model that drafts all its tokens in one pass, with mask tokens behind the text (2504.18583).
+"""PARD: a small language model that drafts all its tokens in one pass, with mask tokens behind the
+text (2504.18583).
 
-The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the output at x_t gives the first
-drafted token, the output at mask k the one k places further, so that drafting K tokens costs one pass instead of K. The tokens do
-not see each other, only their places; a tree is filled from the independent distributions. All masks are one token of the
-vocabulary, told apart by position, so that a drafter trained for K tokens can draft more (methods.md, 2.10). Serving engines read
-the mask's id as `pard_token` (serving-formats.md, `draft_model` with `parallel_drafting`).
+The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the
+output at x_t gives the first drafted token, the output at mask k the one k places further, so that
+drafting K tokens costs one pass instead of K. The tokens do not see each other, only their places;
+a tree is filled from the independent distributions. All masks are one token of the vocabulary, told
+apart by position, so that a drafter trained for K tokens can draft more (methods.md, 2.10). Serving
+engines read the mask's id as `pard_token` (serving-formats.md, `draft_model` with
+`parallel_drafting`).
 
-Training runs the true tokens and, beside them, masks behind every place, with a falling share of places for deeper ones
-(conditional drop); the objective is the same mix as in distillation, summed over all kept predictions.
+Training runs the true tokens and, beside them, masks behind every place, with a falling share of
+places for deeper ones (conditional drop); the objective is the same mix as in distillation, summed
+over all kept predictions.
 
-Legend: B rows, T positions, W width of a run, E mask tokens per row, K drafted tokens, H hidden of the drafter, V vocabulary.
+Legend: B rows, T positions, W width of a run, E mask tokens per row, K drafted tokens, H hidden of
+the drafter, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,20 +46,24 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of PARD. Sizes of 0 follow the target."""
 
     depth: AtLeastTwo = 8
-    """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or more."""
+    """Tokens drafted per pass in training (K, at least 2). When it serves it may draft fewer or
+    more."""
     keep: Fraction = 0.7
-    """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all) ..."""
+    """Conditional drop: the share of places that have mask k is keep^k (0 < keep <= 1; 1 keeps all)
+    ..."""
     keep_least: float = 0.2
     """... but at least this (0 to keep)."""
     pard_token: int = -1
-    """Id of the token that serves as mask; -1: the rarest token of the training data, the highest id among equals."""
+    """Id of the token that serves as mask; -1: the rarest token of the training data, the highest
+    id among equals."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
         NetworkConfig.__post_init__(self)
         if not 0.0 <= self.keep_least <= self.keep:
             raise UserError(
-                f"head.keep_least must lie between 0 and head.keep; given {self.keep_least} and {self.keep}."
+                f"head.keep_least must lie between 0 and head.keep; given {self.keep_least} and "
+                f"{self.keep}."
             )
 
 
@@ -69,7 +78,8 @@ class Drafter(SmallLM):
         super().__init__(config, info)
         if not -1 <= config.pard_token < info.vocab_size:
             raise UserError(
-                f"head.pard_token must be a token id of the target (0 to {info.vocab_size - 1}) or -1; given {config.pard_token}."
+                f"head.pard_token must be a token id of the target (0 to {info.vocab_size - 1}) "
+                f"or -1; given {config.pard_token}."
             )
         self.needs = FeatureSpec(logits=config.soft)  # drafting takes tokens alone
         self.register_buffer("pard_token", torch.tensor(config.pard_token % info.vocab_size))
@@ -79,13 +89,16 @@ class Drafter(SmallLM):
         if self.config.pard_token < 0:
             self.pard_token.fill_(counts.shape[0] - 1 - int(counts.flip(0).argmin()))
 
-    # --- training -------------------------------------------------------------------------------------------
+    # Training
 
     def _outputs(self, batch: TrainBatch, masks: Masks) -> Tensor:
-        """Normalised states [B, T + E, H]: those of the sequence, which predict the next token, and those of the masks."""
+        """Normalised states [B, T + E, H]: those of the sequence, which predict the next token, and
+        those of the masks."""
         length = batch.tokens.shape[1]
         tokens = torch.cat([batch.tokens, self.pard_token.expand_as(masks.place)], 1)
-        positions = torch.cat([batch.positions, batch.positions.gather(1, masks.place) + masks.step], 1)
+        positions = torch.cat(
+            [batch.positions, batch.positions.gather(1, masks.place) + masks.step], 1
+        )
         causal, visible = packed_mask(batch.segments), masks.visible(batch.segments)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -100,7 +113,8 @@ class Drafter(SmallLM):
         return out
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """The weighted objectives at every supervised next token and at every kept mask that predicts a supervised one."""
+        """The weighted objectives at every supervised next token and at every kept mask that
+        predicts a supervised one."""
         config: Config = self.config
         masks = Masks.sample(batch, config.depth, config.keep, config.keep_least)
         outputs = self._outputs(batch, masks)
@@ -120,8 +134,8 @@ class Drafter(SmallLM):
         return distillation_loss(config, batch, predictions, self.logits, self.info.vocab_size)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth 1 at t is the prediction from token t+1, depth k that of mask k-1 behind it [B, T, V]; entries past the end
-        mean nothing.
+        """Depth 1 at t is the prediction from token t+1, depth k that of mask k-1 behind it [B, T,
+        V]; entries past the end mean nothing.
         """
         length = batch.tokens.shape[1]
         outputs = self._outputs(batch, Masks.everywhere(batch.tokens, depth - 1))
@@ -129,16 +143,18 @@ class Drafter(SmallLM):
         found = [text, *masks.unbind(2)]
         return [self.logits(states).roll(-1, 1) for states in found]
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def outputs(self, plan: Plan) -> int:
         """Outputs that a state keeps per row: one for every drafted depth."""
         return plan.max_depth
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on, with the masks behind each row's root, in one pass.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, with the masks behind each row's
+        root, in one pass.
 
-        Padded tokens would stand where the masks do: they are written to the last slot, which nothing ever sees.
+        Padded tokens would stand where the masks do: they are written to the last slot, which
+        nothing ever sees.
         """
         _, _, root, root_position = last_valid(run)
         batch, width = tokens.shape

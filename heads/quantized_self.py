@@ -1,13 +1,14 @@
 """Quantised self: the target with 8-bit or 4-bit weights drafts for itself.
 
-A quantised copy of the target picks the target's own token nearly always, so chains are accepted almost whole
-(QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading weights a draft costs a half or
-a quarter of a plain step. Weights are quantised when the drafter is bound (`heads.nn.quantized`), nothing is trained
-or stored. Of committed tokens its cache holds the target's own keys and values, by the target's own projections of
-the true streams; of drafted tokens it holds what the quantised layers gave (`heads.nn.target.drafting`).
+A quantised copy of the target picks the target's own token nearly always, so chains are accepted
+almost whole (QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading
+weights a draft costs a half or a quarter of a plain step. Weights are quantised when the drafter is
+bound (`heads.nn.quantized`), nothing is trained or stored. Of committed tokens its cache holds the
+target's own keys and values, by the target's own projections of the true streams; of drafted tokens
+it holds what the quantised layers gave (`heads.nn.target.drafting`).
 
-It pays only where the packed product is faster than the plain one (bfloat16; on CPUs for one or a few rows); elsewhere
-weights are unpacked for every product, and drafting is slower than the target.
+It pays only where the packed product is faster than the plain one (bfloat16; on CPUs for one or a
+few rows); elsewhere weights are unpacked for every product, and drafting is slower than the target.
 
 Legend: B rows, T positions, H hidden, V vocabulary.
 """
@@ -38,7 +39,8 @@ class Config:
     bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
     group_size: AtLeastTwo = 64
-    """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have fast products on CPUs."""
+    """Weights that share a scale at 4 bits; must divide the target's sizes. 32, 64 and 128 have
+    fast products on CPUs."""
     quantize_head: bool = True
     """Quantise the LM head as well; otherwise the target's own is used."""
     layers: tuple[int, ...] = ()
@@ -47,7 +49,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.group_size % 2:
             raise UserError(
-                f"head.group_size must be an even number of weights, such as 64; given {self.group_size}."
+                "head.group_size must be an even number of weights, such as 64; given "
+                f"{self.group_size}."
             )
 
 
@@ -59,18 +62,25 @@ class Drafter(SelfDrafter):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         layers = config.layers or tuple(range(info.num_layers))
-        if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < info.num_layers:
+        if (
+            list(layers) != sorted(set(layers))
+            or not 0 <= layers[0] <= layers[-1] < info.num_layers
+        ):
             raise UserError(
-                f"head.layers must name layers of the target in ascending order: it has {info.num_layers} layers, numbered "
-                f"from 0; given {list(layers)}."
+                "head.layers must name layers of the target in ascending order: it has "
+                f"{info.num_layers} layers, numbered from 0; given {list(layers)}."
             )
         super().__init__(config, info, tuple(KeptLayer(layer) for layer in layers))
-        inputs = {info.hidden_size, info.intermediate_size, info.num_attention_heads * info.head_dim}
+        inputs = {
+            info.hidden_size,
+            info.intermediate_size,
+            info.num_attention_heads * info.head_dim,
+        }
         odd = sorted(size for size in inputs if size % config.group_size)
         if config.bits == 4 and odd:
             raise UserError(
-                f"head.group_size {config.group_size} does not divide the target's sizes {odd}. Give one that divides "
-                f"{sorted(inputs)}, or use head.bits=8."
+                f"head.group_size {config.group_size} does not divide the target's sizes {odd}. "
+                f"Give one that divides {sorted(inputs)}, or use head.bits=8."
             )
         self.needs = FeatureSpec(layers)
         self.packed = nn.ModuleList()
@@ -82,7 +92,8 @@ class Drafter(SelfDrafter):
         return True
 
     def bind(self, weights: TargetWeights) -> None:
-        """Quantise the target's layers, and its LM head if asked for. Takes a moment for large targets."""
+        """Quantise the target's layers, and its LM head if asked for. Takes a moment for large
+        targets."""
         self.packed = nn.ModuleList()
         super().bind(weights)
         self._head = None
@@ -114,6 +125,6 @@ class Drafter(SelfDrafter):
     def loss(self, batch: TrainBatch) -> LossOutput:
         """There is none; raises `UserError`."""
         raise UserError(
-            "kind 'quantized_self' has no weights of its own, so there is nothing to train. Measure it as it is: "
-            "name it in measure.heads."
+            "kind 'quantized_self' has no weights of its own, so there is nothing to train. "
+            "Measure it as it is: name it in measure.heads."
         )

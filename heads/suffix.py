@@ -1,17 +1,20 @@
-"""Suffix lookup: what most often followed the longest earlier occurrence of the newest tokens, in the row's own text and in answers
-to earlier requests.
+"""Suffix lookup: what most often followed the longest earlier occurrence of the newest tokens, in
+the row's own text and in answers to earlier requests.
 
-After SuffixDecoding (Oliaro et al., 2411.04975) and SAM-Decoding (Hu et al., 2411.10666), which walk suffix trees and automata; the
-same counts are taken here by comparing the newest tokens with every place of the texts at once (`heads.nn.lookup.counts`),
-in tensors of fixed shapes. The longest match wins, wherever it is found; among its occurrences the most frequent continuation
-is drafted, and in trees the most frequent ones. A draft ends where its path has become too rare: what is behind is dead
-(`Proposal.limit`). No weights, no states of the target.
+After SuffixDecoding (Oliaro et al., 2411.04975) and SAM-Decoding (Hu et al., 2411.10666), which
+walk suffix trees and automata; the same counts are taken here by comparing the newest tokens with
+every place of the texts at once (`heads.nn.lookup.counts`), in tensors of fixed shapes. The longest
+match wins, wherever it is found; among its occurrences the most frequent continuation is drafted,
+and in trees the most frequent ones. A draft ends where its path has become too rare: what is behind
+is dead (`Proposal.limit`). No weights, no states of the target.
 
 Answers are remembered as they are committed, in rings that belong to the drafter and not to a batch
-(`heads.nn.lookup.archive`): repeated traffic (agents, templates, the same question again) is then drafted from earlier answers. A
-measurement that answers the same prompts twice with one drafter measures just that: `Drafter.forget` empties the rings.
+(`heads.nn.lookup.archive`): repeated traffic (agents, templates, the same question again) is then
+drafted from earlier answers. A measurement that answers the same prompts twice with one drafter
+measures just that: `Drafter.forget` empties the rings.
 
-Legend: B rows, N nodes, S slots of a row's text, R rings, A slots of a ring, K occurrences, D depth.
+Legend: B rows, N nodes, S slots of a row's text, R rings, A slots of a ring, K occurrences, D
+depth.
 """
 
 from __future__ import annotations
@@ -45,30 +48,36 @@ class Config:
     max_n: int = 24
     """Longest run of tokens compared (>= min_n)."""
     history_tokens: NonNegativeInt = 8192
-    """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps none. All rows search all of
-    them at every step."""
+    """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
+    none. All rows search all of them at every step."""
     context: NonNegativeInt = 8
-    """Tokens before an answer that are remembered with it (>= 0), so that its beginning can be found."""
+    """Tokens before an answer that are remembered with it (>= 0), so that its beginning can be
+    found."""
     occurrences: PositiveInt = 64
-    """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the newest of other answers."""
+    """Of the longest match, how many occurrences are counted (>= 1): the row's own first, then the
+    newest of other answers."""
     min_probability: UnitInterval = 0.1
-    """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0 drafts all that is known."""
+    """A path is drafted as long as this share of the occurrences continues along it (0 to 1); 0
+    drafts all that is known."""
     per_match: NonNegativeFloat = 0.0
-    """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens behind a match of 2; 0 sets no such limit."""
+    """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens behind a match of 2; 0 sets no
+    such limit."""
     backoff: UnitInterval = 0.0
-    """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0 counts the longest alone."""
+    """Weight of an occurrence for each token that its match is shorter than the longest (0 to 1); 0
+    counts the longest alone."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
             raise UserError(
-                f"suffix needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. Change "
-                "head.min_n or head.max_n."
+                f"suffix needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. "
+                "Change head.min_n or head.max_n."
             )
 
 
 @dataclass
 class State:
-    """history: the row's text; writing: where its answer stands in the archive; archive: all rings, None if none are kept."""
+    """history: the row's text; writing: where its answer stands in the archive; archive: all rings,
+    None if none are kept."""
 
     history: History
     writing: Writing
@@ -94,13 +103,15 @@ class Drafter:
             self._archive.forget()
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol. A batch wider than any before it gets rings of its own, with what was known."""
+        """State after prefill; see the protocol. A batch wider than any before it gets rings of its
+        own, with what was known."""
         history = History.start(seen, tree.max_depth, capacity)
         least, given = 2 * (self.config.context + tree.max_depth + 3), self.config.history_tokens
         if 0 < given < least:
             raise UserError(
-                f"head.history_tokens={given} is too small: one step of a draft {tree.max_depth} deep with head.context="
-                f"{self.config.context} needs {least}. Give more, or 0 to keep no history."
+                f"head.history_tokens={given} is too small: one step of a draft {tree.max_depth} "
+                f"deep with head.context={self.config.context} needs {least}. Give more, or 0 to "
+                "keep no history."
             )
         rows, device, archive = seen.tokens.shape[0], seen.tokens.device, self._archive
         if given and (archive is None or archive.rings < rows or archive.cursor.device != device):
@@ -115,7 +126,9 @@ class Drafter:
             deepest = torch.minimum(deepest, (found.longest * self.config.per_match).long())
         counted = Counted.of(found.tokens, found.weights, self.config.min_probability, deepest)
         filled = fill_counted(state.plan, state.history.root[:, 0], counted)
-        return Proposal(filled.tokens, filled.tree, confidence=filled.confidence, limit=filled.limit)
+        return Proposal(
+            filled.tokens, filled.tree, confidence=filled.confidence, limit=filled.limit
+        )
 
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Remember the accepted run in the row's text and in its ring; see the protocol."""
@@ -124,14 +137,17 @@ class Drafter:
         state.history.append(accepted)
         return state
 
-    # --- searching ------------------------------------------------------------------------------------------------
+    # Searching
 
     def _occurrences(self, state: State) -> Continuations:
-        """The best K occurrences of the newest tokens: the longest matches first, then the row's own, then the most recent."""
+        """The best K occurrences of the newest tokens: the longest matches first, then the row's
+        own, then the most recent."""
         newest = state.history.newest(self.config.max_n).flip(1)  # [B, max_n], the root first
         matched, places = self._own(state, newest), state.history.tokens.shape[1]
         if state.archive is not None:
-            matched = torch.cat([matched, self._archived(state, state.archive, newest).flatten(1)], 1)
+            matched = torch.cat(
+                [matched, self._archived(state, state.archive, newest).flatten(1)], 1
+            )
         matched = torch.where(matched >= self.config.min_n, matched, 0)
         # Unique for every place, so that the order does not depend on how a device breaks ties.
         recency = torch.arange(places, device=newest.device)
@@ -146,10 +162,13 @@ class Drafter:
         lengths = score // matched.shape[1]
         longest = lengths[:, :1]
         weights = torch.pow(self.config.backoff, (longest - lengths).float())  # 0 ** 0 is 1
-        return Continuations(self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0])
+        return Continuations(
+            self._continuations(state, place), torch.where(lengths > 0, weights, 0.0), longest[:, 0]
+        )
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
-        """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where nothing follows."""
+        """How many tokens up to each slot of the row's text [B, S] equal the newest ones; 0 where
+        nothing follows."""
         tokens = state.history.tokens
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         same, matched = slots < state.history.last, torch.zeros_like(tokens)
@@ -174,7 +193,8 @@ class Drafter:
         return matched
 
     def _continuations(self, state: State, place: Tensor) -> Tensor:
-        """What followed the places [B, K] of texts and rings, in that order [B, K, D]; -1 behind the end of an answer.
+        """What followed the places [B, K] of texts and rings, in that order [B, K, D]; -1 behind
+        the end of an answer.
 
         The row's own text starts over behind its newest token, which continues a repetition.
         """
@@ -186,7 +206,10 @@ class Drafter:
         tokens = history.tokens.gather(1, wanted.clamp(max=own - 1).flatten(1)).view(*wanted.shape)
         if archive is None:
             return tokens
-        ring, slot = (place - own).clamp(min=0) // archive.slots, (place - own).clamp(min=0) % archive.slots
+        ring, slot = (
+            (place - own).clamp(min=0) // archive.slots,
+            (place - own).clamp(min=0) % archive.slots,
+        )
         follows = archive.tokens[ring[..., None], (slot[..., None] + 1 + steps) % archive.slots]
         ended = (follows < 0).to(torch.uint8).cummax(-1).values.bool()
         return torch.where((place < own)[..., None], tokens, torch.where(ended, -1, follows))
@@ -194,7 +217,8 @@ class Drafter:
 
 @dataclass
 class Continuations:
-    """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B] int64: the longest match."""
+    """tokens [B, K, D] int64: what followed each occurrence; weights [B, K] float32; longest [B]
+    int64: the longest match."""
 
     tokens: Tensor
     weights: Tensor

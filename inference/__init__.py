@@ -1,1 +1,2 @@
-"""The bundled decoder and what it proves: target, taps, sampling, verification, measurement, export."""
+"""The bundled decoder and what it proves: target, taps, sampling, verification, measurement,
+export."""

@@ -1,8 +1,9 @@
 """Whose a folder is, what its name may be, and the only ways to delete or replace one.
 
-Settings name folders below a run (`require_folder_name`). A folder belongs to the stage that its record names
-(`stage_of`): run.json of a stage that can be continued, manifest.json, or headstart_export.json. Nothing is
-deleted or replaced that does not belong to the stage which asks for it (`require_own`).
+Settings name folders below a run (`require_folder_name`). A folder belongs to the stage that its
+record names (`stage_of`): run.json of a stage that can be continued, manifest.json, or
+headstart_export.json. Nothing is deleted or replaced that does not belong to the stage which asks
+for it (`require_own`).
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ FEEDBACK = "feedback"
 
 
 def require_folder_name(key: str, name: str, *, empty: bool = False) -> str:
-    """Return `name` if it is the name of one folder; raises `UserError`, which names the setting `key`, otherwise.
+    """Return `name` if it is the name of one folder; raises `UserError`, which names the setting
+    `key`, otherwise.
 
     empty: "" is allowed (it stands for a default).
     """
     plain = name not in (".", "..") and not set(name) & set("/\\") and name.isprintable()
     if not plain or not (name or empty):
         raise UserError(
-            f"{key}: '{name}' must be a plain folder name, without '/' or '\\' and not '.' or '..'. Folders above it "
-            "are set with run.root and run.name."
+            f"{key}: '{name}' must be a plain folder name, without '/' or '\\' and not '.' or "
+            "'..'. Folders above it are set with run.root and run.name."
         )
     return name
 
 
 def stage_of(folder: Path) -> str:
-    """The stage that wrote `folder`, as its record says; empty for a folder without a record of ours.
+    """The stage that wrote `folder`, as its record says; empty for a folder without a record of
+    ours.
 
     Raises `UserError` for a record that is not readable.
     """
@@ -56,12 +59,14 @@ def stage_of(folder: Path) -> str:
 def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] = ()) -> None:
     """Raise `UserError` unless deleting `folder` loses nothing but what `stage` has written.
 
-    It must be absent, empty, or have a record of `stage`; hold no folder of another stage; and where the record
-    lists the files, hold no others but `beside`. setting: the key that asks for the deletion, for the message.
+    It must be absent, empty, or have a record of `stage`; hold no folder of another stage; and
+    where the record lists the files, hold no others but `beside`. setting: the key that asks for
+    the deletion, for the message.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(
-            f"{setting}: '{folder}' is not a folder but a link or a file, and is not deleted. Remove it yourself."
+            f"{setting}: '{folder}' is not a folder but a link or a file, and is not deleted. "
+            "Remove it yourself."
         )
     if not folder.exists() or not any(folder.iterdir()):
         return
@@ -69,27 +74,31 @@ def require_own(folder: Path, stage: str, setting: str, beside: Collection[str] 
     found = stage_of(folder)
     if not found:
         raise UserError(
-            f"{setting}: '{folder}' is not a stage folder and is not deleted: it has no record of ours that says who wrote it. "
-            "Remove it yourself, or choose another folder."
+            f"{setting}: '{folder}' is not a stage folder and is not deleted: it has no record of "
+            "ours that says who wrote it. Remove it yourself, or choose another folder."
         )
     if found != stage:
         raise UserError(
-            f"{refuse}stage '{found}' wrote it, not '{stage}'. Choose another name, or remove it yourself."
+            f"{refuse}stage '{found}' wrote it, not '{stage}'. Choose another name, or remove it "
+            "yourself."
         )
     for record in (RUN_FILE, MANIFEST_FILE, EXPORT_FILE):
         for inner in folder.rglob(record):
             other = "" if inner.parent == folder else stage_of(inner.parent)
             if other not in ("", stage, "export" if stage == "push" else ""):
                 raise UserError(
-                    f"{refuse}'{inner.parent}' in it was written by stage '{other}'. Move that away first."
+                    f"{refuse}'{inner.parent}' in it was written by stage '{other}'. Move that "
+                    "away first."
                 )
     listed = _listed(folder)
     if listed is not None:
-        foreign = sorted(name for name in _files(folder) if name not in listed and name not in beside)
+        foreign = sorted(
+            name for name in _files(folder) if name not in listed and name not in beside
+        )
         if foreign:
             raise UserError(
-                f"{refuse}it holds files that stage '{stage}' did not write: {', '.join(foreign[:3])}. Move them away, or "
-                "remove the folder yourself."
+                f"{refuse}it holds files that stage '{stage}' did not write: "
+                f"{', '.join(foreign[:3])}. Move them away, or remove the folder yourself."
             )
 
 
@@ -104,11 +113,14 @@ def delete_own(folder: Path, stage: str, setting: str) -> None:
 def replaced(out: Path, stage: str, setting: str, beside: Collection[str] = ()) -> Iterator[Path]:
     """Yield an empty folder next to `out` that takes its name when the block ends without an error.
 
-    An `out` that is there must be `stage`'s own (see `require_own`) and is deleted just before. The empty folder has
-    a name of its own, so nothing of anybody else is in the way; after an error it is removed.
+    An `out` that is there must be `stage`'s own (see `require_own`) and is deleted just before. The
+    empty folder has a name of its own, so nothing of anybody else is in the way; after an error it
+    is removed.
     """
     if out.name in ("", ".."):
-        raise UserError(f"{setting}: '{out}' is not a name for a new folder. Give a folder with a name.")
+        raise UserError(
+            f"{setting}: '{out}' is not a name for a new folder. Give a folder with a name."
+        )
     require_own(out, stage, setting, beside)
     out.parent.mkdir(parents=True, exist_ok=True)
     for leftover in out.parent.iterdir():
@@ -134,8 +146,8 @@ def _read(file: Path) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(
-            f"'{file}' is broken ({error}), so it is not known whose folder '{file.parent}' is. Remove the folder yourself, or "
-            "choose another name."
+            f"'{file}' is broken ({error}), so it is not known whose folder '{file.parent}' is. "
+            "Remove the folder yourself, or choose another name."
         ) from error
     return content if isinstance(content, dict) else None
 
@@ -147,7 +159,9 @@ def _listed(folder: Path) -> set[str] | None:
     manifest, export = _read(folder / MANIFEST_FILE), _read(folder / EXPORT_FILE)
     if manifest is not None and isinstance(manifest.get("files"), list):
         return {
-            str(entry["file"]) for entry in manifest["files"] if isinstance(entry, dict) and "file" in entry
+            str(entry["file"])
+            for entry in manifest["files"]
+            if isinstance(entry, dict) and "file" in entry
         } | {MANIFEST_FILE}
     return {*map(str, export.get("files", ())), EXPORT_FILE} if export is not None else None
 

@@ -82,9 +82,11 @@ class RecordsConfig:
     """What `generate` and `measure` write down of their verifications."""
 
     enabled: bool = False
-    """Record every verification: what was drafted, how likely both models held it, where it failed."""
+    """Record every verification: what was drafted, how likely both models held it, where it
+    failed."""
     max_megabytes: PositiveFloat = 1024.0
-    """Recording ends when its files reach this size; what is decoded afterwards is not on record."""
+    """Recording ends when its files reach this size; what is decoded afterwards is not on
+    record."""
     redact: bool = False
     """Leave out every token: positions, depths, lengths and log-probabilities stay."""
 

@@ -1,4 +1,5 @@
-"""The tests mirror the packages. Nothing is downloaded: Hub look-ups fail at once instead of retrying."""
+"""The tests mirror the packages. Nothing is downloaded: Hub look-ups fail at once instead of
+retrying."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Shared settings of all tests: few threads, no network, no outputs outside the temporary folder."""
+"""Shared settings of all tests: few threads, no network, no outputs outside the temporary
+folder."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-# Two cores are shared by the test workers: one thread each is faster than two workers fighting for both.
+# Two cores are shared by the test workers: one thread each is faster than two workers fighting for
+# both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without a GPU kernels run under Triton's interpreter. It must be asked for before anything imports triton, which torch's
-# compiler does while tests are collected.
+# Without a GPU kernels run under Triton's interpreter. It must be asked for before anything imports
+# triton, which torch's compiler does while tests are collected.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -40,8 +42,9 @@ BEFORE = {name: os.environ.get(name) for name in LAUNCHER}
 
 @pytest.fixture(autouse=True)
 def launcher_variables() -> Iterator[None]:
-    """Libraries that train in this process (fixtures of whole modules included) may leave a launcher's variables behind; processes
-    that later tests start would take themselves for a part of a launch.
+    """Libraries that train in this process (fixtures of whole modules included) may leave a
+    launcher's variables behind; processes that later tests start would take themselves for a part
+    of a launch.
     """
     restore_launcher_variables()
     yield

@@ -1,4 +1,5 @@
-"""Drafters without weights for proving the decoder: always right, always wrong, right up to a planted error, random.
+"""Drafters without weights for proving the decoder: always right, always wrong, right up to a
+planted error, random.
 
 Each fills any static tree, `RandomTrees` dynamic shapes.
 
@@ -20,7 +21,8 @@ from heads.api.tree import DraftShape, DynamicShape, TokenTree
 
 @dataclass
 class FakeState:
-    """text [B, S] the known sequence of each row (prompt and plain continuation), length [B] committed tokens, root included."""
+    """text [B, S] the known sequence of each row (prompt and plain continuation), length [B]
+    committed tokens, root included."""
 
     text: Tensor
     root: Tensor
@@ -28,12 +30,15 @@ class FakeState:
 
 
 class Fake:
-    """Base: drafts the known continuation, then lets `spoil` change it. `answers` maps a prompt to prompt + continuation."""
+    """Base: drafts the known continuation, then lets `spoil` change it. `answers` maps a prompt to
+    prompt + continuation."""
 
     kind: ClassVar[str] = "fake"
     needs = FeatureSpec()
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], vocab_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], vocab_size: int, seed: int = 0
+    ) -> None:
         self.answers, self.vocab_size = answers, vocab_size
         self.generator = torch.Generator().manual_seed(seed)
         self.tree: TokenTree | None = None
@@ -70,7 +75,8 @@ class Fake:
 
 
 class AlwaysRight(Fake):
-    """In a tree only the last node of every level is right, so that the accepted path is no run of slots."""
+    """In a tree only the last node of every level is right, so that the accepted path is no run of
+    slots."""
 
     def spoil(self, tokens: Tensor, depth: Tensor) -> Tensor:
         assert self.tree is not None
@@ -86,7 +92,8 @@ class AlwaysWrong(Fake):
 
 
 class SometimesRight(Fake):
-    """Each token right with probability 0.7: exercises every length of accepted path, ragged over rows."""
+    """Each token right with probability 0.7: exercises every length of accepted path, ragged over
+    rows."""
 
     def spoil(self, tokens: Tensor, depth: Tensor) -> Tensor:
         wrong = torch.rand(tokens.shape, generator=self.generator) > 0.7
@@ -107,7 +114,8 @@ def on_last_path(tree: TokenTree) -> Tensor:
 
 
 class RandomTrees(Fake):
-    """Another random tree for every row and step, of any topology that fits a `DynamicShape`; of siblings at most one is right."""
+    """Another random tree for every row and step, of any topology that fits a `DynamicShape`; of
+    siblings at most one is right."""
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> FakeState:
         assert isinstance(tree, DynamicShape)
@@ -130,7 +138,9 @@ class RandomTrees(Fake):
             allowed = [i for i in range(node) if depth[i] < self.shape.max_depth]
             # mostly below the last node, so that deep trees come up as well
             parent = (
-                node - 1 if node - 1 in allowed and self._below(2) else allowed[self._below(len(allowed))]
+                node - 1
+                if node - 1 in allowed and self._below(2)
+                else allowed[self._below(len(allowed))]
             )
             parents.append(parent)
             depth.append(depth[parent] + 1)

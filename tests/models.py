@@ -1,4 +1,5 @@
-"""Tiny random target models of several families, for tests: weights large enough that greedy text is not constant."""
+"""Tiny random target models of several families, for tests: weights large enough that greedy text
+is not constant."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The families that every test of the decoder runs over."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
     "gemma": {"head_dim": 16},
@@ -53,7 +60,12 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 9},
     "olmo": {},
     "olmo3": {"sliding_window": 9},
-    "gpt_oss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, **EXPERTS},
@@ -96,7 +108,8 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 4, **LATENT},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
 }
-"""Families that are held against their own forward pass and greedy loop in test_families.py only."""
+"""Families that are held against their own forward pass and greedy loop in test_families.py
+only."""
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 LONGROPE = {
     "max_position_embeddings": 256,
@@ -128,7 +141,9 @@ def random_model(family: str = "llama", seed: int = 3, **changes: Any) -> Any:
     settings = {k: v for k, v in given.items() if v is not None}
     if "n_embd" in settings:
         settings = {
-            k: v for k, v in settings.items() if k.startswith("n_") or k == "vocab_size" or k.endswith("_id")
+            k: v
+            for k, v in settings.items()
+            if k.startswith("n_") or k == "vocab_size" or k.endswith("_id")
         }
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
@@ -150,15 +165,19 @@ def random_target(
     device: str = "cpu",
     **changes: Any,
 ) -> TargetModel:
-    """A random target of a family, ready to decode: the same weights as `random_model` with the same arguments."""
+    """A random target of a family, ready to decode: the same weights as `random_model` with the
+    same arguments."""
     model = prepare(random_model(family, seed, **changes).to(device=device, dtype=dtype))
     switch_attention(model)
     tokenizer = TokenIds()
-    return TargetModel(model, tokenizer, describe(model, tokenizer, TargetConfig(path=f"random/{family}")))
+    return TargetModel(
+        model, tokenizer, describe(model, tokenizer, TargetConfig(path=f"random/{family}"))
+    )
 
 
 def save_random_target(folder: Path, tokenizer: Any, family: str = "llama", **changes: Any) -> Path:
-    """Write a random float32 model of a family with a real tokenizer to `folder`, as a user would have it."""
+    """Write a random float32 model of a family with a real tokenizer to `folder`, as a user would
+    have it."""
     model = random_model(family, vocab_size=len(tokenizer), **changes).float()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

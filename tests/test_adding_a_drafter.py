@@ -1,4 +1,5 @@
-"""docs/adding_a_drafter.md, executed: its one Python file and its one YAML compose, train, save, load and decode."""
+"""docs/adding_a_drafter.md, executed: its one Python file and its one YAML compose, train, save,
+load and decode."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def batch_of(documents: list[list[int]]) -> PackedBatch:
     """One row per document, right-padded; everything after the first token is supervised."""
     rows = [torch.tensor(document) for document in documents]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    inside = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    inside = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True
+    )
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     seeds = torch.arange(len(documents))
     return PackedBatch(tokens, positions, inside.int(), (positions >= 1) & inside.bool(), seeds)
@@ -84,7 +87,9 @@ def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
     assert settings.head.kind == "bigram"
     assert settings.head.config == get_kind("bigram").config_class(start_std=0.05)
     assert "head.start_std = 0.02" in stage_help(STAGES["train"], ["head=bigram"])
-    with pytest.raises(UserError, match=r"head\.start_sdt: there is no such key\. Did you mean 'start_std'"):
+    with pytest.raises(
+        UserError, match=r"head\.start_sdt: there is no such key\. Did you mean 'start_std'"
+    ):
         load_settings(STAGES["train"], ["head=bigram", "head.start_sdt=1"])
 
     target = random_target("llama")
@@ -111,7 +116,9 @@ def test_one_python_file_and_one_yaml_make_a_kind(tmp_path: Path) -> None:
         DecodeConfig(temperature=1.0, max_new_tokens=20),
     ):
         assert decode(target, loaded, config) == decode(target, None, config)
-    passes = sum(len(item.passes) for item in Engine(target, loaded, DecodeConfig(depth=4)).run(requests()))
+    passes = sum(
+        len(item.passes) for item in Engine(target, loaded, DecodeConfig(depth=4)).run(requests())
+    )
     assert passes < 0.8 * sum(len(tokens) - 1 for tokens in plain)  # it learnt the answers by heart
 
 
@@ -168,7 +175,9 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def requests(length: int = 20) -> list[Request]:
-    return [Request(number, prompt(number), seed=number, max_new_tokens=length) for number in range(4)]
+    return [
+        Request(number, prompt(number), seed=number, max_new_tokens=length) for number in range(4)
+    ]
 
 
 def decode(target: object, drafter: object, config: DecodeConfig | None = None) -> list[list[int]]:

@@ -27,17 +27,49 @@ NEEDED = {
 RECIPES = options("experiment")
 REAL_TARGETS = {
     "llama31_8b": TargetInfo(
-        "meta-llama/Llama-3.1-8B-Instruct", "r", "llama", "t", 128_256, 4096, 32, 32, 8, 128, 14_336, 1e-5, 5e5, 131_072,
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "r",
+        "llama",
+        "t",
+        128_256,
+        4096,
+        32,
+        32,
+        8,
+        128,
+        14_336,
+        1e-5,
+        5e5,
+        131_072,
         8_030_261_248,
     ),
     "qwen3_8b": TargetInfo(
-        "Qwen/Qwen3-8B", "r", "qwen3", "t", 151_936, 4096, 36, 32, 8, 128, 12_288, 1e-6, 1e6, 40_960, 8_190_735_360
+        "Qwen/Qwen3-8B",
+        "r",
+        "qwen3",
+        "t",
+        151_936,
+        4096,
+        36,
+        32,
+        8,
+        128,
+        12_288,
+        1e-6,
+        1e6,
+        40_960,
+        8_190_735_360,
     ),
-}  # fmt: skip
+}
 
 
 def group_options() -> list[tuple[str, str]]:
-    return [(group, name) for group in OPTION_GROUPS if group not in RECIPE_GROUPS for name in options(group)]
+    return [
+        (group, name)
+        for group in OPTION_GROUPS
+        if group not in RECIPE_GROUPS
+        for name in options(group)
+    ]
 
 
 @pytest.mark.parametrize(("group", "name"), group_options(), ids="/".join)
@@ -64,7 +96,9 @@ def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> No
     load_settings(stage, ["experiment=demo", f"debug={name}"])
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if "8b_" in name and not name.endswith("_loop")])
+@pytest.mark.parametrize(
+    "recipe", [name for name in RECIPES if "8b_" in name and not name.endswith("_loop")]
+)
 def test_a_real_recipe_builds_its_drafter(recipe: str) -> None:
     settings = load_settings(STAGES["train"], [f"experiment={recipe}"])
     info = REAL_TARGETS[str(settings.choices["target"])]
@@ -92,9 +126,11 @@ def test_every_file_is_a_root_or_an_option() -> None:
     assert "base.yaml" in roots <= possible
     for path in CONF.rglob("*.yaml"):
         relative = path.relative_to(CONF)
-        assert relative.name in roots if len(relative.parts) == 1 else relative.parts[0] in OPTION_GROUPS, (
-            relative
-        )
+        assert (
+            relative.name in roots
+            if len(relative.parts) == 1
+            else relative.parts[0] in OPTION_GROUPS
+        ), relative
 
 
 def test_every_kind_has_a_yaml_of_its_name_and_every_head_a_kind() -> None:
@@ -108,7 +144,10 @@ def test_every_kind_has_a_yaml_of_its_name_and_every_head_a_kind() -> None:
 def test_the_demo_trains_the_three_kinds_and_finds_its_files() -> None:
     settings = load_settings(STAGES["loop"], ["experiment=demo"])
     recipes = settings.loop.recipes
-    heads = [load_settings(STAGES["train"], [f"experiment=[{recipe},demo]"]).head.kind for recipe in recipes]
+    heads = [
+        load_settings(STAGES["train"], [f"experiment=[{recipe},demo]"]).head.kind
+        for recipe in recipes
+    ]
     assert heads == ["medusa", "eagle3", "distilled"]
     assert (REPOSITORY / "assets" / "tiny-target" / "config.json").is_file()
     assert settings.run.name == "demo"
@@ -132,7 +171,9 @@ def test_a_recipe_from_elsewhere_is_found_and_held_to_the_same_rules(
 ) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim: {lr: 0.125}\n")
-    (tmp_path / "experiment" / "wrong.yaml").write_text("# @package _global_\noptim: {lrr: 0.125}\n")
+    (tmp_path / "experiment" / "wrong.yaml").write_text(
+        "# @package _global_\noptim: {lrr: 0.125}\n"
+    )
     (tmp_path / "experiment" / "stray.yaml").write_text("# @package _global_\noptm: {lr: 0.125}\n")
     monkeypatch.setenv("HEADSTART_CONF", str(tmp_path))
     assert load_settings(STAGES["train"], ["experiment=mine"]).optim.lr == 0.125

@@ -1,4 +1,5 @@
-"""The documentation: every command is executed or at least composed, tables agree with reports, pages are in the navigation."""
+"""The documentation: every command is executed or at least composed, tables agree with reports,
+pages are in the navigation."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 def blocks(page: Path, mark: str) -> list[str]:
     """The bash blocks of a page with this mark."""
-    return re.findall(rf"^```bash {mark}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```bash {mark}\n(.*?)^```",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -31,12 +36,18 @@ def commands() -> Iterator[tuple[str, str]]:
         for mark in ("test", "long", "gpu"):
             for block in blocks(page, mark):
                 for line in block.replace("\\\n", " ").splitlines():
-                    if re.search(r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ", line.split(" #")[0]):
+                    if re.search(
+                        r"(^|[ |])(headstart|scripts\.cli|launch/\S+) ", line.split(" #")[0]
+                    ):
                         yield page.name, line
 
 
 def test_every_bash_block_says_who_has_run_it() -> None:
-    unmarked = [page.name for page in PAGES if re.search(r"^```(bash|sh|shell|console)\s*$", page.read_text(), re.MULTILINE)]
+    unmarked = [
+        page.name
+        for page in PAGES
+        if re.search(r"^```(bash|sh|shell|console)\s*$", page.read_text(), re.MULTILINE)
+    ]
     assert not unmarked, "mark the block: " + ", ".join(f"```bash {mark}" for mark in TITLES)
     assert {mark for page in PAGES for mark in BLOCK.findall(page.read_text())} <= set(TITLES)
     assert len(list(commands())) > 20
@@ -44,11 +55,16 @@ def test_every_bash_block_says_who_has_run_it() -> None:
 
 @pytest.mark.parametrize(("page", "line"), list(commands()))
 def test_every_command_composes(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown stages, groups, options and keys are refused; what needs the file or the server is not started."""
+    """Unknown stages, groups, options and keys are refused; what needs the file or the server is
+    not started."""
     words = shlex.split(line, comments=True)
     if "|" in words:
         words = words[words.index("|") + 1 :]
-    start = next(i for i, word in enumerate(words) if word in ("headstart", "scripts.cli") or "launch/" in word)
+    start = next(
+        i
+        for i, word in enumerate(words)
+        if word in ("headstart", "scripts.cli") or "launch/" in word
+    )
     rest = words[start + 1 :]
     stage = "train" if "launch/" in words[start] else rest.pop(0)
     if stage == "train" and "--plan" in rest:
@@ -62,11 +78,20 @@ def test_every_command_composes(page: str, line: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "test")], ids=lambda page: page.stem
+)
+def test_the_commands_of_a_page_run(
+    page: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     script = "\n".join(blocks(page, "test"))
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
@@ -99,17 +124,34 @@ def test_the_sites_hooks() -> None:
 
 
 def test_the_comparison_with_speculators_holds_the_reports_numbers() -> None:
-    timing = json.loads((ROOT / "docs" / "reports" / "speculators.json").read_text(encoding="utf-8"))["timing"]
+    timing = json.loads(
+        (ROOT / "docs" / "reports" / "speculators.json").read_text(encoding="utf-8")
+    )["timing"]
     page = " ".join((ROOT / "docs" / "scale.md").read_text(encoding="utf-8").split())
     for label, kind in (("EAGLE-3, 4 unrolled steps", "eagle3"), ("DSpark", "dspark")):
         sides, fastest = timing[kind]["sides"], timing[kind]["their_fastest"]
         for side in ("ours", "ours, one row at a time", fastest):
             speed, best = sides[side]["tokens_per_second"], sides[fastest]["tokens_per_second"]
             memory = sides[side]["peak_bytes"] / 1e9
-            assert f"| {label} | {side} | {speed:,.0f} | {speed / best:.2f} | {memory:.2f} |" in page
-        bytes_of = {side: sides[side]["peak_bytes"] / sides[fastest]["peak_bytes"] for side in ("ours", "ours, one row at a time")}
-        told = {"eagle3": "{:.2f} times as much with eight rows at once and {:.2f} times with one",
-                "dspark": "{:.2f} times with eight rows at once; with one row at a time it is below ({:.2f})"}  # fmt: skip
+            assert (
+                f"| {label} | {side} | {speed:,.0f} | {speed / best:.2f} | {memory:.2f} |" in page
+            )
+        bytes_of = {
+            side: sides[side]["peak_bytes"] / sides[fastest]["peak_bytes"]
+            for side in ("ours", "ours, one row at a time")
+        }
+        told = {
+            "eagle3": "{:.2f} times as much with eight rows at once and {:.2f} times with one",
+            "dspark": "{:.2f} times with eight rows at once; with one row at a time it is below "
+            "({:.2f})",
+        }
         assert told[kind].format(*bytes_of.values()) in page
-    ours, theirs = (timing["eagle3"]["sides"][side]["trained_weights"] for side in ("ours", "speculators, rows of 512"))
-    assert ours - theirs == 4096 * 256 and f"(4096 x 256, of {ours:,} trained weights)" in page and f"({theirs:,})" in page
+    ours, theirs = (
+        timing["eagle3"]["sides"][side]["trained_weights"]
+        for side in ("ours", "speculators, rows of 512")
+    )
+    assert (
+        ours - theirs == 4096 * 256
+        and f"(4096 x 256, of {ours:,} trained weights)" in page
+        and f"({theirs:,})" in page
+    )

@@ -1,4 +1,5 @@
-"""The rules of the code base that a machine can check: import layers and circles, independent kinds, light imports, docstrings."""
+"""The rules of the code base that a machine can check: import layers and circles, independent
+kinds, light imports, docstrings."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_importing_prints_nothing_and_leaves_torch_as_it_was() -> None:
 
 
 def imported_modules(tree: ast.AST, known: set[str]) -> set[str]:
-    """The project's modules that a file imports, wherever the import stands: also in functions and under TYPE_CHECKING."""
+    """The project's modules that a file imports, wherever the import stands: also in functions and
+    under TYPE_CHECKING."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,5 @@
-"""The README's commands, executed; its table, compared with the committed report; its links, followed."""
+"""The README's commands, executed; its table, compared with the committed report; its links,
+followed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PAPERS = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").
 
 def blocks(info: str) -> list[str]:
     """The README's code blocks with this info string."""
-    return re.findall(rf"^```{re.escape(info)}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{re.escape(info)}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.slow
@@ -101,6 +104,8 @@ def test_links_lead_somewhere(paper: Path) -> None:
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)
 def test_named_files_exist(paper: Path) -> None:
-    for name in re.findall(r"`((?:heads|inference|train|scripts|conf|tests|docs|assets)/[\w./-]*)`", paper.read_text()):
+    for name in re.findall(
+        r"`((?:heads|inference|train|scripts|conf|tests|docs|assets)/[\w./-]*)`", paper.read_text()
+    ):
         if "<" not in name and name not in ("heads/bigram.py", "conf/head/bigram.yaml"):
             assert (REPOSITORY / name).exists(), f"{paper.name} names {name}"

@@ -1,4 +1,5 @@
-"""docs/serving.md says what the registry of layouts says. `python -m tests.test_serving_page` renews the page."""
+"""docs/serving.md says what the registry of layouts says. `python -m tests.test_serving_page`
+renews the page."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ PART = re.compile(r"(<!-- routes -->\n).*?(<!-- /routes -->)", re.DOTALL)
 def test_the_table_of_routes_is_the_registrys() -> None:
     found = PART.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None
-    assert found[0] == f"<!-- routes -->\n{markdown()}\n<!-- /routes -->", "run python -m tests.test_serving_page"
+    assert found[0] == f"<!-- routes -->\n{markdown()}\n<!-- /routes -->", (
+        "run python -m tests.test_serving_page"
+    )
 
 
 def test_the_page_names_what_is_checked_and_read() -> None:
@@ -32,4 +35,6 @@ def test_the_page_names_what_is_checked_and_read() -> None:
 
 if __name__ == "__main__":
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(PART.sub(lambda found: f"{found[1]}{markdown()}\n{found[2]}", page), encoding="utf-8")
+    PAGE.write_text(
+        PART.sub(lambda found: f"{found[1]}{markdown()}\n{found[2]}", page), encoding="utf-8"
+    )

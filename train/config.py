@@ -1,4 +1,5 @@
-"""The settings of a training, which of them contradict each other, and what identifies it on resumption."""
+"""The settings of a training, which of them contradict each other, and what identifies it on
+resumption."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from train.tracking.tracker import TrackerConfig
 logger = logging.getLogger(__name__)
 
 MUST_MATCH = ("kind", "head", "target", "precision", "joint")
-"""Facts of a run that a saved state cannot do without; the others are warned about when they differ."""
+"""Facts of a run that a saved state cannot do without; the others are warned about when they
+differ."""
 
 
 @config("train")
@@ -43,11 +45,13 @@ class TrainConfig:
     global_batch: PositiveInt = 16
     """Rows per update over all processes."""
     micro_batch: PositiveInt = 4
-    """Rows per forward pass of one process; global_batch is a multiple of micro_batch x processes."""
+    """Rows per forward pass of one process; global_batch is a multiple of micro_batch x
+    processes."""
     sequence_length: AtLeastTwo = 512
     """Tokens per row; answers are packed into rows."""
     eval_every: NonNegativeInt = 100
-    """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights count as the best."""
+    """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights
+    count as the best."""
     prompts: tuple[str, ...] = ()
     """Held-out prompts for these measurements: .jsonl files or folders of them."""
     eval_prompts: PositiveInt = 24
@@ -65,12 +69,13 @@ class TrainConfig:
     keep: PositiveInt = 2
     """Saved states to keep (at least 1)."""
     max_seconds: NonNegativeFloat = 0.0
-    """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit. What comes
-    out then depends on the machine's speed: prefer max_steps.
+    """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit.
+    What comes out then depends on the machine's speed: prefer max_steps.
     """
     peak_tflops: NonNegativeFloat = 0.0
-    """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0: known GPUs by name, and a CPU
-    is measured by a short matrix product, at the start and again at the end.
+    """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0:
+    known GPUs by name, and a CPU is measured by a short matrix product, at the start and again at
+    the end.
     """
     parity: bool = True
     """Compare the training path with the decoding path before the first step and after the last."""
@@ -85,11 +90,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if not self.max_steps and self.epochs <= 0:
-            raise UserError(f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}.")
+            raise UserError(
+                f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}."
+            )
         if self.eval_every and not self.prompts:
             raise UserError(
-                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a .jsonl file or a "
-                "folder), or set train.eval_every=0 to keep the last weights unmeasured."
+                "train.prompts is empty, so tau cannot be measured. Give held-out prompts (a "
+                ".jsonl file or a folder), or set train.eval_every=0 to keep the last weights "
+                "unmeasured."
             )
 
     def steps(self, per_epoch: int) -> int:
@@ -120,15 +128,19 @@ def refuse_senseless(job: TrainingJob) -> None:
     kind, mode = get_kind(job.kind), job.features.mode
     if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
         raise UserError(
-            f"a drafter of kind '{job.kind}' with these settings has no weights of its own, so there is nothing to train. "
-            "Measure it as it is: `headstart measure` with measure.kinds or measure.heads."
+            f"a drafter of kind '{job.kind}' with these settings has no weights of its own, so "
+            "there is nothing to train. Measure it as it is: `headstart measure` with "
+            "measure.kinds or measure.heads."
         )
     if job.config.eval_every and job.decode.shape == "none":
-        raise UserError("decode.shape is 'none', so nothing is drafted and tau means nothing. Use decode=chain or decode=tree.")
+        raise UserError(
+            "decode.shape is 'none', so nothing is drafted and tau means nothing. Use "
+            "decode=chain or decode=tree."
+        )
     if job.joint.on and mode != "online":
         raise UserError(
-            f"joint training changes the target, so that its features cannot come from elsewhere; features.mode is {mode}. Use "
-            "features=online."
+            "joint training changes the target, so that its features cannot come from elsewhere; "
+            f"features.mode is {mode}. Use features=online."
         )
 
 
@@ -137,14 +149,19 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     config = job.config
     facts = {
         "kind": job.kind,
-        "head": asdict(job.head) | ({"refresh": asdict(config.refresh)} if config.refresh.init_from else {}),
+        "head": asdict(job.head)
+        | ({"refresh": asdict(config.refresh)} if config.refresh.init_from else {}),
         "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
         "engine": asdict(job.engine),
         "precision": job.engine.precision,
-        "data": file_sha256(job.data / MANIFEST_FILE) if (job.data / MANIFEST_FILE).is_file() else "",
+        "data": file_sha256(job.data / MANIFEST_FILE)
+        if (job.data / MANIFEST_FILE).is_file()
+        else "",
         "optim": asdict(job.optim),
         "schedule": asdict(job.schedule),
-        "train": {name: getattr(config, name) for name in ("global_batch", "sequence_length", "seed")}
+        "train": {
+            name: getattr(config, name) for name in ("global_batch", "sequence_length", "seed")
+        }
         | {"steps": steps, "on_policy": asdict(config.on_policy)},
     }
     if job.joint.on:
@@ -154,15 +171,18 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
 
 
 def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
-    """Refuse to continue a state of another drafter, target or engine; warn about other settings that have changed."""
+    """Refuse to continue a state of another drafter, target or engine; warn about other settings
+    that have changed."""
     names = dict.fromkeys([*facts, *MUST_MATCH])
     changed = [name for name in names if snapshot.run.get(name) != facts.get(name)]
     refused = [name for name in changed if name in MUST_MATCH]
     if refused:
-        details = "; ".join(f"{name} was {snapshot.run.get(name)}, is {facts.get(name)}" for name in refused)
+        details = "; ".join(
+            f"{name} was {snapshot.run.get(name)}, is {facts.get(name)}" for name in refused
+        )
         raise UserError(
-            f"'{snapshot.directory}' is the state of another training: {details}. Continue with the settings it was started "
-            "with, or train in another folder."
+            f"'{snapshot.directory}' is the state of another training: {details}. Continue with "
+            "the settings it was started with, or train in another folder."
         )
     for name in changed:
         logger.warning(

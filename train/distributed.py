@@ -1,7 +1,8 @@
 """The processes of one training run: who they are, what they add up, and how they part.
 
-A single process needs no group; DeepSpeed asks for one all the same (`always`). Under a launcher (torchrun,
-deepspeed) rank and size come from the environment, and the group speaks NCCL on CUDA and gloo on the CPU.
+A single process needs no group; DeepSpeed asks for one all the same (`always`). Under a launcher
+(torchrun, deepspeed) rank and size come from the environment, and the group speaks NCCL on CUDA and
+gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 class World:
     """This process among all of the run. A plain value: the group itself is process-wide.
 
-    group: where only some processes of the launch train (train/features/group.py), theirs; None: all of them. helpers: how many of
-    the launch do not train but run the target for those that do; `size` does not count them.
+    group: where only some processes of the launch train (train/features/group.py), theirs; None:
+    all of them. helpers: how many of the launch do not train but run the target for those that do;
+    `size` does not count them.
     """
 
     rank: int = 0
@@ -52,7 +54,8 @@ class World:
         return values
 
     def from_main(self, values: Sequence[float]) -> list[float]:
-        """The main process's numbers, in every process; the others pass as many of any value. Collective."""
+        """The main process's numbers, in every process; the others pass as many of any value.
+        Collective."""
         if self.size == 1:
             return list(values)
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -74,9 +77,11 @@ class World:
 
 
 def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
-    """This process's `World`, with the process group started when there are several processes or `always` is set.
+    """This process's `World`, with the process group started when there are several processes or
+    `always` is set.
 
-    wanted: cpu, cuda or cuda:N. Among several processes each takes the CUDA device of its LOCAL_RANK. The group is left at exit.
+    wanted: cpu, cuda or cuda:N. Among several processes each takes the CUDA device of its
+    LOCAL_RANK. The group is left at exit.
     """
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     device = torch.device(wanted)
@@ -90,15 +95,19 @@ def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
 
 
 def _join_group(rank: int, size: int, backend: str) -> None:
-    """Start the process group unless an earlier stage of this process has; leave it at exit in either case."""
+    """Start the process group unless an earlier stage of this process has; leave it at exit in
+    either case."""
     if not dist.is_initialized():
         if size > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = restart_store(rank, size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT
+            )
         elif size > 1:
             dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
         else:
-            # A store in memory: no port to choose, nothing for another run on this machine to collide with.
+            # A store in memory: no port to choose, nothing for another run on this machine to
+            # collide with.
             dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=size)
     leave_in_order()
 
@@ -106,9 +115,10 @@ def _join_group(rank: int, size: int, backend: str) -> None:
 def restart_store(rank: int, size: int) -> dist.Store:
     """The launch's store, with keys of their own for every restart by torchrun on one machine.
 
-    torchrun (2.13) keeps one store over all restarts, so that a process would find, and wait for, the addresses of those that died.
-    Agents of several machines may count restarts differently; there the launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-    which gives every attempt a store of its own.
+    torchrun (2.13) keeps one store over all restarts, so that a process would find, and wait for,
+    the addresses of those that died. Agents of several machines may count restarts differently;
+    there the launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a
+    store of its own.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(f"attempt_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -123,10 +133,10 @@ def leave_in_order() -> None:
 def leave_world() -> None:
     """Leave the process group, so that the interpreter can end; runs at exit.
 
-    Why the pauses: after a collective, gloo's worker thread drops its references to the tensors, for which it
-    needs Python's lock. If the interpreter begins to end while a worker waits for that lock, Python ends the
-    thread from inside a C++ destructor and the process aborts ("terminate called without an active
-    exception") although all its work is done. Pausing hands the lock over.
+    Why the pauses: after a collective, gloo's worker thread drops its references to the tensors,
+    for which it needs Python's lock. If the interpreter begins to end while a worker waits for that
+    lock, Python ends the thread from inside a C++ destructor and the process aborts ("terminate
+    called without an active exception") although all its work is done. Pausing hands the lock over.
     """
     gc.collect()
     for _ in range(_HANDOVERS):
@@ -142,7 +152,7 @@ def _number(variable: str, default: int) -> int:
         return default
     if not text.isdigit():
         raise UserError(
-            f"the environment variable {variable} is '{text}', which is not a number. Launchers set it; "
-            "unset it otherwise."
+            f"the environment variable {variable} is '{text}', which is not a number. Launchers "
+            "set it; unset it otherwise."
         )
     return int(text)

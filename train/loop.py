@@ -1,6 +1,8 @@
-"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop. `train.run` sets it up.
+"""The training loop itself: steps, figures, evaluations, saves, and the reasons to stop.
+`train.run` sets it up.
 
-It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of drafters.
+It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of
+drafters.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ KeepBest = Callable[[dict[str, Tensor]], None]
 class Progress:
     """What a run remembers beside weights and generators; stored with every state.
 
-    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale: evaluations since
-    then. log_bytes: length of log.jsonl. spent: time by part and other costs (see `train.tracking.meter`); what a killed session did
-    after its last saved state is not in it.
+    tau, tau_ci95, best_step: of the best evaluation so far (tau None before the first). stale:
+    evaluations since then. log_bytes: length of log.jsonl. spent: time by part and other costs (see
+    `train.tracking.meter`); what a killed session did after its last saved state is not in it.
     """
 
     step: int = 0
@@ -76,7 +78,8 @@ class Progress:
 
 @dataclass
 class StepFigures:
-    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the order of `names`."""
+    """Sums of one step: loss over supervised tokens, tokens read, the metrics' (sum, count) in the
+    order of `names`."""
 
     loss: float
     tokens: float
@@ -86,13 +89,14 @@ class StepFigures:
 
 @dataclass
 class Trainer:
-    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or "seconds".
+    """One run in one process. `run()` returns why it ended: "steps", "patience", "goal" or
+    "seconds".
 
-    steps: updates in all. schedule: its begin and end place this training in a whole one, for losses
-    that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains
+    steps: updates in all. schedule: its begin and end place this training in a whole one, for
+    losses that change along the way. rate: step (0-based) -> learning rate. evaluate: None trains
     without measuring. run_facts: stored with every state. main_alone: the context of what the main
-    process alone does with the target. breakable: whether a measurement may be broken off by a signal; one that other
-    processes serve may not, since they would wait for the rest of it.
+    process alone does with the target. breakable: whether a measurement may be broken off by a
+    signal; one that other processes serve may not, since they would wait for the rest of it.
     """
 
     engine: TrainEngine
@@ -123,15 +127,23 @@ class Trainer:
         self.feature_part = "data" if self.arrived else "target"
 
     def run(self) -> str:
-        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the last step.
+        """Train to the end, or raise `Stopped` after saving when a signal asks for it before the
+        last step.
 
-        Raises `UserError` naming the step when the loss or the gradient stops being a number; states on disk stay as they are.
+        Raises `UserError` naming the step when the loss or the gradient stops being a number;
+        states on disk stay as they are.
         """
         config, progress = self.config, self.progress
-        self.world.wait()  # a signal saves in every process or in none: the main one may still have been comparing paths
+        # a signal saves in every process or in none: the main one may still have been comparing
+        # paths
+        self.world.wait()
         with StopRequest() as request:
             self.request = request
-            if progress.step and self.due(config.eval_every) and progress.evaluated_step != progress.step:
+            if (
+                progress.step
+                and self.due(config.eval_every)
+                and progress.evaluated_step != progress.step
+            ):
                 self.measure()  # broken off when the state was saved
             reason = self.stop_reason()
             for index, batches in self.rows(self.steps if not reason else progress.step):
@@ -156,7 +168,8 @@ class Trainer:
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is `data`."""
+        """(index, micro-batches) of the steps that are left before step `stop`; waiting for them is
+        `data`."""
         dealt = self.loader.iterate(self.progress.step, stop)
         while True:
             with self.clock.part("data"):
@@ -183,21 +196,25 @@ class Trainer:
         return ""
 
     def wait_for_features(self, index: int, batches: list[PackedBatch]) -> bool:
-        """Wait until the features of a step are there, where they come from elsewhere; False when a signal came first.
+        """Wait until the features of a step are there, where they come from elsewhere; False when a
+        signal came first.
 
         All processes decide alike: none begins a step that another one will not join.
         """
         if self.arrived is None:
             return True
         with self.clock.part(self.feature_part):
-            return not self.any_process(not self.arrived(batches, index, lambda: bool(self.request.number)))
+            return not self.any_process(
+                not self.arrived(batches, index, lambda: bool(self.request.number))
+            )
 
     def any_process(self, said: bool) -> bool:
         """Whether any process says so. Collective."""
         return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
-        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns whether to stop."""
+        """One update: gradients of all micro-batches, the figures of all processes, AdamW. Returns
+        whether to stop."""
         begun = time.perf_counter()
         supervised = self.loader.supervised(index)
         with self.meter.counting():
@@ -215,10 +232,19 @@ class Trainer:
         progress = self.progress
         progress.step, progress.seconds = index + 1, progress.seconds + seconds
         progress.tokens += int(figures.tokens)
-        self.note(figures, supervised, rate, norm, seconds, sum(packed.tokens.numel() for packed in batches))
+        self.note(
+            figures,
+            supervised,
+            rate,
+            norm,
+            seconds,
+            sum(packed.tokens.numel() for packed in batches),
+        )
         return figures.stop > 0
 
-    def forward_backward(self, index: int, batches: list[PackedBatch], supervised: int) -> list[LossOutput]:
+    def forward_backward(
+        self, index: int, batches: list[PackedBatch], supervised: int
+    ) -> list[LossOutput]:
         """Features, losses and gradients of this process's micro-batches."""
         outputs = []
         for place, packed in enumerate(batches):
@@ -231,12 +257,20 @@ class Trainer:
                 batch.target_logits = self.clock.within("target", batch.target_logits)
             with self.clock.part("drafter"):
                 outputs.append(
-                    self.engine.forward_backward(batch, max(1, supervised), place == len(batches) - 1)
+                    self.engine.forward_backward(
+                        batch, max(1, supervised), place == len(batches) - 1
+                    )
                 )
         return outputs
 
     def note(
-        self, figures: StepFigures, supervised: int, rate: float, norm: float, seconds: float, positions: int
+        self,
+        figures: StepFigures,
+        supervised: int,
+        rate: float,
+        norm: float,
+        seconds: float,
+        positions: int,
     ) -> None:
         """Log and show a finished step. positions: of this process's rows, padding included."""
         progress, speed = self.progress, figures.tokens / seconds
@@ -246,13 +280,20 @@ class Trainer:
         costs = self.meter.step()
         self.tracker.write(
             progress.step,
-            {**line, "tokens": progress.tokens, "padding": padding, "tokens_per_second": speed, "seconds": seconds,
-             "cost": costs},
-        )  # fmt: skip
+            {
+                **line,
+                "tokens": progress.tokens,
+                "padding": padding,
+                "tokens_per_second": speed,
+                "seconds": seconds,
+                "cost": costs,
+            },
+        )
         self.display.step(progress.step, loss, speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
-        """The step's sums over micro-batches and processes, in one message and with one wait for the device."""
+        """The step's sums over micro-batches and processes, in one message and with one wait for
+        the device."""
         names = sorted({name for output in outputs for name in output.metrics})
         device = outputs[0].loss_sum.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -261,7 +302,9 @@ class Trainer:
             pairs = [output.metrics[name] for output in outputs if name in output.metrics]
             for place in (0, 1):
                 sums.append(sum((pair[place].to(device, torch.float64) for pair in pairs), zero))
-        host = torch.tensor([*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device)
+        host = torch.tensor(
+            [*self.meter.own_energy(), tokens, stop], dtype=torch.float64, device=device
+        )
         values = self.world.add(torch.cat([torch.stack(sums), host])).tolist()
         metrics = {
             name: values[1 + 2 * place] / values[2 + 2 * place]
@@ -273,16 +316,22 @@ class Trainer:
 
     def failure(self, index: int, what: str) -> UserError:
         """The error for a step that went wrong: nothing was saved since."""
-        kept = f"The state of step {self.saved_step} is kept" if self.saved_step else "No state was saved yet"
+        kept = (
+            f"The state of step {self.saved_step} is kept"
+            if self.saved_step
+            else "No state was saved yet"
+        )
         return UserError(
-            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same command again continues there. "
-            "If it ends at the same step again, it is no fault of the machine: lower optim.lr, raise schedule.warmup or lower "
-            "optim.clip, and start in another folder."
+            f"{what} at step {index + 1}, so training cannot go on. {kept}; running the same "
+            "command again continues there. If it ends at the same step again, it is no fault of "
+            "the machine: lower optim.lr, raise schedule.warmup or lower optim.clip, and start "
+            "in another folder."
         )
 
     def measure(self) -> None:
-        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off: raises `Stopped` after saving; the
-        same measurement is then the first thing when the training continues.
+        """Measure tau, and keep the weights if it is the best so far. A signal breaks it off:
+        raises `Stopped` after saving; the same measurement is then the first thing when the
+        training continues.
         """
         with self.clock.part("evaluation"):
             measured = self.evaluate_and_keep()
@@ -293,7 +342,10 @@ class Trainer:
         """The main process's measurement; None when a signal broke it off."""
         assert self.evaluate is not None, "measure without a way to"
         try:
-            with self.display.measuring(), self.request.interrupting() if self.breakable else nullcontext():
+            with (
+                self.display.measuring(),
+                self.request.interrupting() if self.breakable else nullcontext(),
+            ):
                 return self.evaluate(weights)
         except Interrupted:
             return None

@@ -1,4 +1,5 @@
-"""How this process treats memory that it has freed: kept for training on the CPU, given back between phases of work on data."""
+"""How this process treats memory that it has freed: kept for training on the CPU, given back
+between phases of work on data."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed instead of giving it back to the system; returns whether it could be asked to.
+    """Let glibc keep what is freed instead of giving it back to the system; returns whether it
+    could be asked to.
 
-    A step frees and takes tensors of [tokens, vocabulary] again and again; by default each one is mapped anew, and the system fills
-    it with zeros page by page. On two cores that was a third of a step (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The process
-    holds on to its peak of memory until it ends. Nothing happens with another C library.
+    A step frees and takes tensors of [tokens, vocabulary] again and again; by default each one is
+    mapped anew, and the system fills it with zeros page by page. On two cores that was a third of a
+    step (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The process holds on to its peak of memory
+    until it ends. Nothing happens with another C library.
     """
     if sys.platform != "linux":
         return False
@@ -32,7 +35,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what was freed to the system: Arrow's pool, and glibc's heap, which keeps the room of a phase's largest moment.
+    """Return what was freed to the system: Arrow's pool, and glibc's heap, which keeps the room of
+    a phase's largest moment.
 
     Between phases that use memory differently; what one needed is then not held through the next.
     """

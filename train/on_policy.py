@@ -1,13 +1,15 @@
-"""Training on the drafter's own words: answers are continued by the drafter for a window, and the target judges what it wrote.
+"""Training on the drafter's own words: answers are continued by the drafter for a window, and the
+target judges what it wrote.
 
-Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere. Generalised knowledge
-distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a share of the packed rows is rewritten: in every
-document of such a row an answer is cut at a random place, the drafter drafts on from there as it does when it serves (`start` on
-the target's true states, `propose` of one deep chain, with sampling noise of its own), and the target's features are computed
-again. What follows the window is not supervised, unless that is asked for.
+Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere.
+Generalised knowledge distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a
+share of the packed rows is rewritten: in every document of such a row an answer is cut at a random
+place, the drafter drafts on from there as it does when it serves (`start` on the target's true
+states, `propose` of one deep chain, with sampling noise of its own), and the target's features are
+computed again. What follows the window is not supervised, unless that is asked for.
 
-Everything drawn comes from the rows' seeds, and the weights are those of the step: the same for any number of processes that train
-the same rows, and after a restart.
+Everything drawn comes from the rows' seeds, and the weights are those of the step: the same for any
+number of processes that train the same rows, and after a restart.
 
 Legend: B rows, T positions, D documents that are continued, W window, n taps, H hidden.
 """
@@ -32,7 +34,8 @@ from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import Features
 
-_OWN_STREAM = 0x2545F4914F6CDD1D  # what is drawn here differs from what the loss draws with the same seeds
+# what is drawn here differs from what the loss draws with the same seeds
+_OWN_STREAM = 0x2545F4914F6CDD1D
 _MASK63 = (1 << 63) - 1
 
 
@@ -44,14 +47,14 @@ class OnPolicyConfig:
     share: UnitInterval = 0.0
     """Probability that a row is rewritten (0 to 1); 0: never."""
     window: PositiveInt = 16
-    """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a largest depth can draft no
-    deeper.
+    """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a
+    largest depth can draft no deeper.
     """
     temperature: NonNegativeFloat = 1.0
     """Of the drafter's sampling; 0: its most likely tokens."""
     rest: bool = False
-    """Whether the answer's own tokens behind the window stay supervised: the target then judges them behind the drafter's words.
-    Not where the drafter ended the text.
+    """Whether the answer's own tokens behind the window stay supervised: the target then judges
+    them behind the drafter's words. Not where the drafter ended the text.
     """
     every: PositiveInt = 1
     """Only every so many steps have rewritten rows (at least 1)."""
@@ -61,8 +64,9 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a document is continued. row; first: the document's first place in it; last: the last true token kept, the root;
-    room: tokens to be written at most; end: one behind the document; seed: of the sampling noise.
+    """Where a document is continued. row; first: the document's first place in it; last: the last
+    true token kept, the root; room: tokens to be written at most; end: one behind the document;
+    seed: of the sampling noise.
     """
 
     row: int
@@ -76,7 +80,8 @@ class Cut:
 class OnPolicyFeatures:
     """Features of rows of which a share was rewritten by the drafter in training.
 
-    eos: end-of-text tokens, behind which nothing counts. Raises `UserError` for drafters that cannot be trained like this.
+    eos: end-of-text tokens, behind which nothing counts. Raises `UserError` for drafters that
+    cannot be trained like this.
     """
 
     def __init__(
@@ -89,7 +94,8 @@ class OnPolicyFeatures:
     ) -> None:
         require_possible(drafter, engine)
         self.plain, self.config = plain, config
-        self.drafter: Any = drafter  # for `start` and `propose`, which the base class leaves to the kinds
+        # for `start` and `propose`, which the base class leaves to the kinds
+        self.drafter: Any = drafter
         self.eos = torch.tensor(list(eos), dtype=torch.int64)
         self.tree = TokenTree.chain(config.window)
 
@@ -109,15 +115,20 @@ class OnPolicyFeatures:
             ends = torch.isin(words, self.eos).nonzero()
             length = int(ends[0]) + 1 if ends.numel() else words.shape[0]
             tokens[cut.row, cut.last + 1 : cut.last + 1 + length] = words[:length]
-            if weights is not None:  # what was learnt of the answer's own token says nothing of these
+            # what was learnt of the answer's own token says nothing of these
+            if weights is not None:
                 weights[cut.row, cut.last + 1 : cut.last + 1 + length] = 1.0
             if ends.numel() or not config.rest:
                 mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
         chosen = PackedBatch(
-            tokens[rows], packed.positions[rows], packed.segments[rows], mask[rows], packed.seeds[rows],
+            tokens[rows],
+            packed.positions[rows],
+            packed.segments[rows],
+            mask[rows],
+            packed.seeds[rows],
             None if weights is None else weights[rows],
-        )  # fmt: skip
+        )
         return _replace_rows(batch, rows, self.plain.batch(chosen, step))
 
     @torch.no_grad()
@@ -167,7 +178,8 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
                 continue
             places = (segments == number).nonzero().squeeze(1)
             first, end = int(places[0]), int(places[-1]) + 1
-            # A token that may be replaced: supervised, with the root and one token that was seen in front of it.
+            # A token that may be replaced: supervised, with the root and one token that was seen in
+            # front of it.
             targets = (mask[first + 2 : end].nonzero().squeeze(1) + first + 2).tolist()
             if not targets:
                 continue
@@ -180,23 +192,26 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
 
 
 def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
-    """Raise `UserError` for drafters whose loss would take their own words for the truth, and for divided weights."""
+    """Raise `UserError` for drafters whose loss would take their own words for the truth, and for
+    divided weights."""
     if not drafter.needs.logits:
         raise UserError(
-            f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns from tokens and not from the "
-            "target's distribution: it would be taught its own mistakes. Set train.on_policy.share=0, or give head an objective "
-            "that compares distributions."
+            f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns "
+            "from tokens and not from the target's distribution: it would be taught its own "
+            "mistakes. Set train.on_policy.share=0, or give head an objective that compares "
+            "distributions."
         )
     labels = drafter.label_weight
     if labels and getattr(drafter.config, labels) > 0:
         raise UserError(
-            f"train.on_policy.share is above 0, but head.{labels} takes tokens as labels, and these "
-            f"would be the drafter's own. Set head.{labels}=0 or train.on_policy.share=0."
+            f"train.on_policy.share is above 0, but head.{labels} takes tokens as labels, and "
+            f"these would be the drafter's own. Set head.{labels}=0 or train.on_policy.share=0."
         )
     if engine.name == "deepspeed" and engine.zero_stage == 3:
         raise UserError(
-            "train.on_policy.share is above 0, but engine.zero_stage=3 divides the drafter's weights, so that it cannot draft "
-            "while it is trained. Use engine.zero_stage 0, 1 or 2."
+            "train.on_policy.share is above 0, but engine.zero_stage=3 divides the drafter's "
+            "weights, so that it cannot draft while it is trained. Use engine.zero_stage 0, 1 or "
+            "2."
         )
 
 

@@ -1,5 +1,5 @@
-"""AdamW and the learning rate's schedule. The rate is a pure function of the step, so resuming needs no
-scheduler state."""
+"""AdamW and the learning rate's schedule. The rate is a pure function of the step, so resuming
+needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ class OptimConfig:
     """AdamW (decoupled weight decay) and gradient clipping."""
 
     lr: PositiveFloat = 1e-3
-    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4 (methods.md)."""
+    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4
+    (methods.md)."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square (> 0)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never decayed."""
+    """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never
+    decayed."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of the whole gradient; a longer one is scaled down to it. 0 leaves gradients alone."""
+    """Largest norm of the whole gradient; a longer one is scaled down to it. 0 leaves gradients
+    alone."""
 
 
 @config("schedule")
@@ -47,18 +50,20 @@ class ScheduleConfig:
     min_ratio: UnitInterval = 0.1
     """Rate at the last step, as a share of the peak (0 to 1); `constant` ignores it."""
     decay: Fraction = 0.2
-    """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most 1)."""
+    """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most
+    1)."""
     begin: float = 0.0
-    """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from another. Its rate climbs from 0 to the
-    schedule's over the warm-up's share of its own steps, since AdamW has to find its moments again."""
+    """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from
+    another. Its rate climbs from 0 to the schedule's over the warm-up's share of its own steps,
+    since AdamW has to find its moments again."""
     end: float = 1.0
     """Where in the schedule this training ends (above begin, at most 1)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.begin < self.end <= 1.0:
             raise UserError(
-                "schedule.begin and schedule.end are shares of one schedule, 0 <= begin < end <= 1; given: "
-                f"{self.begin} and {self.end}."
+                "schedule.begin and schedule.end are shares of one schedule, 0 <= begin < end <= "
+                f"1; given: {self.begin} and {self.end}."
             )
 
     def warmup_steps(self, total: int) -> int:
@@ -67,10 +72,12 @@ class ScheduleConfig:
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak * min_ratio`.
+    """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak *
+    min_ratio`.
 
-    cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then a
-    straight line. A part of a schedule (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have.
+    cosine: half a period. linear: a straight line. wsd: the peak until the last `decay` share, then
+    a straight line. A part of a schedule (`begin`, `end`) is the same curve, stretched to as many
+    steps as the whole would have.
     """
     if (schedule.begin, schedule.end) != (0.0, 1.0):
         return _part(step, total, peak, schedule)
@@ -79,7 +86,11 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
         return peak * (step + 1) / warmup
     if schedule.kind == "constant":
         return peak
-    begin = warmup if schedule.kind != "wsd" else max(warmup, total - max(1, round(schedule.decay * total)))
+    begin = (
+        warmup
+        if schedule.kind != "wsd"
+        else max(warmup, total - max(1, round(schedule.decay * total)))
+    )
     progress = min(1.0, max(0.0, (step - begin) / max(1, total - 1 - begin)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * shape)
@@ -88,7 +99,9 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
 def _part(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
     """The rate of a training that is part of a schedule."""
     whole = round(total / (schedule.end - schedule.begin))
-    rate = learning_rate(round(schedule.begin * whole) + step, whole, peak, replace(schedule, begin=0.0, end=1.0))
+    rate = learning_rate(
+        round(schedule.begin * whole) + step, whole, peak, replace(schedule, begin=0.0, end=1.0)
+    )
     climb = schedule.warmup_steps(total) if schedule.begin else 0
     return rate * min(1.0, (step + 1) / climb) if climb else rate
 
@@ -99,8 +112,8 @@ def set_rate_scale(parameter: Tensor, scale: float) -> None:
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors without any; apart by
-    `set_rate_scale`, in order of first appearance."""
+    """AdamW's groups: trainable matrices (two dimensions or more) with `weight_decay`, vectors
+    without any; apart by `set_rate_scale`, in order of first appearance."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = []
     for scale in dict.fromkeys(vars(p).get("rate_scale", 1.0) for p in trainable):
@@ -121,7 +134,8 @@ def make_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> torch.o
     groups = parameter_groups(parameters, config.weight_decay)
     if not groups:
         raise UserError(
-            "this drafter has no trainable weights. Choose another head, or train some of its weights."
+            "this drafter has no trainable weights. Choose another head, or train some of its "
+            "weights."
         )
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 

@@ -1,5 +1,5 @@
-"""Several processes working as one, for stages that only need to agree on small things, and leaving in good
-order when a scheduler asks for it."""
+"""Several processes working as one, for stages that only need to agree on small things, and leaving
+in good order when a scheduler asks for it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from heads.api.errors import UserError
 from inference.target.loading import TargetConfig, pick_device
 from train.distributed import leave_in_order
 
-JOIN_TIMEOUT = timedelta(days=7)  # the fastest process waits for the slowest, which may have hours left
+# the fastest process waits for the slowest, which may have hours left
+JOIN_TIMEOUT = timedelta(days=7)
 Result = TypeVar("Result")
 
 
 def join_processes(target: TargetConfig) -> PartialState:
-    """This process's place in the launch, or of one process without one. Small objects are exchanged through
-    gloo.
+    """This process's place in the launch, or of one process without one. Small objects are
+    exchanged through gloo.
 
-    Where there are GPUs, nccl is joined as well, so that a later stage in the same processes can train with
-    it.
+    Where there are GPUs, nccl is joined as well, so that a later stage in the same processes can
+    train with it.
     """
     if pick_device(target.device).type == "cpu":
         state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
     else:
         launched = "LOCAL_RANK" in os.environ
-        state = PartialState(backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT)
+        state = PartialState(
+            backend="cpu:gloo,cuda:nccl" if launched else None, timeout=JOIN_TIMEOUT
+        )
     if state.num_processes > 1:
-        leave_in_order()  # gloo's threads must be done before the interpreter ends, or a finished run aborts
+        # gloo's threads must be done before the interpreter ends, or a finished run aborts
+        leave_in_order()
     return state
 
 
 def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
-    """Run `work` in the main process and return its result in all of them; a `UserError` is raised in all of
-    them too."""
+    """Run `work` in the main process and return its result in all of them; a `UserError` is raised
+    in all of them too."""
     box: list[Any] = [None, None]
     if state.is_main_process:
         try:
@@ -59,15 +63,19 @@ def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
 
 def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
     """Give every process of a launch its own GPU unless one was named."""
-    if state.num_processes > 1 and target.device in ("auto", "cuda") and state.device.type == "cuda":
+    if (
+        state.num_processes > 1
+        and target.device in ("auto", "cuda")
+        and state.device.type == "cuda"
+    ):
         return replace(target, device=str(state.device))
     return target
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let a scheduler's signal (SIGTERM, or SIGUSR1 of SLURM) leave through `SystemExit` with status 0, as Ctrl-C leaves through
-    `KeyboardInterrupt`, so that answers are written first."""
+    """Let a scheduler's signal (SIGTERM, or SIGUSR1 of SLURM) leave through `SystemExit` with
+    status 0, as Ctrl-C leaves through `KeyboardInterrupt`, so that answers are written first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

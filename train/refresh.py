@@ -1,9 +1,12 @@
-"""Refreshing a drafter: training goes on from a finished checkpoint, for the same target or for one that has changed since.
+"""Refreshing a drafter: training goes on from a finished checkpoint, for the same target or for one
+that has changed since.
 
-A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter learnt from, and acceptance falls
-(methods.md, 4: staleness). A short training on its new answers brings it back. With `lora_rank` only low-rank updates of the
-drafter's linear layers are trained (LoRA, 2106.09685, through peft): less optimiser state, and what was learnt stays near. Updates
-are merged wherever weights leave the training, so that what comes out is an ordinary checkpoint of the same kind.
+A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter
+learnt from, and acceptance falls (methods.md, 4: staleness). A short training on its new answers
+brings it back. With `lora_rank` only low-rank updates of the drafter's linear layers are trained
+(LoRA, 2106.09685, through peft): less optimiser state, and what was learnt stays near. Updates are
+merged wherever weights leave the training, so that what comes out is an ordinary checkpoint of the
+same kind.
 
 Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
 """
@@ -42,22 +45,27 @@ class RefreshConfig:
     """Where a training starts, and how much of the drafter it may change."""
 
     init_from: str = ""
-    """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts from; empty: a fresh drafter."""
+    """Checkpoint folder of a drafter of the same kind and sizes whose weights the training starts
+    from; empty: a fresh drafter."""
     other_target: bool = False
-    """Accept a drafter of another target with the same tokenizer and sizes, such as the one that the target was fine-tuned from."""
+    """Accept a drafter of another target with the same tokenizer and sizes, such as the one that
+    the target was fine-tuned from."""
     old_target: str = ""
-    """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has changed by since is added to the
-    drafter first (`carry`): worth it where drafters begin as copies of the target's layers."""
+    """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has
+    changed by since is added to the drafter first (`carry`): worth it where drafters begin as
+    copies of the target's layers."""
     lora_rank: NonNegativeInt = 0
-    """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are trained."""
+    """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are
+    trained."""
     lora_alpha: NonNegativeFloat = 0.0
     """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
 
     def __post_init__(self) -> None:
         if not self.init_from and (self.lora_rank or self.other_target or self.old_target):
             raise UserError(
-                "train.refresh.lora_rank, train.refresh.other_target and train.refresh.old_target are for "
-                "trainings that start from a drafter: give its folder as train.refresh.init_from."
+                "train.refresh.lora_rank, train.refresh.other_target and "
+                "train.refresh.old_target are for trainings that start from a drafter: give its "
+                "folder as train.refresh.init_from."
             )
 
     @property
@@ -74,9 +82,11 @@ def prepare_start(
     target: TargetConfig,
     load: LoadTarget = TargetModel.load,
 ) -> None:
-    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint, low-rank updates if asked for.
+    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint,
+    low-rank updates if asked for.
 
-    target, load: how the training's own target was loaded, and by what; an old one is loaded likewise.
+    target, load: how the training's own target was loaded, and by what; an old one is loaded
+    likewise.
     """
     if not config.init_from:
         return
@@ -88,13 +98,17 @@ def prepare_start(
         add_updates(drafter, config, seed)
 
 
-def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool) -> None:
-    """Fill `drafter` from a checkpoint completely or not at all; raises `UserError` for another kind or target."""
+def load_start(
+    drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_target: bool
+) -> None:
+    """Fill `drafter` from a checkpoint completely or not at all; raises `UserError` for another
+    kind or target."""
     content = read_config(folder)
     if content["kind"] != drafter.kind:
         raise UserError(
-            f"train.refresh.init_from: '{folder}' is a drafter of kind '{content['kind']}', but kind '{drafter.kind}' is to be "
-            f"trained. Use head={content['kind']}, or another folder."
+            f"train.refresh.init_from: '{folder}' is a drafter of kind '{content['kind']}', but "
+            f"kind '{drafter.kind}' is to be trained. Use head={content['kind']}, or another "
+            "folder."
         )
     theirs = TargetInfo.from_dict(content["target"])
     if other_target:
@@ -104,14 +118,17 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
             theirs.require_same(info)
         except UserError as error:
             raise UserError(
-                f"train.refresh.init_from: {error} If this target is a changed version of that one, set "
-                "train.refresh.other_target=true."
+                f"train.refresh.init_from: {error} If this target is a changed version of that "
+                "one, set train.refresh.other_target=true."
             ) from error
     mine = asdict(drafter.config)
-    changed = [name for name, value in mine.items() if _plain(content["config"].get(name)) != _plain(value)]
+    changed = [
+        name for name, value in mine.items() if _plain(content["config"].get(name)) != _plain(value)
+    ]
     if changed:
         logger.warning(
-            "the drafter in '%s' was made with other values of head.%s; its weights are used with the new ones",
+            "the drafter in '%s' was made with other values of head.%s; its weights are used "
+            "with the new ones",
             folder,
             ", head.".join(changed),
         )
@@ -120,36 +137,46 @@ def load_start(drafter: TrainableDrafter, folder: Path, info: TargetInfo, other_
 
 @torch.no_grad()
 def carry(
-    drafter: TrainableDrafter, fresh: Mapping[str, Tensor], old_target: TargetConfig, seed: int, load: LoadTarget
+    drafter: TrainableDrafter,
+    fresh: Mapping[str, Tensor],
+    old_target: TargetConfig,
+    seed: int,
+    load: LoadTarget,
 ) -> None:
-    """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the old target, for the same seed.
+    """Add to a loaded drafter what a fresh one of the new target differs by from a fresh one of the
+    old target, for the same seed.
 
-    What a fresh drafter draws at random is the same in both and falls out; what it copies from the target moves as the target did
-    (the arithmetic of task vectors, 2212.04089). fresh: state of the new target's fresh drafter. Raises `UserError` for a target of
-    other sizes and for drafters that draft from a vocabulary of their own choice.
+    What a fresh drafter draws at random is the same in both and falls out; what it copies from the
+    target moves as the target did (the arithmetic of task vectors, 2212.04089). fresh: state of the
+    new target's fresh drafter. Raises `UserError` for a target of other sizes and for drafters that
+    draft from a vocabulary of their own choice.
     """
     state = drafter.state_dict()
     if any(not value.is_floating_point() for value in state.values()):
         raise UserError(
-            "train.refresh.old_target is not for drafters with a vocabulary of their own: its rows are not those of the target. "
-            "Leave it out."
+            "train.refresh.old_target is not for drafters with a vocabulary of their own: its "
+            "rows are not those of the target. Leave it out."
         )
     original = load(old_target)
     original.info.require_same_sizes(drafter.info)
-    before = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed).float().state_dict()
+    before = (
+        new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
+        .float()
+        .state_dict()
+    )
     for name, value in state.items():
         value += fresh[name] - before[name].to(value.device)
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
-    """Freeze the drafter and give its linear layers trainable low-rank updates that are zero at first; the same for a seed in every
-    process.
+    """Freeze the drafter and give its linear layers trainable low-rank updates that are zero at
+    first; the same for a seed in every process.
     """
     names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
     if not names:
         raise UserError(
-            f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear layers of its own. Use "
-            "train.refresh.lora_rank=0 to train all its weights."
+            f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear "
+            "layers of its own. Use train.refresh.lora_rank=0 to train all its weights."
         )
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -179,7 +206,8 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
 def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
     """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind.
 
-    A kind that reads a layer's weight without calling the layer would otherwise be trained on less than was asked for.
+    A kind that reads a layer's weight without calling the layer would otherwise be trained on less
+    than was asked for.
     """
     loss.backward()
     updates = {name: p for name, p in drafter.named_parameters() if name.endswith(_UP)}
@@ -187,14 +215,16 @@ def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
     drafter.zero_grad(set_to_none=True)
     if unreached:
         raise UserError(
-            f"train.refresh.lora_rank: kind '{drafter.kind}' computes with the weights of {unreached[:3]} directly, so updates "
-            "of them have no effect. Use train.refresh.lora_rank=0 to train all its weights."
+            f"train.refresh.lora_rank: kind '{drafter.kind}' computes with the weights of "
+            f"{unreached[:3]} directly, so updates of them have no effect. Use "
+            "train.refresh.lora_rank=0 to train all its weights."
         )
 
 
 @torch.no_grad()
 def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
-    """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates it is the state itself."""
+    """A drafter's `state_dict` with its low-rank updates added in and plain names; without updates
+    it is the state itself."""
     found = {}
     for name, value in state.items():
         if name.endswith((_DOWN, _UP)):
@@ -207,7 +237,9 @@ def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[st
     return found
 
 
-def trial_loss(drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool) -> Tensor:
+def trial_loss(
+    drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
+) -> Tensor:
     """The loss of one batch in the training's precision."""
     with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
         return drafter.loss(batch).loss_sum

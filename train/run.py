@@ -1,12 +1,14 @@
 """`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
 
-    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights that were measured
+    <out>/best/            the drafter with the best tau, in the target's dtype: exactly the weights
+                           that were measured
     <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
     <out>/log.jsonl        one line per step and per evaluation
     <out>/summary.json     what it cost and what came out; tau.png
     <out>/manifest.json    written last
 
-Before the first step and after the last the training path is compared with the decoding path (`inference.parity`).
+Before the first step and after the last the training path is compared with the decoding path
+(`inference.parity`).
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ def train(
     joint: JointConfig | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> TrainManifest:
-    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the manifest written to `out`.
+    """Train a drafter of `kind` with configuration `head` on the answers in `data`; returns the
+    manifest written to `out`.
 
-    Call it in every process of a launch. An interrupted training in `out` continues; a finished one is left alone. decode: the
-    draft's shape and the sampling under which tau is measured. joint: whether the target is trained too (a new target then lies in
-    <out>/target; see train/joint/run.py). Raises `UserError` for anything that was given wrongly, and
+    Call it in every process of a launch. An interrupted training in `out` continues; a finished one
+    is left alone. decode: the draft's shape and the sampling under which tau is measured. joint:
+    whether the target is trained too (a new target then lies in <out>/target; see
+    train/joint/run.py). Raises `UserError` for anything that was given wrongly, and
     `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
     """
     begun = time.perf_counter()
@@ -85,4 +89,3 @@ def train(
     if features.mode == "group":
         return run_in_group(job, world, lambda trainers: Run(job, trainers, begun).run(provenance))
     return Run(job, world, begun).run(provenance)
-

@@ -1,4 +1,5 @@
-"""One training, set up: the target, the data, the drafter, and what the training loop asks for on the way (tau, parity, checkpoints)."""
+"""One training, set up: the target, the data, the drafter, and what the training loop asks for on
+the way (tau, parity, checkpoints)."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ REPORTED_DOCUMENTS = 256
 
 
 class Run:
-    """One training, set up: the target, the data, the drafter, where it stands. begun: see `Meter`."""
+    """One training, set up: the target, the data, the drafter, where it stands. begun: see
+    `Meter`."""
 
     def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
@@ -79,9 +81,13 @@ class Run:
         self.steps = job.config.steps(self.loader.steps_per_epoch)
         self.facts = run_facts(job, self.target.info, self.steps)
         self.drafter: TrainableDrafter = new_drafter(
-            job.kind, job.head, self.target.info, self.target.weights, job.config.seed,
+            job.kind,
+            job.head,
+            self.target.info,
+            self.target.weights,
+            job.config.seed,
             token_counts(self.data, self.target.info.vocab_size),
-        ).float()  # fmt: skip
+        ).float()
         prepare_start(
             self.drafter,
             job.config.refresh,
@@ -93,7 +99,8 @@ class Run:
         self.requests = self.make_requests() if job.config.eval_every else []
 
     def make_requests(self) -> list[Request]:
-        """The held-out prompts of every measurement; raises `UserError` when none of them fits the target."""
+        """The held-out prompts of every measurement; raises `UserError` when none of them fits the
+        target."""
         config, info = self.job.config, self.target.info
         prompts = load_prompts(config.prompts)
         domains = len({prompt.domain for prompt in prompts})
@@ -110,8 +117,9 @@ class Run:
         )
         if not requests:
             raise UserError(
-                f"none of the prompts in {', '.join(config.prompts)} fits into the target's {info.max_position_embeddings} "
-                "positions together with its answer. Give shorter prompts, or lower train.eval_tokens."
+                f"none of the prompts in {', '.join(config.prompts)} fits into the target's "
+                f"{info.max_position_embeddings} positions together with its answer. Give shorter "
+                "prompts, or lower train.eval_tokens."
             )
         return requests
 
@@ -186,14 +194,16 @@ class Run:
         display.say(str(self.data.report))
         weights = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
         display.say(
-            f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of {self.job.config.global_batch} rows on "
-            f"{self.world.size} x {self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
+            f"{self.job.kind}: {weights:,} trained weights; {self.steps} steps of "
+            f"{self.job.config.global_batch} rows on {self.world.size} x "
+            f"{self.world.device.type}, {self.job.engine.name}, {self.job.engine.precision}"
         )
         if self.job.features.trainer_target == "parts":
             display.say(str(self.target.weights.state))
 
     def check_updates(self) -> None:
-        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand in for hidden states."""
+        """Refuse weights and low-rank updates without effect, and stored logits that cannot stand
+        in for hidden states."""
         job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
         bfloat16 = job.engine.precision == "bfloat16"
         if job.features.top_logits and job.features.mode != "online":
@@ -206,12 +216,19 @@ class Run:
             require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
 
     def features(self) -> Features:
-        """Where batches come from: the answers, a share of them continued by the drafter if that was asked for."""
+        """Where batches come from: the answers, a share of them continued by the drafter if that
+        was asked for."""
         job, on_policy = self.job, self.job.config.on_policy
         plain = make_features(
-            job.features, self.target, self.drafter.needs, job.engine.dtype, answers=job.data, loader=self.loader,
-            steps=self.steps, on_policy=on_policy.share > 0,
-        )  # fmt: skip
+            job.features,
+            self.target,
+            self.drafter.needs,
+            job.engine.dtype,
+            answers=job.data,
+            loader=self.loader,
+            steps=self.steps,
+            on_policy=on_policy.share > 0,
+        )
         if on_policy.share == 0:
             return plain
         return OnPolicyFeatures(
@@ -237,9 +254,14 @@ class Run:
         )
         with tracker, in_use(self.features()) as features:
             self.meter = Meter(
-                self.world.device, job.engine.dtype, progress.spent,
-                peak_tflops=config.peak_tflops, clock=clock, main=self.world.is_main, begun=self.begun,
-            )  # fmt: skip
+                self.world.device,
+                job.engine.dtype,
+                progress.spent,
+                peak_tflops=config.peak_tflops,
+                clock=clock,
+                main=self.world.is_main,
+                begun=self.begun,
+            )
             return Trainer(
                 engine=engine,
                 features=features,
@@ -261,10 +283,11 @@ class Run:
                 meter=self.meter,
             ).run()
 
-    # ---- with weights --------------------------------------------------------------------------------------------------
+    # With weights
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready to decode."""
+        """The drafter as a checkpoint with these weights would load: in the target's dtype, ready
+        to decode."""
         return self.fresh(type(self.drafter), weights)
 
     def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
@@ -317,7 +340,8 @@ class Run:
             old.rename(best)
 
     def check(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Compare the training path with the decoding path in the main process; raises `ParityError`. Collective."""
+        """Compare the training path with the decoding path in the main process; raises
+        `ParityError`. Collective."""
         if not self.job.config.parity:
             return
         with self.access.main_alone():
@@ -336,8 +360,9 @@ class Run:
             return
         report = check_parity(self.target, self.serving(weights), documents, depth)
         display.say(
-            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} (largest relative difference "
-            f"{max(report.worst, default=0.0):.1e}, allowed {report.tolerance:.0e})"
+            f"parity: training and decoding agree at {report.compared} places, depth 1 to {depth} "
+            f"(largest relative difference {max(report.worst, default=0.0):.1e}, allowed "
+            f"{report.tolerance:.0e})"
         )
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:

@@ -1,5 +1,5 @@
-"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM before it takes nodes away, with --signal=USR1@seconds) and
-SIGINT (Ctrl-C) let the step end, save, and leave in good order.
+"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM before it takes nodes away,
+with --signal=USR1@seconds) and SIGINT (Ctrl-C) let the step end, save, and leave in good order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop and has saved its state. Exit status 0 after a scheduler's signal, and 130 after Ctrl-C, as shells
-    expect.
+    """The run was asked to stop and has saved its state. Exit status 0 after a scheduler's signal,
+    and 130 after Ctrl-C, as shells expect.
     """
 
     def __init__(self, name: str, step: int) -> None:
@@ -25,7 +25,8 @@ class Stopped(SystemExit):
 
 
 class Interrupted(BaseException):
-    """A signal came during work that is rather done again than waited for; see `StopRequest.interrupting`."""
+    """A signal came during work that is rather done again than waited for; see
+    `StopRequest.interrupting`."""
 
 
 class StopRequest:
@@ -55,8 +56,8 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises `Interrupted` at once, also one that has come before: a measurement may take longer than the time
-        that a scheduler gives.
+        """Within, a signal raises `Interrupted` at once, also one that has come before: a
+        measurement may take longer than the time that a scheduler gives.
         """
         self._at_once = True
         try:

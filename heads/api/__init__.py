@@ -1,1 +1,2 @@
-"""The contract between drafters, the decoder and the trainer: protocols, the values that cross, trees, registry, checkpoints."""
+"""The contract between drafters, the decoder and the trainer: protocols, the values that cross,
+trees, registry, checkpoints."""

@@ -16,15 +16,17 @@ from torch import Tensor
 class TrainBatch:
     """Packed token sequences with the target's features at every position.
 
-    tokens [B, T] int64; positions [B, T] int64, restarting at 0 with each packed document; segments [B, T] int32, the document's
-    number within the row starting at 1, 0 on padding; loss_mask [B, T] bool, True where the token AT this position belongs to a
-    supervised answer; taps [B, T, n, H] or None; last_hidden [B, T, H] or None (post final norm).
-    target_logits: maps last_hidden rows [M, H] to the target's logits [M, V]; None unless the drafter needs logits.
-    seeds [B] int64 on the host: one per row, from the step and the row's place in it, so that what a loss draws at random is the
-    same for any number of processes and after a restart; None: the row's number. progress: share of the training that is done
-    (0 to 1), for objectives that change on the way.
-    weights [B, T] float32: how much the loss of the token AT this position counts; anchors [B, T] float32: how much all losses of a
-    draft count whose root, the last token before it, stands AT this position. Both have mean 1 over supervised tokens; None: all 1.
+    tokens [B, T] int64; positions [B, T] int64, restarting at 0 with each packed document; segments
+    [B, T] int32, the document's number within the row starting at 1, 0 on padding; loss_mask [B, T]
+    bool, True where the token AT this position belongs to a supervised answer; taps [B, T, n, H] or
+    None; last_hidden [B, T, H] or None (post final norm). target_logits: maps last_hidden rows [M,
+    H] to the target's logits [M, V]; None unless the drafter needs logits. seeds [B] int64 on the
+    host: one per row, from the step and the row's place in it, so that what a loss draws at random
+    is the same for any number of processes and after a restart; None: the row's number. progress:
+    share of the training that is done (0 to 1), for objectives that change on the way. weights [B,
+    T] float32: how much the loss of the token AT this position counts; anchors [B, T] float32: how
+    much all losses of a draft count whose root, the last token before it, stands AT this position.
+    Both have mean 1 over supervised tokens; None: all 1.
     """
 
     tokens: Tensor
@@ -40,12 +42,14 @@ class TrainBatch:
     anchors: Tensor | None = None
 
     def generators(self) -> list[torch.Generator]:
-        """One CPU generator per row. Called twice it gives the same streams again: a recomputed loss draws the same."""
+        """One CPU generator per row. Called twice it gives the same streams again: a recomputed
+        loss draws the same."""
         seeds = range(self.tokens.shape[0]) if self.seeds is None else self.seeds.tolist()
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def supervised(self, ahead: int) -> Tensor:
-        """[B, T] bool: True at t when token t+ahead exists in the same document and is supervised."""
+        """[B, T] bool: True at t when token t+ahead exists in the same document and is
+        supervised."""
         mask = self.loss_mask.new_zeros(self.loss_mask.shape)
         if ahead >= self.tokens.shape[1]:
             return mask
@@ -56,8 +60,9 @@ class TrainBatch:
         return mask
 
     def weighed(self, values: Tensor, states: Tensor, depth: Tensor | int = 1) -> Tensor:
-        """Losses `values` times the weights of what is predicted: the token behind each flat state (row x T + t) in `states`, at
-        `depth` (1 for the token behind the root) of a draft. All three broadcast; `values` itself where nothing is weighed.
+        """Losses `values` times the weights of what is predicted: the token behind each flat state
+        (row x T + t) in `states`, at `depth` (1 for the token behind the root) of a draft. All
+        three broadcast; `values` itself where nothing is weighed.
 
         What lies outside is clamped and means nothing: nobody supervises it.
         """
@@ -77,9 +82,9 @@ class TrainBatch:
 class LossOutput:
     """A loss as a sum, with what is needed to average it anywhere.
 
-    loss_sum: differentiable scalar, summed over supervised positions (and over depths with the kind's weights). The trainer
-    divides by the supervised tokens of the whole global step.
-    metrics: name -> (sum, count), detached scalars; for instance "accuracy/depth1".
+    loss_sum: differentiable scalar, summed over supervised positions (and over depths with the
+    kind's weights). The trainer divides by the supervised tokens of the whole global step. metrics:
+    name -> (sum, count), detached scalars; for instance "accuracy/depth1".
     """
 
     loss_sum: Tensor

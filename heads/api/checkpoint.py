@@ -1,7 +1,8 @@
-"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded completely or not at all.
+"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded completely or
+not at all.
 
-The folder remembers the kind, its configuration and the target it was trained for; another target is refused. docs/formats.md
-describes the files.
+The folder remembers the kind, its configuration and the target it was trained for; another target
+is refused. docs/formats.md describes the files.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def save_drafter(
 ) -> None:
     """Write `drafter` to `directory` (created; files replaced atomically).
 
-    state: weights to write instead of the module's own, e.g. gathered from a sharded engine. A kind without weights writes only
-    config.json.
+    state: weights to write instead of the module's own, e.g. gathered from a sharded engine. A kind
+    without weights writes only config.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(drafter, TrainableDrafter):
         tensors = {
-            name: value.detach().cpu().contiguous() for name, value in (state or drafter.state_dict()).items()
+            name: value.detach().cpu().contiguous()
+            for name, value in (state or drafter.state_dict()).items()
         }
         partial = directory / (WEIGHTS_FILE + ".partial")
         save_file(tensors, str(partial), metadata={"format": "pt"})
@@ -57,25 +59,31 @@ def save_drafter(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of another format."""
+    """The parsed config.json of a checkpoint; raises `UserError` when it is absent, broken or of
+    another format."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder that training wrote."
+            f"'{directory}' is not a drafter checkpoint: it has no {CONFIG_FILE}. Give the folder "
+            "that training wrote."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise UserError(
-                f"'{path}' has checkpoint format {content['format']}; this version reads format {FORMAT}."
+                f"'{path}' has checkpoint format {content['format']}; this version reads format "
+                f"{FORMAT}."
             )
         return {key: content[key] for key in ("format", "kind", "config", "needs", "target")}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is broken ({error!r}). Train or download the checkpoint again.") from error
+        raise UserError(
+            f"'{path}' is broken ({error!r}). Train or download the checkpoint again."
+        ) from error
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """The configuration of `kind` from stored plain values; raises `UserError` where they do not fit."""
+    """The configuration of `kind` from stored plain values; raises `UserError` where they do not
+    fit."""
     config_class = get_kind(kind).config_class
     try:
         return build(config_class, values, "head")
@@ -91,9 +99,11 @@ def new_drafter(
     seed: int,
     token_counts: Tensor | None = None,
 ) -> Any:
-    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's weights.
+    """A freshly initialised drafter of `kind` on the device and in the dtype of the target's
+    weights.
 
-    token_counts [V]: how often each token occurs in the training data, for kinds that draft from a reduced vocabulary.
+    token_counts [V]: how often each token occurs in the training data, for kinds that draft from a
+    reduced vocabulary.
     """
     drafter = get_kind(kind).drafter_class(config, info)
     if isinstance(drafter, TrainableDrafter):
@@ -109,10 +119,12 @@ def new_drafter(
 def load_drafter(
     directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
 ) -> Any:
-    """Load a checkpoint for the target described by `info`, in the dtype and on the device of the target's weights.
+    """Load a checkpoint for the target described by `info`, in the dtype and on the device of the
+    target's weights.
 
-    changed_target: take a target of other weights with the same tokenizer and sizes: to see what a drafter is still worth there.
-    Raises `UserError` for another target, for missing, unknown or misshapen tensors, and for weights that are not finite.
+    changed_target: take a target of other weights with the same tokenizer and sizes: to see what a
+    drafter is still worth there. Raises `UserError` for another target, for missing, unknown or
+    misshapen tensors, and for weights that are not finite.
     """
     content = read_config(directory)
     trained_for = TargetInfo.from_dict(content["target"])
@@ -131,34 +143,40 @@ def load_drafter(
 
 
 def load_weights(drafter: TrainableDrafter, path: Path) -> None:
-    """Fill every persistent tensor of `drafter` from a safetensors file, completely or not at all."""
+    """Fill every persistent tensor of `drafter` from a safetensors file, completely or not at
+    all."""
     try:
         tensors = load_file(str(path))
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or train it again."
+            f"'{path}' cannot be read ({error}). The file is missing or was cut off; copy or "
+            "train it again."
         ) from error
     expected = drafter.state_dict()
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or unknown:
         raise UserError(
-            f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown tensors {unknown}."
+            f"'{path}' does not fit kind '{drafter.kind}': missing tensors {missing}, unknown "
+            f"tensors {unknown}."
         )
     for name, value in tensors.items():
         if value.shape != expected[name].shape:
             raise UserError(
-                f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}."
+                f"'{path}': tensor '{name}' has shape {list(value.shape)}, expected "
+                f"{list(expected[name].shape)}."
             )
     drafter.load_state_dict(tensors, strict=True)
     refuse_unset(drafter)
 
 
 def refuse_unset(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are NaN)."""
+    """Raise `UserError` naming the first tensor with a value that is not finite (unset weights are
+    NaN)."""
     for name, value in drafter.state_dict().items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UserError(
-                f"weight '{name}' of kind '{drafter.kind}' holds values that are not finite: it was never set."
+                f"weight '{name}' of kind '{drafter.kind}' holds values that are not finite: it "
+                "was never set."
             )
 
 

@@ -37,7 +37,7 @@ from heads.api.errors import UserError, suggest
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-# ---- bounded types -----------------------------------------------------------------------------
+# Bounded types
 
 PositiveInt = Annotated[int, Ge(1)]
 AtLeastTwo = Annotated[int, Ge(2)]
@@ -186,7 +186,7 @@ def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise UserError(f"{key} '{value}' is unknown.{suggest(value, names)}")
 
 
-# ---- errors ------------------------------------------------------------------------------------
+# Errors
 
 
 def explain(error: ValidationError, cls: type, path: str) -> UserError:

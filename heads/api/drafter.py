@@ -1,11 +1,12 @@
 """The two contracts of a drafter and the values that cross them.
 
-Decoding (`Drafter`): `start` after prefill, then `propose` and `commit` once per verification. The loop knows tokens and parents,
-nothing else. Training (`TrainableDrafter`): `loss(batch)`.
+Decoding (`Drafter`): `start` after prefill, then `propose` and `commit` once per verification. The
+loop knows tokens and parents, nothing else. Training (`TrainableDrafter`): `loss(batch)`.
 
-What the target has seen reaches a drafter always in the same form, a `TargetStates`: a run of tokens, each with the target's TRUE
-states at it and with the token that was committed after it. After prefill the run is the prompt; after a verification it is the
-root and the accepted drafts. A drafter never feeds on its own approximations of states that the target has since computed.
+What the target has seen reaches a drafter always in the same form, a `TargetStates`: a run of
+tokens, each with the target's TRUE states at it and with the token that was committed after it.
+After prefill the run is the prompt; after a verification it is the root and the accepted drafts. A
+drafter never feeds on its own approximations of states that the target has since computed.
 
 Legend: B rows, N nodes, T positions, H hidden, V vocabulary, n taps.
 """
@@ -26,11 +27,12 @@ from heads.api.tree import DraftShape, TokenTree
 
 @dataclass
 class Verified:
-    """One verification as a whole, for drafters that learn from refused nodes too (Jacobi, lookahead).
+    """One verification as a whole, for drafters that learn from refused nodes too (Jacobi,
+    lookahead).
 
-    tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target chose after each node (by the
-    match rule, whatever rule decides); tree: who follows whom; path [B, D+1] int64: the committed nodes, root first, of which
-    `TargetStates.lengths` count.
+    tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target
+    chose after each node (by the match rule, whatever rule decides); tree: who follows whom; path
+    [B, D+1] int64: the committed nodes, root first, of which `TargetStates.lengths` count.
     """
 
     tokens: Tensor
@@ -43,10 +45,11 @@ class Verified:
 class TargetStates:
     """A run of committed tokens and the target's states at them, right-padded to T.
 
-    tokens [B, T] int64; next_tokens [B, T] int64, the token committed after each; positions [B, T] int64; valid [B, T] bool,
-    False on padding; taps [B, T, n, H] in the order of `FeatureSpec.taps`, or None; last_hidden [B, T, H] or None.
-    Valid entries are a prefix of every row, and every row has at least one. verified: the verification that committed this run,
-    for drafters whose `FeatureSpec.verified` asks for it; None after prefill.
+    tokens [B, T] int64; next_tokens [B, T] int64, the token committed after each; positions [B, T]
+    int64; valid [B, T] bool, False on padding; taps [B, T, n, H] in the order of
+    `FeatureSpec.taps`, or None; last_hidden [B, T, H] or None. Valid entries are a prefix of every
+    row, and every row has at least one. verified: the verification that committed this run, for
+    drafters whose `FeatureSpec.verified` asks for it; None after prefill.
     """
 
     tokens: Tensor
@@ -67,14 +70,16 @@ class TargetStates:
 class Proposal:
     """Drafted tokens [B, N] with the root first, and the tree that says who follows whom.
 
-    logits [B, N, V'] float: row i is what the children of node i were drawn from (rows of leaves mean nothing), for rules that
-    weigh drafts by their probability; None where `Noise.keeps_logits` does not ask for them or the drafts are certain (n-gram).
-    token_ids [V'] int64: target ids of its columns when the draft vocabulary is reduced.
-    confidence [B, N] float32 in [0, 1]: the drafter's own estimate that node i is accepted given that its parent was; the root's
-    means nothing. It may depend on what was drafted above node i, never on the token of node i itself (see `inference.decoding.adaptive.lengths`),
-    unless drafts are certain: then the text alone decides the token. None from drafters that have none.
-    limit [B] int64: the deepest level of each row that counts; deeper nodes are dead: neither kept nor tested. None: all levels.
-    It may depend on what was drafted down to that level and on nothing deeper.
+    logits [B, N, V'] float: row i is what the children of node i were drawn from (rows of leaves
+    mean nothing), for rules that weigh drafts by their probability; None where `Noise.keeps_logits`
+    does not ask for them or the drafts are certain (n-gram). token_ids [V'] int64: target ids of
+    its columns when the draft vocabulary is reduced. confidence [B, N] float32 in [0, 1]: the
+    drafter's own estimate that node i is accepted given that its parent was; the root's means
+    nothing. It may depend on what was drafted above node i, never on the token of node i itself
+    (see `inference.decoding.adaptive.lengths`), unless drafts are certain: then the text alone
+    decides the token. None from drafters that have none. limit [B] int64: the deepest level of each
+    row that counts; deeper nodes are dead: neither kept nor tested. None: all levels. It may depend
+    on what was drafted down to that level and on nothing deeper.
     """
 
     tokens: Tensor
@@ -86,7 +91,8 @@ class Proposal:
 
 
 class Noise(Protocol):
-    """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute position, target token id).
+    """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute
+    position, target token id).
 
     keeps_logits: whether `Proposal.logits` is wanted, by rules that accept by probability.
     """
@@ -94,26 +100,31 @@ class Noise(Protocol):
     keeps_logits: bool
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Rank drafted candidates as the target will pick: log softmax(logits / T) + g, or log softmax(logits) at T = 0.
+        """Rank drafted candidates as the target will pick: log softmax(logits / T) + g, or log
+        softmax(logits) at T = 0.
 
-        logits [B, M, V'] float, positions [B, M] absolute positions of the tokens being chosen, token_ids [V'] the target
-        ids of the columns when the draft vocabulary is reduced. Returns float32 [B, M, V'].
+        logits [B, M, V'] float, positions [B, M] absolute positions of the tokens being chosen,
+        token_ids [V'] the target ids of the columns when the draft vocabulary is reduced. Returns
+        float32 [B, M, V'].
         """
         ...
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Column of the best score [B, M] int64: `scores(...).argmax(-1)` without the normalisation."""
+        """Column of the best score [B, M] int64: `scores(...).argmax(-1)` without the
+        normalisation."""
         ...
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. `State` is a dataclass of tensors with leading size B, opaque to the loop."""
+    """What the decode loop asks of a drafter. `State` is a dataclass of tensors with leading size
+    B, opaque to the loop."""
 
     kind: ClassVar[str]
     needs: FeatureSpec
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill. `tree` is the shape to fill, `capacity` the most positions a row can ever reach."""
+        """State after prefill. `tree` is the shape to fill, `capacity` the most positions a row can
+        ever reach."""
         ...
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
@@ -121,15 +132,18 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
-        """State after a verification: `accepted` holds the root, the accepted drafts and the bonus (as the last next token)."""
+        """State after a verification: `accepted` holds the root, the accepted drafts and the bonus
+        (as the last next token)."""
         ...
 
 
 class Rememberer(Drafter, Protocol):
-    """A drafter that keeps something beyond a row's state, such as earlier answers (`heads/suffix.py`)."""
+    """A drafter that keeps something beyond a row's state, such as earlier answers
+    (`heads/suffix.py`)."""
 
     def forget(self) -> None:
-        """Drop all that is kept from other answers: a measurement that repeats its prompts must not measure it."""
+        """Drop all that is kept from other answers: a measurement that repeats its prompts must not
+        measure it."""
         ...
 
 
@@ -141,8 +155,8 @@ def forget(drafter: Any) -> None:
 
 
 class Reader(Drafter, Protocol):
-    """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the target), which another drafter
-    may speed up (`heads/cascade.py`).
+    """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the
+    target), which another drafter may speed up (`heads/cascade.py`).
     """
 
     def root_logits(self, state: Any) -> Tensor:
@@ -150,27 +164,31 @@ class Reader(Drafter, Protocol):
         ...
 
     def read(self, state: Any, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run drafted tokens [B, W] as a chain and give the logits [B, W, V] of the token after each.
+        """Run drafted tokens [B, W] as a chain and give the logits [B, W, V] of the token after
+        each.
 
-        Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It sees what is committed, the
-        root, and what was read before at smaller offsets; reading a position again replaces what was read there. The state must
-        have been started with a tree deep enough for all that is read (offset + W <= the tree's depth). Nothing read here
+        Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It
+        sees what is committed, the root, and what was read before at smaller offsets; reading a
+        position again replaces what was read there. The state must have been started with a tree
+        deep enough for all that is read (offset + W <= the tree's depth). Nothing read here
         outlives the next `commit`. No host synchronisation.
         """
         ...
 
 
 class TrainableDrafter(nn.Module):
-    """Base of the kinds with weights: adds sharing with the target, initialisation and the training contract.
+    """Base of the kinds with weights: adds sharing with the target, initialisation and the training
+    contract.
 
-    A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN), so that a weight that was
-    neither initialised nor loaded cannot go unnoticed.
+    A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN),
+    so that a weight that was neither initialised nor loaded cannot go unnoticed.
     """
 
     kind: ClassVar[str]
     needs: FeatureSpec
     trains: ClassVar[bool] = True
-    """False for kinds that hold weights without training any (cascades: their parts are trained on their own)."""
+    """False for kinds that hold weights without training any (cascades: their parts are trained on
+    their own)."""
     label_weight: ClassVar[str] = ""
     """The key of `Config` that weighs the tokens of a batch as labels, beside the target's
     distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
@@ -182,7 +200,8 @@ class TrainableDrafter(nn.Module):
     """
     language_model: ClassVar[bool] = False
     """Whether it is a causal language model by itself that drafts token by token, with its tensors
-    under Hugging Face's names for Llama and its sizes in `shape` (see `heads.nn.small_lm.model.SmallLM`).
+    under Hugging Face's names for Llama and its sizes in `shape` (see
+    `heads.nn.small_lm.model.SmallLM`).
     """
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
@@ -192,7 +211,8 @@ class TrainableDrafter(nn.Module):
 
     @classmethod
     def works_untrained(cls, config: Any) -> bool:
-        """Whether a drafter of this configuration drafts without any training (it consists of the target's own parts)."""
+        """Whether a drafter of this configuration drafts without any training (it consists of the
+        target's own parts)."""
         return False
 
     @classmethod
@@ -206,11 +226,13 @@ class TrainableDrafter(nn.Module):
         return cls.kind
 
     def bind(self, weights: TargetWeights) -> None:
-        """Attach the target's frozen tensors this drafter shares (as non-persistent buffers). Called before any use."""
+        """Attach the target's frozen tensors this drafter shares (as non-persistent buffers).
+        Called before any use."""
         raise NotImplementedError(f"{type(self).__name__} must implement bind")
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix a reduced draft vocabulary from the training data's token counts [V]; called before `initialise`.
+        """Fix a reduced draft vocabulary from the training data's token counts [V]; called before
+        `initialise`.
 
         Kinds that draft from the whole vocabulary ignore it.
         """
@@ -229,9 +251,11 @@ class TrainableDrafter(nn.Module):
         return self.loss(batch)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Per drafted depth k = 1..depth: logits [B, T, V'] as the loss sees them, for the parity check.
+        """Per drafted depth k = 1..depth: logits [B, T, V'] as the loss sees them, for the parity
+        check.
 
-        Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up to t+k, and predicts token
-        t+k+1: what `propose` computes at depth k for a row whose last seen position is t.
+        Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up
+        to t+k, and predicts token t+k+1: what `propose` computes at depth k for a row whose last
+        seen position is t.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement train_logits")

@@ -1,7 +1,7 @@
 """The one base class for mistakes that a person can correct.
 
-The command line prints such an error as a single message without a traceback; everything else is our own bug and keeps its
-traceback.
+The command line prints such an error as a single message without a traceback; everything else is
+our own bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A problem in what was given: the message says what was wrong, what was given, what is allowed and what to do."""
+    """A problem in what was given: the message says what was wrong, what was given, what is allowed
+    and what to do."""
 
 
 def suggest(given: str, allowed: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
 """What a drafter needs to be told about the target's inner states.
 
-Layer convention everywhere: tap `L` is the residual stream after L decoder layers; tap 0 is the embedding output. The tap after
-the last layer is taken before the final norm; `last_hidden` is the state after it, the one that enters the LM head.
+Layer convention everywhere: tap `L` is the residual stream after L decoder layers; tap 0 is the
+embedding output. The tap after the last layer is taken before the final norm; `last_hidden` is the
+state after it, the one that enters the LM head.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from heads.api.errors import UserError
 class FeatureSpec:
     """The features of the target that a drafter reads, both in training and in decoding.
 
-    taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final norm.
-    last_hidden: whether the post-final-norm state is read.
-    logits: whether training compares with the target's full distribution (computed from `last_hidden` on demand).
-    verified: whether `commit` is also told what the target picked at every verified node, kept or not (`TargetStates.verified`).
+    taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final
+    norm. last_hidden: whether the post-final-norm state is read. logits: whether training compares
+    with the target's full distribution (computed from `last_hidden` on demand). verified: whether
+    `commit` is also told what the target picked at every verified node, kept or not
+    (`TargetStates.verified`).
     """
 
     taps: tuple[int, ...] = ()
@@ -29,7 +31,8 @@ class FeatureSpec:
     def __post_init__(self) -> None:
         if list(self.taps) != sorted(set(self.taps)):
             raise UserError(
-                f"head.taps must be ascending layer numbers without repetition; given: {list(self.taps)}."
+                "head.taps must be ascending layer numbers without repetition; given: "
+                f"{list(self.taps)}."
             )
 
     def check(self, num_layers: int) -> None:
@@ -37,15 +40,21 @@ class FeatureSpec:
         wrong = [tap for tap in self.taps if not 0 <= tap <= num_layers]
         if wrong:
             raise UserError(
-                f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 (embeddings) to {num_layers} "
-                "are allowed. Change head.taps."
+                f"taps {wrong} do not exist: the target has {num_layers} layers, so taps 0 "
+                f"(embeddings) to {num_layers} are allowed. Change head.taps."
             )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high taps of a target of `num_layers` layers: 2, n//2, n-3, as the EAGLE-3 family reads them.
+    """Low, middle and high taps of a target of `num_layers` layers: 2, n//2, n-3, as the EAGLE-3
+    family reads them.
 
-    Targets of fewer than 7 layers have no three such places; they get 1, n//2 and n-1, as far as those differ.
+    Targets of fewer than 7 layers have no three such places; they get 1, n//2 and n-1, as far as
+    those differ.
     """
-    places = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
+    places = (
+        (2, num_layers // 2, num_layers - 3)
+        if num_layers >= 7
+        else (1, num_layers // 2, num_layers - 1)
+    )
     return tuple(sorted({max(place, 1) for place in places}))

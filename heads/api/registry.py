@@ -1,7 +1,8 @@
 """The kinds of drafters, by file name: `heads/eagle3.py` is the kind `eagle3`.
 
-A kind's module defines `Config` (a frozen dataclass, its YAML's schema) and `Drafter` (a class built as `Drafter(config, info)`).
-Adding a kind is adding that one file and `conf/head/<kind>.yaml`; nothing here lists names.
+A kind's module defines `Config` (a frozen dataclass, its YAML's schema) and `Drafter` (a class
+built as `Drafter(config, info)`). Adding a kind is adding that one file and
+`conf/head/<kind>.yaml`; nothing here lists names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Kind:
 
     @property
     def trainable(self) -> bool:
-        """False for kinds with the decoding contract only: without weights (n-gram lookup) or without weights of their own."""
+        """False for kinds with the decoding contract only: without weights (n-gram lookup) or
+        without weights of their own."""
         return issubclass(self.drafter_class, TrainableDrafter) and self.drafter_class.trains
 
     def needs_training(self, config: Any) -> bool:
@@ -52,13 +54,15 @@ def kind_names() -> list[str]:
 
 
 def get_kind(name: str) -> Kind:
-    """Import and return a kind; raises `UserError` with suggestions when there is none of that name."""
+    """Import and return a kind; raises `UserError` with suggestions when there is none of that
+    name."""
     if name not in kind_names():
         raise UserError(f"there is no drafter kind '{name}'.{suggest(name, kind_names())}")
     module: Any = importlib.import_module(f"heads.{name}")
     for needed in ("Config", "Drafter"):
         if not hasattr(module, needed):
             raise UserError(
-                f"heads/{name}.py is not a drafter kind: it must define `{needed}` (see docs/adding_a_drafter.md)."
+                f"heads/{name}.py is not a drafter kind: it must define `{needed}` (see "
+                "docs/adding_a_drafter.md)."
             )
     return Kind(name, module.Config, module.Drafter)

@@ -1,6 +1,8 @@
-"""Rows of drafter states: written anew while the others go on, moved, or a part of them decoded alone.
+"""Rows of drafter states: written anew while the others go on, moved, or a part of them decoded
+alone.
 
-A state is a dataclass whose tensors all have leading size B (or are shared and marked so by living in a non-tensor field).
+A state is a dataclass whose tensors all have leading size B (or are shared and marked so by living
+in a non-tensor field).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch import Tensor
 
 
 def write_rows(state: Any, rows: Tensor, new: Any) -> None:
-    """Overwrite rows `rows` [R] int64 of every tensor in `state`, nested ones included, with the R rows of `new`, in place.
+    """Overwrite rows `rows` [R] int64 of every tensor in `state`, nested ones included, with the R
+    rows of `new`, in place.
 
     A state may live on another device than `rows` (a drafter placed elsewhere).
     """
@@ -36,7 +39,8 @@ def write_rows(state: Any, rows: Tensor, new: Any) -> None:
 
 
 def first_rows(state: Any, count: int) -> Any:
-    """The first `count` rows of a state as views: what is written in place there is written here."""
+    """The first `count` rows of a state as views: what is written in place there is written
+    here."""
     return _over(state, lambda tensor: tensor[:count])
 
 
@@ -46,8 +50,9 @@ def read_rows(state: Any, rows: Tensor) -> Any:
 
 
 def write_back(state: Any, part: Any, count: int) -> None:
-    """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows of `state`, and make it a view
-    again. What was written in place is there already and costs nothing.
+    """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows
+    of `state`, and make it a view again. What was written in place is there already and costs
+    nothing.
     """
     for item in fields(state):
         whole, own = getattr(state, item.name), getattr(part, item.name)
@@ -85,4 +90,8 @@ def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _has_rows(state: Any) -> bool:
     """Whether a part of a state is a dataclass with rows of its own."""
-    return is_dataclass(state) and not isinstance(state, type) and not getattr(state, "shared_between_rows", False)
+    return (
+        is_dataclass(state)
+        and not isinstance(state, type)
+        and not getattr(state, "shared_between_rows", False)
+    )

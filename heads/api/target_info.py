@@ -1,6 +1,7 @@
 """What a drafter may know of its target: facts (`TargetInfo`) and frozen weights (`TargetWeights`).
 
-The values are filled in by `inference.target.model`; a checkpoint stores the facts, so that a drafter refuses another target.
+The values are filled in by `inference.target.model`; a checkpoint stores the facts, so that a
+drafter refuses another target.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class TargetInfo:
     """Commit hash on the Hub, or `sha256:` of the weights' headers and sizes for a local folder."""
     model_type: str
     tokenizer_hash: str
-    """Hash of the vocabulary and special tokens: two targets with the same hash read the same token ids."""
+    """Hash of the vocabulary and special tokens: two targets with the same hash read the same token
+    ids."""
     vocab_size: int
     """Rows of the LM head (may exceed the tokenizer's length)."""
     hidden_size: int
@@ -57,29 +59,34 @@ class TargetInfo:
     def require_same(self, other: TargetInfo) -> None:
         """Raise `UserError` unless a drafter made for `self` can serve `other`.
 
-        A moved folder is fine (the id may differ while revision and tokenizer agree); other weights or another vocabulary are not.
+        A moved folder is fine (the id may differ while revision and tokenizer agree); other weights
+        or another vocabulary are not.
         """
         for name in ("tokenizer_hash", "hidden_size", "num_layers", "vocab_size", "revision"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise UserError(
-                    f"this drafter was trained for target '{self.id}' with {name} {mine}, but was given '{other.id}' with "
-                    f"{name} {theirs}. Load it with the target it was trained for, or train a drafter for '{other.id}'."
+                    f"this drafter was trained for target '{self.id}' with {name} {mine}, but was "
+                    f"given '{other.id}' with {name} {theirs}. Load it with the target it was "
+                    f"trained for, or train a drafter for '{other.id}'."
                 )
 
     def require_same_sizes(self, other: TargetInfo) -> None:
-        """Raise `UserError` unless a drafter made for `self` fits `other`, which may be fine-tuned or quantised since."""
+        """Raise `UserError` unless a drafter made for `self` fits `other`, which may be fine-tuned
+        or quantised since."""
         for name in ("tokenizer_hash", "vocab_size", "hidden_size", "num_layers"):
             if getattr(self, name) != getattr(other, name):
                 raise UserError(
-                    f"the drafter was trained for target '{self.id}' with {name} {getattr(self, name)}; '{other.id}' has "
-                    f"{getattr(other, name)}, so its weights mean nothing there. Train a fresh drafter."
+                    f"the drafter was trained for target '{self.id}' with {name} "
+                    f"{getattr(self, name)}; '{other.id}' has {getattr(other, name)}, so its "
+                    "weights mean nothing there. Train a fresh drafter."
                 )
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of a target as its own module computes them, scaling (Llama 3.1, YaRN) included.
+    """The rotary positions of a target as its own module computes them, scaling (Llama 3.1, YaRN)
+    included.
 
     inverse_frequencies [D / 2] float32; scale: factor on cosine and sine (1 but for YaRN).
     """
@@ -90,18 +97,22 @@ class Rotary:
 
 @dataclass
 class TargetWeights:
-    """The target's frozen weights that drafters share or start from. Never saved with a drafter, never trained."""
+    """The target's frozen weights that drafters share or start from. Never saved with a drafter,
+    never trained."""
 
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]; the same tensor as `embedding` when tied
     logits: Callable[[Tensor], Tensor]
-    """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling and bias included)."""
+    """Post-final-norm states [..., H] -> the target's own logits [..., V] (soft-capping, scaling
+    and bias included)."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Every named tensor of the target, for drafters that copy layers out of it."""
     rotary: Rotary | None = None
-    """The target's rotary positions; None when it has none, or several (local and global layers)."""
+    """The target's rotary positions; None when it has none, or several (local and global
+    layers)."""
     windows: tuple[int, ...] = ()
-    """Per layer, how many of the latest positions its attention sees, itself included; 0: all. Empty: all layers see all."""
+    """Per layer, how many of the latest positions its attention sees, itself included; 0: all.
+    Empty: all layers see all."""
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

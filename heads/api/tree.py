@@ -1,7 +1,8 @@
 """Token trees: who follows whom among the drafted tokens of one verification.
 
-A chain is a tree whose node i follows node i-1; plain decoding is the tree of one node. Node 0 is the root: the last committed
-token, not yet in the target's cache. Parents come before their children.
+A chain is a tree whose node i follows node i-1; plain decoding is the tree of one node. Node 0 is
+the root: the last committed token, not yet in the target's cache. Parents come before their
+children.
 
 Legend: B rows, N nodes, D deepest level.
 """
@@ -20,11 +21,13 @@ from heads.api.errors import UserError
 
 @dataclass(frozen=True)
 class TokenTree:
-    """The topology of drafted nodes. A static tree has leading size 1 and broadcasts over rows; a dynamic one has size B.
+    """The topology of drafted nodes. A static tree has leading size 1 and broadcasts over rows; a
+    dynamic one has size B.
 
-    parents [1|B, N] int64 (the root is its own parent), depth [1|B, N] int64, ancestors [1|B, N, N] bool where
-    `ancestors[b, i, j]` says that node j lies on the path from the root to node i (i itself included).
-    `max_depth` and `is_chain` are known on the host, so that no step has to ask the device.
+    parents [1|B, N] int64 (the root is its own parent), depth [1|B, N] int64, ancestors [1|B, N, N]
+    bool where `ancestors[b, i, j]` says that node j lies on the path from the root to node i (i
+    itself included). `max_depth` and `is_chain` are known on the host, so that no step has to ask
+    the device.
     """
 
     parents: Tensor
@@ -43,7 +46,8 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, parents: Tensor, max_depth: int) -> TokenTree:
-        """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth` bounds the depth."""
+        """Build from parents [1|B, N] on their device without a host synchronisation; `max_depth`
+        bounds the depth."""
         numbers = torch.arange(parents.shape[1], device=parents.device)
         ancestors = (numbers[:, None] == numbers).expand(parents.shape[0], -1, -1).clone()
         jump = parents
@@ -58,13 +62,19 @@ class TokenTree:
         """A chain of `depth` drafted tokens behind the root (depth 0: plain decoding)."""
         nodes = torch.arange(depth + 1, device=device)
         ancestors = nodes[:, None] >= nodes[None, :]
-        return cls((nodes - 1).clamp(min=0)[None], nodes[None], ancestors[None], depth, is_chain=True)
+        return cls(
+            (nodes - 1).clamp(min=0)[None], nodes[None], ancestors[None], depth, is_chain=True
+        )
 
     @classmethod
-    def from_choices(cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> TokenTree:
-        """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first tokens and one second token.
+    def from_choices(
+        cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> TokenTree:
+        """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first
+        tokens and one second token.
 
-        Every prefix of a path must be listed as well. Raises `UserError` naming the first path whose prefix is absent.
+        Every prefix of a path must be listed as well. Raises `UserError` naming the first path
+        whose prefix is absent.
         """
         paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
@@ -72,8 +82,8 @@ class TokenTree:
         for path in paths:
             if path[:-1] not in index or (path[-1] > 0 and (*path[:-1], path[-1] - 1) not in index):
                 raise UserError(
-                    f"tree path {list(path)} stands without the path or the better sibling before it; "
-                    "list every prefix and every better rank too."
+                    f"tree path {list(path)} stands without the path or the better sibling before "
+                    "it; list every prefix and every better rank too."
                 )
             index[path] = len(parents)
             parents.append(index[path[:-1]])
@@ -92,7 +102,8 @@ class TokenTree:
         )
 
     def levels(self) -> list[Level]:
-        """The static tree level by level, for drafters that grow it one depth at a time. Host-side; call once."""
+        """The static tree level by level, for drafters that grow it one depth at a time. Host-side;
+        call once."""
         parents, depth = self.parents[0].tolist(), self.depth[0].tolist()
         found = []
         for level in range(1, self.max_depth + 1):
@@ -112,8 +123,9 @@ class TokenTree:
 class Ranking(StrEnum):
     """By what the nodes of a dynamic tree are compared: the score that is added up along a path.
 
-    With q the draft distribution at a node, g the noise it shares with the target (0 at temperature 0) and s = log q + g:
-    PROBABILITY log q; PERTURBED log softmax(s) over the vocabulary; GAP s minus the best sibling's s.
+    With q the draft distribution at a node, g the noise it shares with the target (0 at temperature
+    0) and s = log q + g: PROBABILITY log q; PERTURBED log softmax(s) over the vocabulary; GAP s
+    minus the best sibling's s.
     """
 
     PROBABILITY = "probability"
@@ -123,10 +135,11 @@ class Ranking(StrEnum):
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2; best-first trees).
+    """A tree whose topology is chosen anew for every row and step, within fixed sizes (EAGLE-2;
+    best-first trees).
 
-    nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and children considered per node.
-    ranking: how nodes are compared.
+    nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and
+    children considered per node. ranking: how nodes are compared.
     """
 
     nodes: int
@@ -137,13 +150,14 @@ class DynamicShape:
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.max_depth < 1 or self.width < 1:
             raise UserError(
-                f"a dynamic tree needs nodes >= 2, depth >= 1 and width >= 1; given {self.nodes}, {self.max_depth}, {self.width}."
+                f"a dynamic tree needs nodes >= 2, depth >= 1 and width >= 1; given {self.nodes}, "
+                f"{self.max_depth}, {self.width}."
             )
         most = self.width + (self.max_depth - 1) * self.width**2
         if self.nodes - 1 > most:
             raise UserError(
-                f"a dynamic tree of depth {self.max_depth} and width {self.width} has {most} candidates at most; "
-                f"decode.nodes must be {most + 1} or less; given {self.nodes}."
+                f"a dynamic tree of depth {self.max_depth} and width {self.width} has {most} "
+                f"candidates at most; decode.nodes must be {most + 1} or less; given {self.nodes}."
             )
 
     @property
@@ -160,13 +174,16 @@ DraftShape = TokenTree | DynamicShape
 
 
 def ancestor_words(ancestors: Tensor) -> Tensor:
-    """Bits of `ancestors` [R, N, N] bool as [R, N, W] int32, W = ceil(N / 32): bit j % 32 of word j // 32 stands for node j.
+    """Bits of `ancestors` [R, N, N] bool as [R, N, W] int32, W = ceil(N / 32): bit j % 32 of word j
+    // 32 stands for node j.
 
     int32 carries the pattern of an unsigned word, because torch has few operations on uint32.
     """
     rows, nodes, _ = ancestors.shape
     words = -(-nodes // 32)
-    padded = torch.nn.functional.pad(ancestors, (0, words * 32 - nodes)).view(rows, nodes, words, 32)
+    padded = torch.nn.functional.pad(ancestors, (0, words * 32 - nodes)).view(
+        rows, nodes, words, 32
+    )
     weights = torch.ones(32, dtype=torch.int64, device=ancestors.device) << torch.arange(
         32, device=ancestors.device
     )
@@ -176,7 +193,8 @@ def ancestor_words(ancestors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a static tree: `nodes` (consecutive), the place of each one's parent in the level above, its sibling rank."""
+    """One depth of a static tree: `nodes` (consecutive), the place of each one's parent in the
+    level above, its sibling rank."""
 
     nodes: list[int]
     parent_places: list[int]

@@ -1,8 +1,8 @@
-"""Attention of drafters: whole packed sequences in training, a preallocated per-row cache in decoding.
+"""Attention of drafters: whole packed sequences in training, a preallocated per-row cache in
+decoding.
 
-Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R nodes run at
-all levels, h query heads,
-g key/value heads, D head size.
+Legend: B rows, T positions, Q queries, S cache slots, N nodes, P nodes run at one tree level, R
+nodes run at all levels, h query heads, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from heads.nn.drafting.plan import LevelPlan, TreePlan
 from heads.nn.rope import Rotation, look_up
 
 CHUNK_ELEMENTS = 1 << 26
-"""Most attention scores kept at once by `chained_attention` before the queries are split into recomputed
-chunks.
+"""Most attention scores kept at once by `chained_attention` before the queries are split into
+recomputed chunks.
 """
 
 
 def packed_mask(segments: Tensor) -> Tensor | None:
-    """[B, 1, T, T] bool for packed documents: causal within equal segment numbers [B, T]; None when plain
-    causal is the same.
+    """[B, 1, T, T] bool for packed documents: causal within equal segment numbers [B, T]; None when
+    plain causal is the same.
 
     Padding attends to padding, so that no row is empty. Asks the device once; for training only.
     """
@@ -37,7 +37,8 @@ def packed_mask(segments: Tensor) -> Tensor | None:
 
 
 def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D] -> [B, T, h
+    """Causal attention of a sequence over itself: query [B, T, h, D], key and value [B, T, g, D] ->
+    [B, T, h
     * D].
 
     mask [B, 1, T, T] bool replaces plain causality.
@@ -51,11 +52,11 @@ def sequence_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 
 
 def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S] bool -> [B,
-    Q, h * D].
+    """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S]
+    bool -> [B, Q, h * D].
 
-    The queries that share a key/value head are laid side by side, so that the cache is never copied per
-    group.
+    The queries that share a key/value head are laid side by side, so that the cache is never copied
+    per group.
     """
     batch, queries, heads, size = query.shape
     kv_heads = key.shape[2]
@@ -71,12 +72,16 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     out = F.scaled_dot_product_attention(
         grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None]
     )
-    return out.view(batch, kv_heads, groups, queries, size).permute(0, 3, 1, 2, 4).reshape(batch, queries, -1)
+    return (
+        out.view(batch, kv_heads, groups, queries, size)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch, queries, -1)
+    )
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise derive in
-    every layer.
+    """0 where allowed (bool), minus infinity elsewhere: the mask that attention would otherwise
+    derive in every layer.
     """
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
         ~allowed, float("-inf")
@@ -87,9 +92,9 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 class Memory:
     """A drafter's key/value cache, as far as growing a tree must know it.
 
-    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in the
-    drafter's own counting; slots before it are seen by all. table [.., 2, D]: rotations of every position.
-    capacity: slots S.
+    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in
+    the drafter's own counting; slots before it are seen by all. table [.., 2, D]: rotations of
+    every position. capacity: slots S.
     """
 
     base: Tensor
@@ -99,8 +104,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the rotation of
-    their positions, and mask [B, P, S], additive: what they see. All empty for drafters without a cache.
+    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the
+    rotation of their positions, and mask [B, P, S], additive: what they see. All empty for drafters
+    without a cache.
     """
 
     slots: Tensor
@@ -116,8 +122,8 @@ class CachePlace:
 
 @dataclass(frozen=True)
 class DraftFrame:
-    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a `CachePlace`
-    of R rows.
+    """Where all run rows of one static tree stand, worked out once for all its levels and layers: a
+    `CachePlace` of R rows.
     """
 
     place: CachePlace
@@ -131,7 +137,9 @@ class DraftFrame:
         if plan.tree.is_chain:
             allowed = place[:, None] < plan.run_nodes[:, None]
         else:
-            drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(0, 1)
+            drafted = plan.run_visible[:, place.clamp(0, plan.run_visible.shape[1] - 1)].transpose(
+                0, 1
+            )
             allowed = (place < 0)[:, None] | drafted  # [B, R, S]
         rotation = look_up(memory.table, base[:, None] + (plan.run_depth - 1))
         return cls(CachePlace(slots, rotation, additive(allowed, memory.table.dtype)))
@@ -140,13 +148,15 @@ class DraftFrame:
         """The place of the rows run at `level`."""
         cosine, sine = self.place.rotation
         span = level.span
-        return CachePlace(self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span])
+        return CachePlace(
+            self.place.slots[:, span], (cosine[:, span], sine[:, span]), self.place.mask[:, span]
+        )
 
 
 class GrowingFrame:
-    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's; row j of the
-    level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at position base + d - 1, and
-    sees its own ancestors.
+    """Where the run rows of a dynamic tree stand. Every level adds P rows behind the last one's;
+    row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * P + j and at
+    position base + d - 1, and sees its own ancestors.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -159,34 +169,42 @@ class GrowingFrame:
         )  # [B, P, rows so far]
 
     def next(self, above: Tensor) -> CachePlace:
-        """The next level's place; above [B, P] int64: the last level's row that each row descends from."""
+        """The next level's place; above [B, P] int64: the last level's row that each row descends
+        from."""
         memory, rows = self._memory, above.shape[1]
         inherited = self._visible.gather(1, above[..., None].expand(-1, -1, self._visible.shape[2]))
         numbers = torch.arange(rows, device=above.device)
         own = (numbers[:, None] == numbers).expand(above.shape[0], -1, -1)
         self._visible = torch.cat([inherited, own], 2)
         filled = self._visible.shape[2]
-        drafted = self._visible.gather(2, self._place.clamp(0, filled - 1)[:, None].expand(-1, rows, -1))
+        drafted = self._visible.gather(
+            2, self._place.clamp(0, filled - 1)[:, None].expand(-1, rows, -1)
+        )
         allowed = (self._place < 0)[:, None] | (drafted & (self._place < filled)[:, None])
         first = memory.base[:, None]
         rotation = look_up(memory.table, (first + self._level).expand(-1, rows))
         self._level += 1
-        return CachePlace(first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype))
+        return CachePlace(
+            first + (filled - rows) + numbers, rotation, additive(allowed, memory.table.dtype)
+        )
 
 
-def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None) -> Tensor:
+def chained_attention(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None
+) -> Tensor:
     """Attention of a later step of a training-time test (EAGLE-3, methods.md 2.6) -> [B, T, h * D].
 
-    query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally (or by `mask`
-    [B, 1, T, T]); keys[j] of steps 1..k: row t sees row t only, its own chain. Equal to one softmax over all
-    those columns; the later steps add one column each instead of a [T, T] block.
+    query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally (or by
+    `mask` [B, 1, T, T]); keys[j] of steps 1..k: row t sees row t only, its own chain. Equal to one
+    softmax over all those columns; the later steps add one column each instead of a [T, T] block.
     """
     if len(keys) == 1:
         return sequence_attention(query, keys[0], values[0], mask)
     batch, length, heads, size = query.shape
     kv_heads = keys[0].shape[2]
     grouped = query.view(batch, length, kv_heads, heads // kv_heads, size) * size**-0.5
-    own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)  # [B, T, g, G, k]
+    # [B, T, g, G, k]
+    own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
     own_values = torch.stack(values[1:], 3)  # [B, T, g, k, D]
     rows = max(1, CHUNK_ELEMENTS // (batch * heads * length))
 
@@ -204,15 +222,22 @@ def chained_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], m
 
     if rows >= length:
         return part(0).flatten(2)
-    pieces: list[Tensor] = [checkpoint(part, first, use_reentrant=False) for first in range(0, length, rows)]
+    pieces: list[Tensor] = [
+        checkpoint(part, first, use_reentrant=False) for first in range(0, length, rows)
+    ]
     return torch.cat(pieces, 1).flatten(2)
 
 
 def chained_rows(
-    grouped: Tensor, own: Tensor, own_values: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    grouped: Tensor,
+    own: Tensor,
+    own_values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
-    """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values [B, Q, g,
-    k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D].
+    """The last Q rows of a sequence of E: grouped [B, Q, g, G, D], own [B, Q, g, G, k], own_values
+    [B, Q, g, k, D], key and value [B, E, g, D], mask [B, 1, Q, E] -> [B, Q, h, D].
     """
     batch, queries, kv_heads, groups, size = grouped.shape
     end = key.shape[1]

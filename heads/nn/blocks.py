@@ -20,8 +20,8 @@ from heads.nn.rope import Rotation, rotate
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer. qk_norm: RMSNorm on every query and key head (Qwen3); attention_bias: queries, keys and
-    values have biases (Qwen2).
+    """Sizes of a decoder layer. qk_norm: RMSNorm on every query and key head (Qwen3);
+    attention_bias: queries, keys and values have biases (Qwen2).
     """
 
     hidden_size: int
@@ -36,8 +36,8 @@ class LayerShape:
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise UserError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})."
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})."
             )
         if self.head_dim % 2 != 0:
             raise UserError(f"head_dim must be even for rotary positions; given {self.head_dim}.")
@@ -54,7 +54,11 @@ class RMSNorm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         if states.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled():
             # Five small operations: on the CPU the library's own is taken apart into twice as many.
-            return states * torch.rsqrt(states.square().mean(-1, keepdim=True).add_(self.eps)) * self.weight
+            return (
+                states
+                * torch.rsqrt(states.square().mean(-1, keepdim=True).add_(self.eps))
+                * self.weight
+            )
         return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
@@ -68,7 +72,9 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, shape.num_attention_heads * shape.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(
+            shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False
+        )
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
@@ -130,7 +136,8 @@ class DecoderLayer(nn.Module):
 
 
 class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads the token's embedding beside the feature: input of width 2H."""
+    """The decoder layer whose attention reads the token's embedding beside the feature: input of
+    width 2H."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -141,7 +148,8 @@ class FusingLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding first."""
+        """Embeddings and features [B, T, H] -> the attention's input [B, T, 2H], embedding
+        first."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
     @network_part
@@ -153,7 +161,8 @@ class FusingLayer(nn.Module):
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
-    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's parameters; biases to zero."""
+    """Norms to one; every matrix normal with variance 1 / inputs, in the order of the module's
+    parameters; biases to zero."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             init.constant(part.weight, 1.0)
@@ -164,10 +173,10 @@ def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x + SiLU(U x + b) for K heads with weights of their own (Medusa, Cai et al., 2401.10774, section
-    2.1.1): [K, M, H].
+    """x + SiLU(U x + b) for K heads with weights of their own (Medusa, Cai et al., 2401.10774,
+    section 2.1.1): [K, M, H].
 
-    states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as nn.Linear
-    holds it, bias [K, H], all of one dtype.
+    states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as
+    nn.Linear holds it, bias [K, H], all of one dtype.
     """
     return states + F.silu(torch.baddbmm(bias[:, None], states, weight.transpose(1, 2)))

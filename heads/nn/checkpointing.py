@@ -1,12 +1,14 @@
 """Parts of a network that training may run in another way: with less memory, or compiled.
 
-A part is a function or method marked with `network_part`: a decoder layer, an unrolled step. Parts run as they are unless training
-says otherwise. A part must not change anything outside of itself, nor draw random numbers.
+A part is a function or method marked with `network_part`: a decoder layer, an unrolled step. Parts
+run as they are unless training says otherwise. A part must not change anything outside of itself,
+nor draw random numbers.
 
-* `recomputing` (engine.activation_checkpointing): only a part's inputs are kept; what is inside is computed again in the backward
-  pass. Values and gradients are the same to the last bit: the same operations run twice.
-* `compiling` (engine.compile): torch.compile makes one program of a part, forward and backward. Sums are added in another order, so
-  the last bits differ. Parts of equal shape share a program.
+* `recomputing` (engine.activation_checkpointing): only a part's inputs are kept; what is inside is
+  computed again in the backward pass. Values and gradients are the same to the last bit: the same
+  operations run twice.
+* `compiling` (engine.compile): torch.compile makes one program of a part, forward and backward.
+  Sums are added in another order, so the last bits differ. Parts of equal shape share a program.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Result = TypeVar("Result")
 
 
 class _Ways:
-    """How parts run now. Plain attributes rather than a context variable, which the compiler cannot look into."""
+    """How parts run now. Plain attributes rather than a context variable, which the compiler cannot
+    look into."""
 
     recompute = False
     compile = False
@@ -46,12 +49,14 @@ def recomputing(on: bool = True) -> AbstractContextManager[None]:
 
 
 def compiling(on: bool = True) -> AbstractContextManager[None]:
-    """Inside the block, parts are compiled where gradients are recorded. The first call of each takes its time."""
+    """Inside the block, parts are compiled where gradients are recorded. The first call of each
+    takes its time."""
     return _set("compile", on)
 
 
 def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Mark a part. Parts within a part run as they are: each is computed at most twice, and compiled as a whole."""
+    """Mark a part. Parts within a part run as they are: each is computed at most twice, and
+    compiled as a whole."""
     compiled: list[Callable[..., Result]] = []
 
     def run(*args: Any, **kwargs: Any) -> Result:
@@ -72,7 +77,9 @@ def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return function(*args, **kwargs)
         if not _Ways.recompute:
             return run(*args, **kwargs)
-        out: Result = checkpoint(partial(alone, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+        out: Result = checkpoint(
+            partial(alone, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+        )
         return out
 
     return chosen

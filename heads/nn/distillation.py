@@ -1,11 +1,14 @@
-"""Distilling the target's next-token distribution into a drafter: a weighted mix of divergences over many predictions.
+"""Distilling the target's next-token distribution into a drafter: a weighted mix of divergences
+over many predictions.
 
-The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461; methods.md, 4). The LK losses
-(2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter can pick the tokens that are worth
-learning (AdaSPEC, 2510.19779): of two drafters of one size, the one that was distilled before shows which tokens can be learnt at
-all, and the share of tokens on which the training drafter is furthest behind it is kept.
+The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461;
+methods.md, 4). The LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself.
+A reference drafter can pick the tokens that are worth learning (AdaSPEC, 2510.19779): of two
+drafters of one size, the one that was distilled before shows which tokens can be learnt at all, and
+the share of tokens on which the training drafter is furthest behind it is kept.
 
-Legend: B rows, T positions, M predictions, R outputs, K depths, H hidden of the drafter, V vocabulary.
+Legend: B rows, T positions, M predictions, R outputs, K depths, H hidden of the drafter, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce"
 @config("head")
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the drafter's distribution q is trained towards, p being the target's: a weighted sum."""
+    """What the drafter's distribution q is trained towards, p being the target's: a weighted
+    sum."""
 
     forward_kl: float = 1.0
     """Weight of KL(target || drafter)."""
@@ -40,11 +44,14 @@ class ObjectiveConfig:
     jsd_beta: OpenFraction = 0.5
     """Its mixture weight of the target's distribution (0 < beta < 1)."""
     tv: float = 0.0
-    """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see lk_annealed."""
+    """Weight of the total variation distance. Alone it hardly moves a fresh drafter: see
+    lk_annealed."""
     lk: float = 0.0
-    """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses: L_alpha)."""
+    """Weight of -log(acceptance rate), the acceptance rate being sum min(p, q) (LK losses:
+    L_alpha)."""
     lk_annealed: float = 0.0
-    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK losses: L_lambda)."""
+    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x mean acceptance rate of the row) (LK
+    losses: L_lambda)."""
     lk_eta: PositiveFloat = 3.0
     """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
     ce: float = 0.0
@@ -70,8 +77,9 @@ class ObjectiveConfig:
 class Predictions:
     """What is to be judged.
 
-    outputs [R, H]: the drafter's normalised states; at [M] int64: the output of each prediction; states [M] int64: the flat
-    state (row x T + t) of the target that predicts the same token; depth [M] int64: 0 for the first drafted token, below `depths`.
+    outputs [R, H]: the drafter's normalised states; at [M] int64: the output of each prediction;
+    states [M] int64: the flat state (row x T + t) of the target that predicts the same token; depth
+    [M] int64: 0 for the first drafted token, below `depths`.
     """
 
     outputs: Tensor
@@ -99,14 +107,17 @@ Head = Callable[[Tensor], Tensor]
 def distillation_loss(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> LossOutput:
-    """The weighted objectives summed over all predictions, each with its weight of `batch`, with metrics per depth; columns: V."""
+    """The weighted objectives summed over all predictions, each with its weight of `batch`, with
+    metrics per depth; columns: V."""
     acceptance = _mean_acceptance(config, batch, predictions, head, columns)
 
     def part(rows: Tensor) -> losses.Sums:
         chosen = predictions.only(rows)
         logits, wanted, labels = _look(config, batch, chosen, head)
         alpha = None if acceptance is None else acceptance[rows]
-        values = batch.weighed(objective(config, logits, wanted, labels, alpha), chosen.states, chosen.depth + 1)
+        values = batch.weighed(
+            objective(config, logits, wanted, labels, alpha), chosen.states, chosen.depth + 1
+        )
         best = labels if wanted is None else losses.best_column(wanted)
         hits = losses.best_column(logits) == best
         if predictions.depths == 1:
@@ -124,10 +135,14 @@ def distillation_loss(
 
 
 def objective(
-    config: ObjectiveConfig, logits: Tensor, wanted: Tensor | None, labels: Tensor, alpha: Tensor | None
+    config: ObjectiveConfig,
+    logits: Tensor,
+    wanted: Tensor | None,
+    labels: Tensor,
+    alpha: Tensor | None,
 ) -> Tensor:
-    """Weighted sum of the objectives per prediction [M]: logits and the target's `wanted` [M, V] (None: no soft objective),
-    labels [M] int64, alpha [M]: mean acceptance rates for lk_annealed.
+    """Weighted sum of the objectives per prediction [M]: logits and the target's `wanted` [M, V]
+    (None: no soft objective), labels [M] int64, alpha [M]: mean acceptance rates for lk_annealed.
     """
     values = [config.ce * losses.cross_entropy(logits, labels)] if config.ce > 0 else []
     if wanted is None:
@@ -144,7 +159,9 @@ def objective(
     if config.lk > 0:
         values.append(config.lk * losses.acceptance_nll(drafted, wanted))
     if config.lk_annealed > 0:
-        values.append(config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha))
+        values.append(
+            config.lk_annealed * losses.annealed_lk(drafted, wanted, config.lk_eta, alpha)
+        )
     return torch.stack(values).sum(0)
 
 
@@ -156,18 +173,25 @@ def tempered(config: ObjectiveConfig, logits: Tensor) -> Tensor:
 def _look(
     config: ObjectiveConfig, batch: TrainBatch, chosen: Predictions, head: Head
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The drafter's logits, the target's (None without soft objectives) and the labels of some predictions."""
+    """The drafter's logits, the target's (None without soft objectives) and the labels of some
+    predictions."""
     wanted = teacher_logits(batch, chosen.states) if config.soft else None
-    return head(chosen.outputs.index_select(0, chosen.at)), wanted, next_tokens(batch, chosen.states)
+    return (
+        head(chosen.outputs.index_select(0, chosen.at)),
+        wanted,
+        next_tokens(batch, chosen.states),
+    )
 
 
 @torch.no_grad()
 def _mean_acceptance(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> Tensor | None:
-    """[M]: the mean acceptance rate of the predictions of the same depth in the same packed row, when lk_annealed needs it.
+    """[M]: the mean acceptance rate of the predictions of the same depth in the same packed row,
+    when lk_annealed needs it.
 
-    The paper means over the batch; a row is what does not depend on how rows are dealt to processes.
+    The paper means over the batch; a row is what does not depend on how rows are dealt to
+    processes.
     """
     if config.lk_annealed == 0:
         return None
@@ -203,9 +227,10 @@ def furthest_behind(
     share: float,
     columns: int,
 ) -> Tensor:
-    """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with the largest loss of the
-    drafter minus loss of the reference, as AdaSPEC selects them (in a document where the paper says batch, so that the choice
-    does not depend on what is packed or dealt together).
+    """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with
+    the largest loss of the drafter minus loss of the reference, as AdaSPEC selects them (in a
+    document where the paper says batch, so that the choice does not depend on what is packed or
+    dealt together).
     """
 
     def values(side: tuple[Predictions, Head]) -> Tensor:
@@ -218,7 +243,8 @@ def furthest_behind(
     gap = values(drafted) - values(reference)
     document = _documents(batch, drafted[0].states)
     order = gap.sort(descending=True, stable=True).indices
-    order = order[document[order].sort(stable=True).indices]  # by document, the furthest behind first
+    # by document, the furthest behind first
+    order = order[document[order].sort(stable=True).indices]
     counts = torch.bincount(document, minlength=int(document.max()) + 1 if document.numel() else 1)
     first = counts.cumsum(0) - counts
     sorted_document = document[order]

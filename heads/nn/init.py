@@ -1,5 +1,5 @@
-"""Initial values of weights: drawn on the CPU in float32, so that a seed gives the same drafter on every
-device and in every dtype.
+"""Initial values of weights: drawn on the CPU in float32, so that a seed gives the same drafter on
+every device and in every dtype.
 
 Legend: none needed; every function fills the tensor it is given, in place.
 """
@@ -13,7 +13,9 @@ from torch import Tensor
 @torch.no_grad()
 def normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill with N(0, std^2) drawn from a CPU generator."""
-    parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+    parameter.copy_(
+        torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    )
 
 
 @torch.no_grad()
@@ -24,7 +26,8 @@ def constant(parameter: Tensor, value: float) -> None:
 
 @torch.no_grad()
 def copy(parameter: Tensor, value: Tensor) -> None:
-    """Fill with `value`, which must have the parameter's shape (a broadcast would hide a mistake)."""
+    """Fill with `value`, which must have the parameter's shape (a broadcast would hide a
+    mistake)."""
     assert parameter.shape == value.shape, (
         f"shape {tuple(value.shape)} for a weight of shape {tuple(parameter.shape)}"
     )

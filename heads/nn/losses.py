@@ -1,7 +1,8 @@
-"""Losses between a drafter's and the target's next-token distributions, and their sums over many positions.
+"""Losses between a drafter's and the target's next-token distributions, and their sums over many
+positions.
 
-Every loss maps logits to one value per position [M]; callers add them up. All are computed in float32
-(float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
+Every loss maps logits to one value per position [M]; callers add them up. All are computed in
+float32 (float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
 vocabulary-wide float32 tensors to a chunk of positions at a time. Formulas: methods.md, 1.1 (TV)
 and 4.
 
@@ -23,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from heads.api.batch import TrainBatch
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are split
-into chunks.
+"""Most elements of one [positions, vocabulary] tensor (128 MiB in float32) before the positions are
+split into chunks.
 """
 
 Given = ParamSpec("Given")
@@ -93,9 +94,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @full_precision
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64, summing to one,
-    without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p || q) by the entropy of
-    p."""
+    """-sum p log q: logits [..., V], the target's probabilities [..., V] (float32 or float64,
+    summing to one, without gradient, broadcast over leading dimensions) -> [...]. Differs from KL(p
+    || q) by the entropy of p."""
     loss: Tensor = _SoftCrossEntropy.apply(logits, probabilities, None)
     return loss
 
@@ -147,8 +148,8 @@ def reverse_kl(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 @full_precision
 def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor:
-    """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per
-    position [M].
+    """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q,
+    per position [M].
 
     0 < beta < 1; 0.5 is the symmetric one (generalised knowledge distillation, methods.md 4).
     """
@@ -162,21 +163,23 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
 
 @full_precision
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """TV(p, q) = 1 - sum min(p, q) per position [M]: one minus the acceptance rate of rejection sampling."""
+    """TV(p, q) = 1 - sum min(p, q) per position [M]: one minus the acceptance rate of rejection
+    sampling."""
     return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
 
 
 @full_precision
 def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one draft."""
+    """sum min(p, q) = 1 - TV(p, q) per position [M]: the chance that rejection sampling keeps one
+    draft."""
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits.detach())
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
 @full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha; methods.md 4). Gradients do not vanish where p and q
-    hardly overlap, as those of TV do.
+    """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha; methods.md 4). Gradients
+    do not vanish where p and q hardly overlap, as those of TV do.
     """
     smallest = torch.minimum(_log_softmax(logits), _log_softmax(target_logits.detach()))
     return -smallest.logsumexp(-1)
@@ -186,10 +189,11 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
 def annealed_lk(
     logits: Tensor, target_logits: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
 ) -> Tensor:
-    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses, 2602.23881: L_lambda): KL while the
-    drafter is poor, TV once it is good.
+    """w KL(p || q) + (1 - w) TV(p, q) per position [M] with w = exp(-eta alpha) (LK losses,
+    2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
-    acceptance [M], without gradient: each position's alpha, a mean over many of them; None: the mean of all positions given.
+    acceptance [M], without gradient: each position's alpha, a mean over many of them; None: the
+    mean of all positions given.
     """
     distance = total_variation(logits, target_logits)
     alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
@@ -204,8 +208,8 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
     """Add up part(rows) over chunks of `rows` [M] int64 so that no [chunk, columns] tensor exceeds
     CHUNK_ELEMENTS.
 
-    part returns tensors that are sums over its rows. With more than one chunk each is recomputed in the
-    backward pass instead of being kept.
+    part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
+    the backward pass instead of being kept.
     """
     chunk = max(1, CHUNK_ELEMENTS // columns)
     if rows.shape[0] <= chunk:
@@ -219,20 +223,24 @@ def sum_over_rows(part: Callable[[Tensor], Sums], rows: Tensor, columns: int) ->
 
 
 def best_column(logits: Tensor) -> Tensor:
-    """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times slower on CPUs than in
-    float32.
+    """Index of the largest logit [..., V] -> [...]. In bfloat16 torch's own argmax is ten times
+    slower on CPUs than in float32.
     """
     return widen(logits).argmax(-1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may hold
-    anything.
+    """Sum over the first dimension of `values` [M, ...] where `mask` is True; masked entries may
+    hold anything.
     """
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(
+        0
+    )
 
 
-def depth_metrics(losses: Tensor, correct: Tensor, counts: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def depth_metrics(
+    losses: Tensor, correct: Tensor, counts: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics "loss/depthK" and "accuracy/depthK" as (sum, count), from sums per depth [K] each."""
     metrics = {}
     for index in range(counts.shape[0]):
@@ -243,8 +251,8 @@ def depth_metrics(losses: Tensor, correct: Tensor, counts: Tensor) -> dict[str, 
 
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
-    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a supervised
-    token).
+    """[B*T, K] bool: at flat state s and step k, whether row s-k is to predict what follows s (a
+    supervised token).
     """
     per_step = []
     for step in range(1, steps + 1):

@@ -1,14 +1,14 @@
 """Linear maps with weights of 8 or 4 bits, quantised when a drafter is bound to its target.
 
-Eight bits: one scale per output, symmetric. Four bits: groups along the inputs, each with a scale and an offset. The
-packed numbers and their scales are all that is kept. In bfloat16 torch multiplies without unpacking them, where
-it has such a product for the device (checked on a probe when the weight is packed); elsewhere the weight is unpacked
-for every product, which saves memory and costs time. They are buffers that no checkpoint holds: the target's weights
-give them again.
+Eight bits: one scale per output, symmetric. Four bits: groups along the inputs, each with a scale
+and an offset. The packed numbers and their scales are all that is kept. In bfloat16 torch
+multiplies without unpacking them, where it has such a product for the device (checked on a probe
+when the weight is packed); elsewhere the weight is unpacked for every product, which saves memory
+and costs time. They are buffers that no checkpoint holds: the target's weights give them again.
 
-On a CPU with AVX-512 one row times [4096, 4096] in bfloat16 takes 3.0 ms plain, 1.3 ms with 8 bits and 0.9 ms with 4;
-12 rows take 7.0, 10.2 and 8.8 ms. In float32 and float16 torch's packed products are 8 to 40 times slower than plain ones, so they
-are not used.
+On a CPU with AVX-512 one row times [4096, 4096] in bfloat16 takes 3.0 ms plain, 1.3 ms with 8 bits
+and 0.9 ms with 4; 12 rows take 7.0, 10.2 and 8.8 ms. In float32 and float16 torch's packed products
+are 8 to 40 times slower than plain ones, so they are not used.
 
 Legend: O outputs, I inputs, G groups (I / group size), M rows.
 """
@@ -24,7 +24,8 @@ FAST_DTYPES = (torch.bfloat16,)
 
 
 class PackedLinear(nn.Module):
-    """A quantised linear map; `fast` says whether torch multiplies with the packed weight itself."""
+    """A quantised linear map; `fast` says whether torch multiplies with the packed weight
+    itself."""
 
     codes: Tensor
     bias: Tensor | None
@@ -40,7 +41,9 @@ class PackedLinear(nn.Module):
         """[..., I] -> [..., O]."""
         if not self.fast:
             return F.linear(states, self.unpacked(states.dtype), self.bias)
-        out = self._multiply(states.reshape(-1, self.in_features)).view(*states.shape[:-1], self.out_features)
+        out = self._multiply(states.reshape(-1, self.in_features)).view(
+            *states.shape[:-1], self.out_features
+        )
         return out if self.bias is None else out + self.bias
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -52,7 +55,8 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _works(self, like: Tensor) -> bool:
-        """Whether `_multiply` is worth using in this dtype, runs on this device, and gives what the unpacked weight gives."""
+        """Whether `_multiply` is worth using in this dtype, runs on this device, and gives what the
+        unpacked weight gives."""
         if like.dtype not in FAST_DTYPES:
             return False
         generator = torch.Generator().manual_seed(0)
@@ -74,7 +78,9 @@ class Int8Linear(PackedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape, bias)
         wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
+        scale = (
+            (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
+        )
         codes = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
@@ -88,8 +94,9 @@ class Int8Linear(PackedLinear):
 
 
 class Int4Linear(PackedLinear):
-    """codes: 4 bits per weight, two in a byte [O, I / 2] or as torch's own product wants them; scales [G, O, 2]: scale s and
-    offset z of each group. weight = (code - 8) * s + z, code from 0 to 15.
+    """codes: 4 bits per weight, two in a byte [O, I / 2] or as torch's own product wants them;
+    scales [G, O, 2]: scale s and offset z of each group. weight = (code - 8) * s + z, code from 0
+    to 15.
     """
 
     scales: Tensor
@@ -129,7 +136,8 @@ class Int4Linear(PackedLinear):
         return (values * scale.T[..., None] + offset.T[..., None]).flatten(1)
 
     def _for_kernel(self, codes: Tensor) -> Tensor | None:
-        """codes [O, I] uint8 in the order of torch's product for this device, or None where it has none."""
+        """codes [O, I] uint8 in the order of torch's product for this device, or None where it has
+        none."""
         try:
             if codes.device.type == "cpu":
                 return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)

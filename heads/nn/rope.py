@@ -1,7 +1,8 @@
-"""Rotary position embedding in the Llama layout (the first half of a head rotates against the second).
+"""Rotary position embedding in the Llama layout (the first half of a head rotates against the
+second).
 
-Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied layers see the
-same rotations.
+Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied
+layers see the same rotations.
 
 Legend: B rows, T positions, D head size, S slots.
 """
@@ -14,8 +15,8 @@ from torch import Tensor
 from heads.api.target_info import Rotary
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll and two
-multiplications.
+"""cos and signed sin [B, T, 1, D]: the sine's first half is negated, so that rotating is one roll
+and two multiplications.
 """
 
 
@@ -28,13 +29,16 @@ class Rope:
         self._table = torch.empty(0, 2, head_dim)
 
     def follow(self, rotary: Rotary | None) -> None:
-        """Rotate as the target does, its scaled frequencies (Llama 3.1, YaRN) included; None: by the base alone.
+        """Rotate as the target does, its scaled frequencies (Llama 3.1, YaRN) included; None: by
+        the base alone.
 
-        For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for frequencies of another head size.
+        For drafters whose layers are the target's own, called in `bind`. Raises `ValueError` for
+        frequencies of another head size.
         """
         if rotary is not None and rotary.inverse_frequencies.shape != (self.head_dim // 2,):
             raise ValueError(
-                f"{rotary.inverse_frequencies.numel()} rotary frequencies do not fit heads of size {self.head_dim}."
+                f"{rotary.inverse_frequencies.numel()} rotary frequencies do not fit heads of "
+                f"size {self.head_dim}."
             )
         self._given = rotary
         self._table = torch.empty(0, 2, self.head_dim)
@@ -45,7 +49,8 @@ class Rope:
         return cosine[..., None, :], sine[..., None, :]
 
     def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept for the next call."""
+        """Rotations of positions 0..slots-1 as one tensor [S, 2, D] for `look_up`; kept for the
+        next call."""
         kept = self._table
         if kept.shape[0] < slots or kept.device != device or kept.dtype != dtype:
             self._table = self._angles(torch.arange(slots, device=device)).to(dtype)
@@ -55,7 +60,9 @@ class Rope:
         angles = positions[..., None].float() * self._frequencies(positions.device)
         scale = 1.0 if self._given is None else self._given.scale
         cosine, sine = angles.cos() * scale, angles.sin() * scale
-        return torch.stack([cosine.repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2)
+        return torch.stack(
+            [cosine.repeat(*[1] * positions.dim(), 2), torch.cat([-sine, sine], -1)], -2
+        )
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Inverse frequencies [D / 2] float32."""

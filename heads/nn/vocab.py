@@ -1,8 +1,9 @@
-"""A reduced draft vocabulary: the tokens a target says most often, and the maps between the two numberings.
+"""A reduced draft vocabulary: the tokens a target says most often, and the maps between the two
+numberings.
 
-The maps are stored as serving engines read them (serving-formats.md, 3.2): `d2t[i]` is the OFFSET target id
-minus draft id, `t2d[j]` says whether target token j is in the draft vocabulary; draft ids are in ascending
-order of target ids.
+The maps are stored as serving engines read them (serving-formats.md, 3.2): `d2t[i]` is the OFFSET
+target id minus draft id, `t2d[j]` says whether target token j is in the draft vocabulary; draft ids
+are in ascending order of target ids.
 
 Legend: V target vocabulary, V' draft vocabulary.
 """
@@ -16,11 +17,12 @@ from heads.api.errors import UserError
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Target ids [V'] int64, ascending, of the `size` largest counts [V]; ties go to the lower id."""
+    """Target ids [V'] int64, ascending, of the `size` largest counts [V]; ties go to the lower
+    id."""
     if not 0 < size <= counts.shape[0]:
         raise UserError(
-            f"head.draft_vocab_size must lie between 1 and the target's vocabulary of {counts.shape[0]}; "
-            f"given {size}. Use 0 for the full vocabulary."
+            "head.draft_vocab_size must lie between 1 and the target's vocabulary of "
+            f"{counts.shape[0]}; given {size}. Use 0 for the full vocabulary."
         )
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values

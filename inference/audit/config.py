@@ -7,7 +7,14 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
-from heads.api.config import AtLeastTwo, NonEmpty, NonNegativeFloat, PositiveInt, config, require_one_of
+from heads.api.config import (
+    AtLeastTwo,
+    NonEmpty,
+    NonNegativeFloat,
+    PositiveInt,
+    config,
+    require_one_of,
+)
 from inference.decoding.config import Shape
 from inference.decoding.rules.names import LOSSLESS
 from inference.folders import require_folder_name
@@ -25,20 +32,29 @@ class AuditConfig:
     name: str = "audit"
     """Folder of this audit below <root>/<name>/."""
     drafters: tuple[str, ...] = ()
-    """Drafters of this run or checkpoint folders; empty: all that the run has trained, or else a fresh one of
-    head=.
+    """Drafters of this run or checkpoint folders; empty: all that the run has trained, or else a
+    fresh one of head=.
     """
     kinds: tuple[str, ...] = ("ngram",)
     """Kinds without weights that are audited beside them."""
     checks: NonEmpty[str] = CHECKS
     """Which of invariance, processors and distribution to run."""
     precisions: NonEmpty[str] = ("float64", "float32", "bfloat16")
-    """Formats the target is loaded in, one after another. Processors are checked in the first; float64 must
-    be identical.
+    """Formats the target is loaded in, one after another. Processors are checked in the first;
+    float64 must be identical.
     """
     shapes: NonEmpty[Shape] = SHAPES
     """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic."""
-    choices: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))
+    choices: tuple[tuple[int, ...], ...] = (
+        (0,),
+        (1,),
+        (2,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 0, 0),
+        (0, 1, 0),
+    )
     """The tree, where decode.choices does not give one."""
     temperatures: NonEmpty[NonNegativeFloat] = (0.0, 1.0)
     """Temperatures of the invariance check."""
@@ -49,8 +65,8 @@ class AuditConfig:
     max_new_tokens: AtLeastTwo = 48
     """Tokens per answer."""
     rules: tuple[str, ...] = LOSSLESS
-    """Acceptance rules of the distribution check: match, rejection, block, specinfer. The others promise nothing that could be
-    audited."""
+    """Acceptance rules of the distribution check: match, rejection, block, specinfer. The others
+    promise nothing that could be audited."""
     seeds: Annotated[int, Ge(100)] = 1000
     """Answers sampled per distribution."""
     support: AtLeastTwo = 4

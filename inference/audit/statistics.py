@@ -1,5 +1,5 @@
-"""The statistics of the audit: sampled text against the exact distribution, and flips against the numerical
-gap.
+"""The statistics of the audit: sampled text against the exact distribution, and flips against the
+numerical gap.
 
 Legend: M texts of equal length, T tokens, V vocabulary.
 """
@@ -23,8 +23,8 @@ from inference.target.model import TargetModel
 Text = tuple[int, ...]
 
 FEWEST_EXPECTED = 5.0
-"""Texts expected less often than this are pooled: chi-square is an approximation for counts that are not
-small.
+"""Texts expected less often than this are pooled: chi-square is an approximation for counts that
+are not small.
 """
 BINS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 2.0, 10.0, math.inf)
 """Edges of the histogram of |margin| / tolerance. Up to 1 a flip is a near tie."""
@@ -34,10 +34,12 @@ BINS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 2.0, 10.0, math.inf)
 def exact_distribution(
     target: TargetModel, prompt: Sequence[int], sampling: SamplingSettings, length: int
 ) -> dict[Text, float]:
-    """Probability of every answer of at most `length` tokens, by enumeration of what the filters leave.
+    """Probability of every answer of at most `length` tokens, by enumeration of what the filters
+    leave.
 
-    Every text is read in one causal pass from its beginning: no cache, no verification, no drafting. Only for
-    filters that leave few tokens (top-k): the number of answers grows with the power of `length`.
+    Every text is read in one causal pass from its beginning: no cache, no verification, no
+    drafting. Only for filters that leave few tokens (top-k): the number of answers grows with the
+    power of `length`.
     """
     found: dict[Text, float] = {}
     open_texts: dict[Text, float] = {(): 1.0}
@@ -45,7 +47,9 @@ def exact_distribution(
         answers = list(open_texts)
         tokens = torch.tensor([[*prompt, *answer] for answer in answers], device=target.device)
         positions = torch.arange(tokens.shape[1], device=target.device)[None].expand_as(tokens)
-        _, hidden = target.features(tokens, positions, torch.ones_like(tokens), FeatureSpec(last_hidden=True))
+        _, hidden = target.features(
+            tokens, positions, torch.ones_like(tokens), FeatureSpec(last_hidden=True)
+        )
         assert hidden is not None
         logits = target.weights.logits(hidden[:, -1:])
         lengths = torch.full((len(answers),), tokens.shape[1] - 1, device=target.device)
@@ -56,7 +60,9 @@ def exact_distribution(
         for answer, row in zip(answers, shares, strict=True):
             for token in row.nonzero()[:, 0].tolist():
                 ended = token in target.eos_token_ids
-                (found if ended else grown)[(*answer, token)] = open_texts[answer] * float(row[token])
+                (found if ended else grown)[(*answer, token)] = open_texts[answer] * float(
+                    row[token]
+                )
         open_texts = grown
     return found | open_texts
 
@@ -68,8 +74,8 @@ def entropy(distribution: dict[Text, float]) -> float:
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Pearson's test. cells: classes after pooling; impossible: samples of probability 0, one of which is
-    proof enough.
+    """Pearson's test. cells: classes after pooling; impossible: samples of probability 0, one of
+    which is proof enough.
     """
 
     statistic: float
@@ -92,7 +98,8 @@ def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiS
         else:
             rare_seen, rare_expected = rare_seen + counts[text], rare_expected + share * total
     pairs.sort(key=lambda pair: pair[1])
-    if pairs and rare_expected < FEWEST_EXPECTED:  # too few for a class of their own: join the smallest
+    # too few for a class of their own: join the smallest
+    if pairs and rare_expected < FEWEST_EXPECTED:
         rare_seen, rare_expected = rare_seen + pairs[0][0], rare_expected + pairs.pop(0)[1]
     pairs.append((rare_seen, rare_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in pairs)
@@ -104,12 +111,13 @@ def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiS
 
 @dataclass
 class FlipSummary:
-    """How often a precision decided otherwise, and how close to the measured gap these decisions were.
+    """How often a precision decided otherwise, and how close to the measured gap these decisions
+    were.
 
-    tokens: audited; flips: those that plain decoding would not have picked after the same text; histogram:
-    flips per bin of `BINS`; places: different ones among the flips, since all drafters meet the same close
-    decisions; filtered: flips where a filter removed one of the two tokens, so that there is no margin;
-    largest_gap: in logits.
+    tokens: audited; flips: those that plain decoding would not have picked after the same text;
+    histogram: flips per bin of `BINS`; places: different ones among the flips, since all drafters
+    meet the same close decisions; filtered: flips where a filter removed one of the two tokens, so
+    that there is no margin; largest_gap: in logits.
     """
 
     precision: str

@@ -1,4 +1,5 @@
-"""One drafter with the draft that it decodes with: what measurements, cost curves and the tuner compare."""
+"""One drafter with the draft that it decodes with: what measurements, cost curves and the tuner
+compare."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from inference.manifest import checkpoint_hash
 
 @dataclass(frozen=True)
 class Arm:
-    """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where there is
-    none.
+    """One drafter with the draft it is measured with. `path` is its checkpoint folder, empty where
+    there is none.
     """
 
     name: str

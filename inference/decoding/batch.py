@@ -1,7 +1,8 @@
 """One run over a list of requests: who sits in which row, who waits, what has come out.
 
-The host may be some steps behind the device (`DecodeConfig.lag`). A row that ends commits nothing from then on, so the host learns
-of it late but never wrongly; the row is refilled when the host knows.
+The host may be some steps behind the device (`DecodeConfig.lag`). A row that ends commits nothing
+from then on, so the host learns of it late but never wrongly; the row is refilled when the host
+knows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ OnTokens = Callable[[Request, list[int], PassRecord | None], None]
 
 @dataclass
 class _Launched:
-    """A step whose result the host has not read: the result, and who sat in the rows when it was launched."""
+    """A step whose result the host has not read: the result, and who sat in the rows when it was
+    launched."""
 
     pending: Pending
     sat: list[Completion | None]
@@ -39,7 +41,8 @@ class BatchRun:
         lag: int,
         narrow: bool = False,
     ) -> None:
-        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom full)."""
+        """narrow: compute the rows in use alone, and keep those together (a batch that is seldom
+        full)."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
         self.running: list[Completion | None] = [None] * lanes.count
@@ -56,10 +59,11 @@ class BatchRun:
     def can_refill(self) -> bool:
         return bool(self.waiting) and any(item is None for item in self.running)
 
-    # ---- cancellation ----------------------------------------------------------------------------------------------------
+    # Cancellation
 
     def cancel(self, index: int) -> None:
-        """Stop the request of that index at the next step; its completion comes with finish "cancelled"."""
+        """Stop the request of that index at the next step; its completion comes with finish
+        "cancelled"."""
         self.cancelled.add(index)
 
     def drop_cancelled(self) -> list[Completion]:
@@ -79,10 +83,11 @@ class BatchRun:
         self.cancelled.clear()
         return dropped
 
-    # ---- one verification of all rows ------------------------------------------------------------------------------------
+    # One verification of all rows
 
     def step(self) -> list[Completion]:
-        """Launch a step where one can be needed, read the oldest result that is due; returns the completions that ended."""
+        """Launch a step where one can be needed, read the oldest result that is due; returns the
+        completions that ended."""
         if self._needs_another():
             self.launched.append(_Launched(self._launch(), list(self.running)))
             if len(self.launched) <= self.lag:
@@ -98,9 +103,12 @@ class BatchRun:
         )
 
     def _launch(self) -> Pending:
-        """Launch a step; while results are on their way, the host knows an upper bound of the longest row only."""
+        """Launch a step; while results are on their way, the host knows an upper bound of the
+        longest row only."""
         known = max(
-            len(item.request.tokens) + len(item.tokens) - 1 for item in self.running if item is not None
+            len(item.request.tokens) + len(item.tokens) - 1
+            for item in self.running
+            if item is not None
         )
         ahead = known + len(self.launched) * (self.lanes.tree.max_depth + 1)
         longest = min(ahead, self.lanes.capacity - self.lanes.tree.num_nodes)
@@ -110,10 +118,13 @@ class BatchRun:
         return self.lanes.step_rows(running, longest, exact=not self.launched)
 
     def close_ranks(self) -> None:
-        """Move sequences from the last rows into free rows before them, so that a step has no more rows than sequences."""
+        """Move sequences from the last rows into free rows before them, so that a step has no more
+        rows than sequences."""
         while True:
             used = [row for row, item in enumerate(self.running) if item is not None]
-            free = next((row for row, item in enumerate(self.running) if item is None), len(self.running))
+            free = next(
+                (row for row, item in enumerate(self.running) if item is None), len(self.running)
+            )
             if not used or used[-1] < free:
                 return
             self.lanes.move(used[-1], free)
@@ -158,13 +169,16 @@ class BatchRun:
         self.running = [None if item is completion else item for item in self.running]
         return completion
 
-    # ---- prefill of free rows --------------------------------------------------------------------------------------------
+    # Prefill of free rows
 
     def refill(self) -> list[Completion]:
-        """Prefill waiting prompts into the free rows; returns those that already ended with their first token."""
+        """Prefill waiting prompts into the free rows; returns those that already ended with their
+        first token."""
         free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
         requests = [self.waiting.popleft() for _ in free]
-        tokens = torch.zeros(len(free), max(len(request.tokens) for request in requests), dtype=torch.int64)
+        tokens = torch.zeros(
+            len(free), max(len(request.tokens) for request in requests), dtype=torch.int64
+        )
         for place, request in enumerate(requests):
             tokens[place, : len(request.tokens)] = torch.tensor(request.tokens)
         device = self.lanes.target.device

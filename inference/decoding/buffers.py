@@ -1,7 +1,9 @@
-"""The buffers of a batch and what runs its steps: built once for a number of rows and a capacity, used for every prompt after that.
+"""The buffers of a batch and what runs its steps: built once for a number of rows and a capacity,
+used for every prompt after that.
 
-A lane is one row: its part of the target's cache, of the drafter's state, and its counters. Prompts come and go; the buffers stay
-where they are, so that a step captured as a graph can be replayed for all of them.
+A lane is one row: its part of the target's cache, of the drafter's state, and its counters. Prompts
+come and go; the buffers stay where they are, so that a step captured as a graph can be replayed for
+all of them.
 
 Legend: B rows, S slots.
 """
@@ -36,7 +38,8 @@ from inference.target.model import Seen, TargetModel
 class Lanes:
     """B rows of `capacity` slots with everything that lives in them; see the module.
 
-    own_settings: rows bring sampling settings of their own (`inference.decoding.sampling.row_settings`). details: passes say what was drafted
+    own_settings: rows bring sampling settings of their own
+    (`inference.decoding.sampling.row_settings`). details: passes say what was drafted
     (`inference.decoding.pass_details`).
     """
 
@@ -72,12 +75,24 @@ class Lanes:
         self.own: RowSettings | None = None
         if own_settings:
             static = target.device.type == "cuda" or decode.compile
-            self.own = RowSettings(rows, self.settings, target.info.vocab_size, target.device, static)
+            self.own = RowSettings(
+                rows, self.settings, target.info.vocab_size, target.device, static
+            )
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, rows)
         self.keeps_logits = details or (self.limits is not None and self.limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)
         decoder = Decoder(
-            target, drafter, tree, noise, self.rule, self.processors, self.needs, clock, eos, self.limits, details
+            target,
+            drafter,
+            tree,
+            noise,
+            self.rule,
+            self.processors,
+            self.needs,
+            clock,
+            eos,
+            self.limits,
+            details,
         )
         self.runner = StepRunner(decoder, self.cache, self.rows, decode)
         self._narrow: dict[int, _Narrow] = {}
@@ -88,18 +103,22 @@ class Lanes:
         return self.rows.lengths.shape[0]
 
     def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
-        """The noise of sequences with `seeds` [B] whose roots stand at `roots` [B]; own: their settings, if they have them."""
+        """The noise of sequences with `seeds` [B] whose roots stand at `roots` [B]; own: their
+        settings, if they have them."""
         vocab = self.target.info.vocab_size
         if own is not None:
             noise: SharedNoise = RowNoise(own, seeds, vocab, self.rule.drafts, roots)
         else:
-            noise = SharedNoise(self.settings, seeds, vocab, self.rule.drafts, self.rule.keeps_logits, roots)
+            noise = SharedNoise(
+                self.settings, seeds, vocab, self.rule.drafts, self.rule.keeps_logits, roots
+            )
         noise.keeps_logits = noise.keeps_logits or self.keeps_logits
         return noise
 
     def step_rows(self, running: Sequence[int], longest: int, exact: bool) -> Pending:
-        """`step` for a batch that is seldom full: of all rows only those up to the last of `running` are computed. On CUDA their
-        number is rounded up to a power of two, so that few graphs are captured.
+        """`step` for a batch that is seldom full: of all rows only those up to the last of
+        `running` are computed. On CUDA their number is rounded up to a power of two, so that few
+        graphs are captured.
         """
         width = max(running) + 1
         if self.runner.compiled is not None:
@@ -170,8 +189,9 @@ class Lanes:
     ) -> Tensor:
         """Read prompts into rows and pick their first tokens [R].
 
-        index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens after the first; all int64. The
-        rows are inactive until `activate`. own: the rows and the settings they bring, where rows have their own.
+        index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
+        after the first; all int64. The rows are inactive until `activate`. own: the rows and the
+        settings they bring, where rows have their own.
         """
         held = None
         if self.own is not None and own is not None:
@@ -203,14 +223,20 @@ class Lanes:
     def _start_drafter(
         self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen
     ) -> None:
-        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that were refilled."""
+        """Tell the drafter about fresh prompts: at once for the whole batch, or into the rows that
+        were refilled."""
         if self.drafter is None:
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)[None]
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
         following = torch.where(place == lengths[:, None] - 1, first[:, None], following)
         states = TargetStates(
-            tokens, following, place.expand_as(tokens), place < lengths[:, None], seen.taps, seen.last_hidden
+            tokens,
+            following,
+            place.expand_as(tokens),
+            place < lengths[:, None],
+            seen.taps,
+            seen.last_hidden,
         )
         fresh = self.drafter.start(states, self.tree, self.capacity)
         if self.state is None:
@@ -225,7 +251,8 @@ class Lanes:
 
 @dataclass
 class _Narrow:
-    """The first rows of a batch as a batch: what runs their steps, the drafter's state and settings as views."""
+    """The first rows of a batch as a batch: what runs their steps, the drafter's state and settings
+    as views."""
 
     runner: StepRunner
     state: Any

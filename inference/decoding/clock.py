@@ -12,8 +12,9 @@ PHASES = ("prefill", "draft", "verify", "commit", "other")
 class StepClock:
     """Seconds spent per phase.
 
-    On CUDA each phase boundary synchronises, so that the split is true, unless `running_free`: then steps are neither split nor
-    waited for, and the time between two reads of the host is shared out by `split`, the shares that synchronised steps had.
+    On CUDA each phase boundary synchronises, so that the split is true, unless `running_free`: then
+    steps are neither split nor waited for, and the time between two reads of the host is shared out
+    by `split`, the shares that synchronised steps had.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:

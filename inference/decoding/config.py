@@ -1,4 +1,5 @@
-"""How to decode: what the user sets about sampling, acceptance, the draft's shape, the batch, and how steps are run."""
+"""How to decode: what the user sets about sampling, acceptance, the draft's shape, the batch, and
+how steps are run."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ class DecodeConfig(SamplingSettings):
     """How to decode: the target's sampling (inherited), the draft's shape, the batch."""
 
     rule: str = "match"
-    """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection and block (chains), specinfer
-    (chains and trees), or typical, which changes the text's distribution."""
+    """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection
+    and block (chains), specinfer (chains and trees), or typical, which changes the text's
+    distribution."""
     typical_epsilon: Fraction = 0.09
     """Rule typical: a draft at least this likely is always kept."""
     typical_delta: Fraction = 0.3
     """Rule typical: keep a draft more likely than this times exp(-entropy)."""
     shape: Shape = "chain"
-    """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every step)."""
+    """none (plain decoding), chain, tree (static, from `choices`), or dynamic (chosen anew at every
+    step)."""
     depth: PositiveInt = 4
     """Drafted tokens of a chain; the deepest level of a dynamic tree."""
     choices: tuple[tuple[int, ...], ...] = ()
@@ -46,46 +49,52 @@ class DecodeConfig(SamplingSettings):
     max_new_tokens: PositiveInt = 128
     """Most new tokens of an answer, the end-of-text token included."""
     share_noise: bool = True
-    """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for comparison."""
+    """Above temperature 0, rule match: rank drafts with the target's own noise. Off only for
+    comparison."""
     seed: int = 0
     """Base of the per-prompt seeds."""
     prefill_chunk: PositiveInt = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
     lag: Annotated[int, Ge(-1), Le(8)] = -1
-    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere. Never changes the text."""
+    """Steps under way before the host reads what came out (0 to 8); -1: 2 on CUDA, 0 elsewhere.
+    Never changes the text."""
     graph: Literal["auto", "off"] = "auto"
     """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
     adaptive: Literal["none", "entropy", "confidence", "throughput"] = "none"
-    """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from exceeds the threshold; SVIP),
-    confidence (the estimated probability that a draft is reached and kept falls below the threshold), throughput (most expected
-    tokens per second of the batch), or none. Never changes the text under match, nor its distribution under rejection and block."""
+    """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from
+    exceeds the threshold; SVIP), confidence (the estimated probability that a draft is reached and
+    kept falls below the threshold), throughput (most expected tokens per second of the batch), or
+    none. Never changes the text under match, nor its distribution under rejection and block."""
     adaptive_threshold: float = -1.0
-    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and 0.3, which paid on the embedded
-    target; measure for other drafters, most of all for entropy."""
+    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and
+    0.3, which paid on the embedded target; measure for other drafters, most of all for entropy."""
     adaptive_head: str = ""
-    """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own confidence, else its largest
-    probability."""
+    """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own
+    confidence, else its largest probability."""
     adaptive_lengths: tuple[int, ...] = ()
-    """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to `depth`; 0 drafts nothing for a
-    step. Empty: always `depth`."""
+    """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to
+    `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()
-    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured when a batch is set up."""
+    """Cost of a pass that verifies 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured
+    when a batch is set up."""
     compile: bool = False
-    """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster steps after."""
+    """Compile the target's and the drafter's passes (torch.compile): tens of seconds once, faster
+    steps after."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("decode.rule", self.rule, RULES)
         if self.shape == "tree" and not self.choices:
             raise UserError(
-                "decode.shape is 'tree' but decode.choices is empty: give paths such as [[0],[1],[0,0]]."
+                "decode.shape is 'tree' but decode.choices is empty: give paths such as "
+                "[[0],[1],[0,0]]."
             )
         check_shape(self.rule, self.tree())
         self.adaptive_settings().check(self.shape, self.depth, self.rule)
         if self.adaptive_costs and len(self.adaptive_costs) != self.depth + 1:
             raise UserError(
-                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each number of "
-                f"nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
+                f"decode.adaptive_costs must be {self.depth + 1} numbers above 0, one for each "
+                f"number of nodes up to decode.depth + 1; given: {list(self.adaptive_costs)}."
             )
 
     def adaptive_settings(self) -> AdaptiveSettings:
@@ -97,7 +106,9 @@ class DecodeConfig(SamplingSettings):
 
     def sampling(self) -> SamplingSettings:
         """The target's sampling settings, which carry the same names."""
-        return SamplingSettings(**{item.name: getattr(self, item.name) for item in fields(SamplingSettings)})
+        return SamplingSettings(
+            **{item.name: getattr(self, item.name) for item in fields(SamplingSettings)}
+        )
 
     def tree(self, device: torch.device | str = "cpu") -> DraftShape:
         """The shape that drafters fill."""

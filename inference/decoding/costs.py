@@ -45,7 +45,8 @@ class CostConfig:
     """Where cost curves are measured: every combination of nodes, batches and lengths."""
 
     nodes: tuple[PositiveInt, ...] = ()
-    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
+    """Nodes of a verification, the root included, for instance [1,2,4,8,16,32,64]. Empty: no cost
+    curves."""
     batches: NonEmpty[PositiveInt] = (1,)
     """Rows decoded together."""
     lengths: NonEmpty[PositiveInt] = (128, 512)

@@ -1,10 +1,12 @@
-"""The decoder for users: prompts in, answers out, with any drafter or none, in batches whose rows are refilled.
+"""The decoder for users: prompts in, answers out, with any drafter or none, in batches whose rows
+are refilled.
 
     engine = Engine.load("meta-llama/Llama-3.1-8B-Instruct", "outputs/demo/train/eagle3/best")
     for answer in engine.generate(["Why is the sky blue?", "Write a haiku."], max_new_tokens=64):
         print(answer.text, answer.tau)
 
-`run` is the layer below: token ids with seeds and limits of their own in, completions out as they finish.
+`run` is the layer below: token ids with seeds and limits of their own in, completions out as they
+finish.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """A user's message, token ids, or a conversation of {"role", "content"} messages."""
 SLOT_STEP = 64
-"""Capacities are rounded up to this many slots, so that runs of similar length share their buffers."""
+"""Capacities are rounded up to this many slots, so that runs of similar length share their
+buffers."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Generation:
 class Engine:
     """Decodes requests with one target and at most one drafter; reusable, one `run` at a time.
 
-    `clock` accumulates the time split over runs; `clock.reset()` before a measurement. capacity: slots of every row, the draft's
-    nodes included; None sizes them by the requests. details: passes say what was drafted (`PassRecord.details`).
+    `clock` accumulates the time split over runs; `clock.reset()` before a measurement. capacity:
+    slots of every row, the draft's nodes included; None sizes them by the requests. details: passes
+    say what was drafted (`PassRecord.details`).
     """
 
     def __init__(
@@ -104,13 +108,16 @@ class Engine:
         capacity: int | None = None,
         head_device: str | None = None,
     ) -> Engine:
-        """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for it.
+        """Load a target (Hub id, folder, or a config that says dtype and device) and a drafter for
+        it.
 
-        decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote one for this target and device.
+        decode: None takes the draft in the checkpoint's decode.yaml, where `headstart tune` wrote
+        one for this target and device.
 
-        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding. head_device: where the drafter
-        lives if not beside the target; `engine.drafter.transfer` then counts what crosses. Raises `UserError` when either cannot be
-        loaded or they do not belong together.
+        head: a checkpoint folder, a kind without weights ("ngram"), or None for plain decoding.
+        head_device: where the drafter lives if not beside the target; `engine.drafter.transfer`
+        then counts what crosses. Raises `UserError` when either cannot be loaded or they do not
+        belong together.
         """
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
@@ -118,14 +125,20 @@ class Engine:
         drafter = None if head is None else _load_head(head, model, head_device)
         if decode is None and drafter is not None:
             decode = _tuned(head, model)
-        return cls(model, None if decode is not None and decode.shape == "none" else drafter, decode, capacity=capacity)
+        return cls(
+            model,
+            None if decode is not None and decode.shape == "none" else drafter,
+            decode,
+            capacity=capacity,
+        )
 
-    # ---- text in, text out -------------------------------------------------------------------------------------------------
+    # Text in, text out
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
     ) -> list[Generation]:
-        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the prompt's place).
+        """Answer all prompts, in their order. seeds: one per prompt (default: decode.seed and the
+        prompt's place).
 
         changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
         """
@@ -135,7 +148,8 @@ class Engine:
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
-        """Answer one prompt piece by piece; leaving the loop early stops decoding. changes: see `generate`."""
+        """Answer one prompt piece by piece; leaving the loop early stops decoding. changes: see
+        `generate`."""
         engine = self.with_settings(**changes)
         requests = engine._requests([prompt], None if seed is None else [seed])
         new: list[int] = []
@@ -154,16 +168,22 @@ class Engine:
             yield rest
 
     def with_settings(self, **changes: Any) -> Engine:
-        """This engine under other decode settings: itself if nothing changes, else one with the same weights and new buffers."""
+        """This engine under other decode settings: itself if nothing changes, else one with the
+        same weights and new buffers."""
         decode = replace(self.decode, **changes) if changes else self.decode
         if decode == self.decode:
             return self
-        if replace(decode, max_new_tokens=self.decode.max_new_tokens, seed=self.decode.seed) == self.decode:
+        if (
+            replace(decode, max_new_tokens=self.decode.max_new_tokens, seed=self.decode.seed)
+            == self.decode
+        ):
             other = object.__new__(Engine)  # limits and seeds belong to requests: the buffers stay
             other.__dict__.update(self.__dict__)
             other.decode = decode
             return other
-        return Engine(self.target, self.drafter, decode, capacity=self.capacity, details=self.details)
+        return Engine(
+            self.target, self.drafter, decode, capacity=self.capacity, details=self.details
+        )
 
     def _requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
         if seeds is not None and len(seeds) != len(prompts):
@@ -176,7 +196,9 @@ class Engine:
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(render_prompt(self.target.tokenizer, [{"role": "user", "content": prompt}]))
+            return tuple(
+                render_prompt(self.target.tokenizer, [{"role": "user", "content": prompt}])
+            )
         if prompt and isinstance(prompt[0], Mapping):
             return tuple(render_prompt(self.target.tokenizer, prompt))  # type: ignore[arg-type]
         return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
@@ -184,24 +206,35 @@ class Engine:
     def _answer(self, completion: Completion) -> Generation:
         ends = self.target.eos_token_ids
         tokens = [token for token in completion.tokens if token not in ends]
-        return Generation(self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion)
+        return Generation(
+            self.target.tokenizer.decode(tokens, skip_special_tokens=True), completion
+        )
 
-    # ---- token ids in, completions out -------------------------------------------------------------------------------------
+    # Token ids in, completions out
 
     @torch.no_grad()
     def run(
-        self, requests: Iterable[Request], on_tokens: OnTokens | None = None, *, yield_steps: bool = False
+        self,
+        requests: Iterable[Request],
+        on_tokens: OnTokens | None = None,
+        *,
+        yield_steps: bool = False,
     ) -> Generator[Completion, None, None]:
-        """Decode all requests, yielding completions as they finish. Raises `UserError` for a request that cannot fit.
+        """Decode all requests, yielding completions as they finish. Raises `UserError` for a
+        request that cannot fit.
 
-        on_tokens(request, tokens, record): called with every batch of newly committed tokens and the record of their pass (None
-        for the first token, which prefill gives). yield_steps: yield unfinished completions as well, after every step.
+        on_tokens(request, tokens, record): called with every batch of newly committed tokens and
+        the record of their pass (None for the first token, which prefill gives). yield_steps: yield
+        unfinished completions as well, after every step.
         """
         waiting = list(requests)
         if not waiting:
             return
         run = BatchRun(
-            self._lanes_for(waiting), waiting, on_tokens, self.decode.steps_behind(self.target.device)
+            self._lanes_for(waiting),
+            waiting,
+            on_tokens,
+            self.decode.steps_behind(self.target.device),
         )
         self._run = run
         try:
@@ -237,12 +270,13 @@ class Engine:
         return finished
 
     def cancel(self, index: int) -> None:
-        """Stop the request with that index in the present `run` (from `on_tokens` or between completions): it is handed out with
-        finish "cancelled". Unknown indices are ignored, as the request may just have finished."""
+        """Stop the request with that index in the present `run` (from `on_tokens` or between
+        completions): it is handed out with finish "cancelled". Unknown indices are ignored, as the
+        request may just have finished."""
         if self._run is not None:
             self._run.cancel(index)
 
-    # ---- buffers -----------------------------------------------------------------------------------------------------------
+    # Buffers
 
     def _lanes_for(self, requests: list[Request]) -> Lanes:
         """Buffers for these requests: those of the last run if they are large enough."""
@@ -251,10 +285,19 @@ class Engine:
         lanes = self._lanes
         if lanes is None or lanes.count != rows or lanes.capacity < capacity:
             self._lanes = None  # the old buffers go before the new ones come
-            widest = min(self.decode.prefill_chunk, max(len(request.tokens) for request in requests))
+            widest = min(
+                self.decode.prefill_chunk, max(len(request.tokens) for request in requests)
+            )
             self.require_memory(rows, capacity, widest)
             self._lanes = lanes = Lanes(
-                self.target, self.drafter, self.decode, self.tree, rows, capacity, self.clock, details=self.details
+                self.target,
+                self.drafter,
+                self.decode,
+                self.tree,
+                rows,
+                capacity,
+                self.clock,
+                details=self.details,
             )
         return lanes
 
@@ -265,42 +308,51 @@ class Engine:
             return
         like, info = self.target.weights.embedding, self.target.info
         state = drafter_state_bytes(self.drafter, self.tree, rows, capacity, info, like)
-        kernel = choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
+        kernel = (
+            choose(TREE_ATTENTION, self.target.device, self.target.dtype).implementation == "triton"
+        )
         plan = plan_memory(
             info, self.target.dtype, rows, capacity, self.tree.num_nodes, state, widest, kernel
         )
         plan.require(free, self.target.device)
 
     def _capacity(self, requests: list[Request]) -> int:
-        """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a fixed capacity cannot hold."""
+        """Slots a row needs: prompt, answer and one draft. Refuses requests that the target or a
+        fixed capacity cannot hold."""
         most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
             if request.sampling is not None:
                 raise UserError(
-                    f"request {request.index} has sampling settings of its own, which only a session takes (inference/decoding/session.py)."
+                    f"request {request.index} has sampling settings of its own, which only a "
+                    "session takes (inference/decoding/session.py)."
                 )
             if not request.tokens or request.max_new_tokens < 1:
                 raise UserError(
-                    f"request {request.index} is empty: a prompt needs at least one token, an answer too."
+                    f"request {request.index} is empty: a prompt needs at least one token, an "
+                    "answer too."
                 )
             length = len(request.tokens) + request.max_new_tokens
             if length > limit:
                 raise UserError(
-                    f"request {request.index} needs {length} positions ({len(request.tokens)} of prompt), but target "
-                    f"'{self.target.info.id}' has {limit}. Shorten the prompt or decode.max_new_tokens."
+                    f"request {request.index} needs {length} positions ({len(request.tokens)} of "
+                    f"prompt), but target '{self.target.info.id}' has {limit}. Shorten the prompt "
+                    "or decode.max_new_tokens."
                 )
             most = max(most, length)
         needed = most + self.tree.num_nodes + 1
         if self.capacity is not None and needed > self.capacity:
             raise UserError(
-                f"a request needs {needed} cache slots, but the engine was built with capacity {self.capacity}."
+                f"a request needs {needed} cache slots, but the engine was built with capacity "
+                f"{self.capacity}."
             )
         return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's caches of the last run.
+        """Bytes of the target's weights, the drafter's own weights, and the target's and drafter's
+        caches of the last run.
 
-        What a drafter keeps beside its checkpoint (quantised copies of the target's weights) counts; what it shares does not.
+        What a drafter keeps beside its checkpoint (quantised copies of the target's weights)
+        counts; what it shares does not.
         """
         drafter = 0
         if isinstance(self.drafter, TrainableDrafter):
@@ -312,7 +364,8 @@ class Engine:
 
 
 def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
-    """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None where that says nothing."""
+    """How to decode one sequence greedily with the checkpoint `head`, by its decode.yaml; None
+    where that says nothing."""
 
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:
@@ -322,7 +375,8 @@ def _tuned(head: str | Path | None, target: TargetModel) -> DecodeConfig | None:
 
 
 def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any:
-    """A drafter from a checkpoint folder, or a kind without weights by name; on a device of its own if one is given."""
+    """A drafter from a checkpoint folder, or a kind without weights by name; on a device of its own
+    if one is given."""
     weights = target.weights if device is None else weights_on(target, pick_device(device))
     if Path(head).is_dir():
         drafter = load_drafter(Path(head), target.info, weights)
@@ -331,7 +385,7 @@ def _load_head(head: str | Path, target: TargetModel, device: str | None) -> Any
         drafter = new_drafter(kind.name, kind.config_class(), target.info, weights, seed=0)
     else:
         raise UserError(
-            f"there is no checkpoint folder '{head}', and it is not the name of a kind without weights (such as ngram). "
-            "Give the folder that holds the drafter's weights."
+            f"there is no checkpoint folder '{head}', and it is not the name of a kind without "
+            "weights (such as ngram). Give the folder that holds the drafter's weights."
         )
     return drafter if device is None else PlacedDrafter(drafter, pick_device(device), target.device)

@@ -1,7 +1,9 @@
-"""What one verification drafted, and how likely target and drafter held it: for records that later trainings learn from.
+"""What one verification drafted, and how likely target and drafter held it: for records that later
+trainings learn from.
 
-Computed on the device in fixed shapes, beside what the step commits, and brought over with it. Probabilities are those of the
-models' own distributions (temperature 1, no filters; the target's after processors), so that they mean the same for any request.
+Computed on the device in fixed shapes, beside what the step commits, and brought over with it.
+Probabilities are those of the models' own distributions (temperature 1, no filters; the target's
+after processors), so that they mean the same for any request.
 
 Legend: B rows, N nodes, D the tree's deepest level, V vocabulary, V' its drafted part.
 """
@@ -23,9 +25,11 @@ from inference.decoding.rules.base import Verdict
 class PassDetails:
     """One verification of one row.
 
-    drafted: the drafted path; of a chain all of it, of a tree the kept path and the first child that was refused behind it. log_q,
-    log_p: natural logarithm of what drafter and target gave each of its tokens. pick: the target's token behind the kept part of
-    the path; pick_log_q, pick_log_p: the same of it. A log_q is None where the drafter has no distribution or not that token.
+    drafted: the drafted path; of a chain all of it, of a tree the kept path and the first child
+    that was refused behind it. log_q, log_p: natural logarithm of what drafter and target gave each
+    of its tokens. pick: the target's token behind the kept part of the path; pick_log_q,
+    pick_log_p: the same of it. A log_q is None where the drafter has no distribution or not that
+    token.
     """
 
     drafted: tuple[int, ...]
@@ -37,9 +41,11 @@ class PassDetails:
 
 
 def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted: Tensor) -> Tensor:
-    """[B, 3 D + 2] int64: the path's tokens, then as bits of float32 log q and log p of each, log q and log p of the pick.
+    """[B, 3 D + 2] int64: the path's tokens, then as bits of float32 log q and log p of each, log q
+    and log p of the pick.
 
-    logits [B, N, V] of the target; accepted [B] int64, kept draft tokens per row after cuts. Entries of the path behind the refused token mean nothing (chains have none).
+    logits [B, N, V] of the target; accepted [B] int64, kept draft tokens per row after cuts.
+    Entries of the path behind the refused token mean nothing (chains have none).
     """
     nodes = _path(proposal, verdict)  # [B, D+1]
     drafted = proposal.tokens.gather(1, nodes)[:, 1:]
@@ -62,10 +68,13 @@ def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted:
 
 
 def _path(proposal: Proposal, verdict: Verdict) -> Tensor:
-    """The nodes [B, D+1] of the drafted path, root first: of a tree the kept path and the first child of its last node."""
+    """The nodes [B, D+1] of the drafted path, root first: of a tree the kept path and the first
+    child of its last node."""
     tree = proposal.tree
     if tree.is_chain:
-        return torch.arange(tree.num_nodes, device=proposal.tokens.device).expand(proposal.tokens.shape[0], -1)
+        return torch.arange(tree.num_nodes, device=proposal.tokens.device).expand(
+            proposal.tokens.shape[0], -1
+        )
     last = verdict.path.gather(1, verdict.accepted[:, None])
     node = torch.arange(tree.num_nodes, device=proposal.tokens.device)
     child = (tree.parents == last) & (node > 0)

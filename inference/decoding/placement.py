@@ -1,13 +1,15 @@
 """A drafter on another device than its target: a second GPU, or the CPU beside one.
 
-`PlacedDrafter` stands between the decoding loop and the drafter and is a `Drafter` itself. Going over: the target's states (of
-which only what the drafter reads) and the noise's keys. Coming back: the drafted tokens, and the tree where the drafter chose it.
-Noise is never sent; both sides compute it from the keys, so drafts agree with the target's picks just as on one device.
+`PlacedDrafter` stands between the decoding loop and the drafter and is a `Drafter` itself. Going
+over: the target's states (of which only what the drafter reads) and the noise's keys. Coming back:
+the drafted tokens, and the tree where the drafter chose it. Noise is never sent; both sides compute
+it from the keys, so drafts agree with the target's picks just as on one device.
 
     weights = weights_on(target, torch.device("cuda:1"))
     drafter = PlacedDrafter(load_drafter(folder, target.info, weights), "cuda:1", target.device)
 
-Copies between devices wait for both when one is the CPU, so such steps are not captured as graphs (`capturable`).
+Copies between devices wait for both when one is the CPU, so such steps are not captured as graphs
+(`capturable`).
 
 Legend: B rows, N nodes, T positions, n taps, H hidden, V vocabulary.
 """
@@ -35,7 +37,8 @@ from inference.target.model import TargetModel
 
 @dataclass
 class Transfer:
-    """What crossed between target and drafter: tensors and bytes each way, and the seconds that copying took."""
+    """What crossed between target and drafter: tensors and bytes each way, and the seconds that
+    copying took."""
 
     moves_in: int = 0
     bytes_in: int = 0
@@ -47,8 +50,9 @@ class Transfer:
 class PlacedDrafter:
     """`drafter` living on `device`, as seen from `target_device`.
 
-    measure: time the copies, for which CUDA devices are synchronised around each; off, `transfer.seconds` stays 0.
-    `transfer` counts what crosses the boundary, also where both sides are one device and nothing is really copied.
+    measure: time the copies, for which CUDA devices are synchronised around each; off,
+    `transfer.seconds` stays 0. `transfer` counts what crosses the boundary, also where both sides
+    are one device and nothing is really copied.
     """
 
     capturable = False
@@ -72,7 +76,7 @@ class PlacedDrafter:
         if isinstance(drafter, nn.Module):
             drafter.to(self.device).eval()
 
-    # ---- the Drafter protocol ----------------------------------------------------------------------------------------------
+    # The Drafter protocol
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
         return self.drafter.start(self._states(seen), self._shape(tree), capacity)
@@ -101,11 +105,14 @@ class PlacedDrafter:
         """Let the drafter forget other answers, if it keeps any."""
         forget(self.drafter)
 
-    # ---- crossing over -----------------------------------------------------------------------------------------------------
+    # Crossing over
 
     def _states(self, seen: TargetStates) -> TargetStates:
-        """The states on the drafter's device: the four small tensors in one copy, features only if the drafter reads them."""
-        small = torch.stack([seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)])
+        """The states on the drafter's device: the four small tensors in one copy, features only if
+        the drafter reads them."""
+        small = torch.stack(
+            [seen.tokens, seen.next_tokens, seen.positions, seen.valid.to(torch.int64)]
+        )
         tokens, following, positions, valid = self._over(small).unbind(0)
         wants_hidden = self.needs.last_hidden or self.needs.logits
         return TargetStates(
@@ -119,7 +126,8 @@ class PlacedDrafter:
         )
 
     def _verification(self, verified: Verified) -> Verified:
-        """A verification on the drafter's device; its tree is the drafter's own and stayed there."""
+        """A verification on the drafter's device; its tree is the drafter's own and stayed
+        there."""
         assert self._proposed is not None
         tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
         return Verified(tokens, picks, self._proposed, self._over(verified.path))
@@ -131,7 +139,8 @@ class PlacedDrafter:
         return self._tree[1]
 
     def _keyed(self, noise: Noise) -> Any:
-        """The same noise on the drafter's device. Copied are the keys that drafting reads, when they changed."""
+        """The same noise on the drafter's device. Copied are the keys that drafting reads, when
+        they changed."""
         if self._noise is None or self._noise[0] is not noise:
             self._noise = noise, copy.copy(noise), {}
         _, placed, known = self._noise
@@ -182,8 +191,9 @@ class PlacedDrafter:
 
 
 def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights:
-    """The target's shared weights on another device, for building or loading a drafter there: embedding and LM head are copied,
-    logits are computed there, and other tensors are copied when asked for."""
+    """The target's shared weights on another device, for building or loading a drafter there:
+    embedding and LM head are copied, logits are computed there, and other tensors are copied when
+    asked for."""
     device = torch.device(device)
     weights = target.weights
     embedding = weights.embedding.to(device)

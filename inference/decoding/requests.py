@@ -1,4 +1,5 @@
-"""What goes into the decoder and what comes out: requests, completions, and one record per verify pass."""
+"""What goes into the decoder and what comes out: requests, completions, and one record per verify
+pass."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from inference.decoding.sampling.distribution import SamplingSettings
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise (64-bit, non-negative).
+    """One sequence to continue. `tokens` are the prompt's ids; `seed` keys its sampling noise
+    (64-bit, non-negative).
 
-    sampling: settings of its own, in a session that takes them (`inference.decoding.session`); None: the engine's.
+    sampling: settings of its own, in a session that takes them (`inference.decoding.session`);
+    None: the engine's.
     """
 
     index: int
@@ -24,10 +27,11 @@ class Request:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), whether a draft was refused.
+    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included),
+    whether a draft was refused.
 
-    nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive length). 0 where not recorded.
-    details: what was drafted, where that was asked for.
+    nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive
+    length). 0 where not recorded. details: what was drafted, where that was asked for.
     """
 
     accepted: int
@@ -42,8 +46,9 @@ class PassRecord:
 class Completion:
     """A finished answer: its new tokens (the end-of-text token included), why it ended, its passes.
 
-    finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes from prefill, so
-    len(tokens) == 1 + sum of committed tokens over the passes, unless it was cancelled before its prefill.
+    finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes
+    from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless it was
+    cancelled before its prefill.
     """
 
     request: Request

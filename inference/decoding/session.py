@@ -1,14 +1,16 @@
-"""Open-ended decoding: requests come and go while others run. What a server's worker drives, and anything else that never ends.
+"""Open-ended decoding: requests come and go while others run. What a server's worker drives, and
+anything else that never ends.
 
     with Session(engine, capacity=2048, on_tokens=show) as session:
-        session.add(Request(0, tokens, seed=1, max_new_tokens=64, sampling=SamplingSettings(temperature=0.7)))
-        while session.unfinished:
+        session.add(Request(0, tokens, seed=1, max_new_tokens=64,
+        sampling=SamplingSettings(temperature=0.7))) while session.unfinished:
             for completion in session.step():
                 ...
 
-Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of `capacity` slots; requests may bring temperature,
-top_k, top_p and min_p of their own; a step computes the rows in use alone. A request's text is what `Engine.generate` gives for its
-prompt, seed and settings. Everything is to be called from one thread, the one that made the session.
+Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of `capacity` slots;
+requests may bring temperature, top_k, top_p and min_p of their own; a step computes the rows in use
+alone. A request's text is what `Engine.generate` gives for its prompt, seed and settings.
+Everything is to be called from one thread, the one that made the session.
 """
 
 from __future__ import annotations
@@ -29,22 +31,28 @@ from inference.decoding.requests import Completion, Request
 class Session:
     """See the module. details: passes say what was drafted (`PassRecord.details`).
 
-    Raises `UserError` for a rule other than match (a request's text must not depend on the draft), a capacity that the target does
-    not have, and a batch that does not fit into memory.
+    Raises `UserError` for a rule other than match (a request's text must not depend on the draft),
+    a capacity that the target does not have, and a batch that does not fit into memory.
     """
 
     def __init__(
-        self, engine: Engine, capacity: int, on_tokens: OnTokens | None = None, *, details: bool = False
+        self,
+        engine: Engine,
+        capacity: int,
+        on_tokens: OnTokens | None = None,
+        *,
+        details: bool = False,
     ) -> None:
         decode, limit = engine.decode, engine.target.info.max_position_embeddings
         if decode.rule != "match":
             raise UserError(
-                f"requests with settings of their own need decode.rule=match, which gives the same text with any draft; given: "
-                f"decode.rule={decode.rule}."
+                "requests with settings of their own need decode.rule=match, which gives the "
+                f"same text with any draft; given: decode.rule={decode.rule}."
             )
         if not 2 <= capacity <= limit:
             raise UserError(
-                f"a session needs 2 to {limit} positions per request (target '{engine.target.info.id}'); given: {capacity}."
+                f"a session needs 2 to {limit} positions per request (target "
+                f"'{engine.target.info.id}'); given: {capacity}."
             )
         self.engine, self.capacity = engine, capacity
         self._stack = ExitStack()
@@ -71,22 +79,30 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.lanes.stop()
         self._stack.close()
 
     def _allocate(self) -> None:
-        """Read a token into every row, so that every buffer has its full size before the first request."""
+        """Read a token into every row, so that every buffer has its full size before the first
+        request."""
         rows, device = self.lanes.count, self.engine.target.device
         ones = torch.ones(rows, dtype=torch.int64, device=device)
         self.lanes.prefill(
-            torch.arange(rows, device=device), torch.zeros_like(ones)[:, None], ones, ones, torch.zeros_like(ones)
+            torch.arange(rows, device=device),
+            torch.zeros_like(ones)[:, None],
+            ones,
+            ones,
+            torch.zeros_like(ones),
         )
         self.lanes.stop()
         forget(self.engine.drafter)
 
-    # ---- requests ------------------------------------------------------------------------------------------------------------
+    # Requests
 
     @property
     def unfinished(self) -> bool:
@@ -105,15 +121,18 @@ class Session:
 
     def check(self, request: Request) -> None:
         """Raise `UserError` for a request that cannot be decoded here."""
-        vocab, total = self.engine.target.info.vocab_size, len(request.tokens) + request.max_new_tokens
+        vocab, total = (
+            self.engine.target.info.vocab_size,
+            len(request.tokens) + request.max_new_tokens,
+        )
         if not request.tokens or request.max_new_tokens < 1:
             raise UserError("a prompt needs at least one token, and so does an answer.")
         if min(request.tokens) < 0 or max(request.tokens) >= vocab:
             raise UserError(f"token ids go from 0 to {vocab - 1}; the prompt has others.")
         if total > self.capacity:
             raise UserError(
-                f"prompt ({len(request.tokens)} tokens) and answer (up to {request.max_new_tokens}) need {total} positions; "
-                f"{self.capacity} are there."
+                f"prompt ({len(request.tokens)} tokens) and answer (up to "
+                f"{request.max_new_tokens}) need {total} positions; {self.capacity} are there."
             )
 
     def add(self, request: Request) -> None:
@@ -126,7 +145,8 @@ class Session:
         self._run.cancel(index)
 
     def step(self) -> list[Completion]:
-        """Drop what was cancelled, or read waiting prompts, or verify once; returns the completions that ended."""
+        """Drop what was cancelled, or read waiting prompts, or verify once; returns the completions
+        that ended."""
         run = self._run
         if not run.unfinished:
             run.cancelled.clear()

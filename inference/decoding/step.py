@@ -1,8 +1,10 @@
-"""One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no kind of drafter.
+"""One step of speculative decoding: propose, verify, accept, commit. Knows tokens and trees, and no
+kind of drafter.
 
-Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives from step to step is updated in
-place, and nothing here asks the device for a value: so a step can be captured as a graph and replayed. What the host may know (how
-far the longest row has come) it can be told; then less of the cache is read.
+Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives
+from step to step is updated in place, and nothing here asks the device for a value: so a step can
+be captured as a graph and replayed. What the host may know (how far the longest row has come) it
+can be told; then less of the cache is read.
 
 Legend: B rows, N nodes, D the tree's deepest level, S slots.
 """
@@ -32,9 +34,10 @@ from inference.target.model import Seen, TargetModel
 class Rows:
     """The decoding rows on the device, updated in place.
 
-    lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache), root [B] the last committed
-    token, budget [B] new tokens that may still be committed, active [B] bool, seeds [B]; all int64 but `active`.
-    history [B, S] int64: prompt and committed tokens, the root included, for sampling settings that look at the text; else None.
+    lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
+    root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
+    bool, seeds [B]; all int64 but `active`. history [B, S] int64: prompt and committed tokens, the
+    root included, for sampling settings that look at the text; else None.
     """
 
     lengths: Tensor
@@ -53,7 +56,12 @@ class Rows:
 
         active = torch.zeros(rows, dtype=torch.bool, device=device)
         return cls(
-            zeros(), zeros(), zeros(), active, zeros(), zeros(history_slots) if history_slots else None
+            zeros(),
+            zeros(),
+            zeros(),
+            active,
+            zeros(),
+            zeros(history_slots) if history_slots else None,
         )
 
     def first(self, count: int) -> Rows:
@@ -91,9 +99,11 @@ class Rows:
 class StepResult:
     """What one verification committed, per row.
 
-    tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted [B] drafted tokens among them;
-    rejected [B] bool: a drafted token was tested and refused; ended [B] bool: end of text or no budget left; live [B] int64:
-    drafted levels that counted (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None where unwanted.
+    tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted
+    [B] drafted tokens among them; rejected [B] bool: a drafted token was tested and refused; ended
+    [B] bool: end of text or no budget left; live [B] int64: drafted levels that counted
+    (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None
+    where unwanted.
     """
 
     tokens: Tensor
@@ -105,7 +115,8 @@ class StepResult:
     details: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details, where there are any, behind."""
+        """Everything in one int64 tensor [B, D+6], so that one copy brings it to the host; details,
+        where there are any, behind."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
@@ -139,10 +150,12 @@ class Decoder:
         exact: bool = True,
         length: int | None = None,
     ) -> tuple[StepResult, Any]:
-        """Advance every row by one verification; returns what was committed and the drafter's state.
+        """Advance every row by one verification; returns what was committed and the drafter's
+        state.
 
-        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only the device knows. length:
-        drafted tokens of this step's chain, where it is not the whole one.
+        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only
+        the device knows. length: drafted tokens of this step's chain, where it is not the whole
+        one.
         """
         proposal = self._propose(rows, state, length)
         if self.limits is not None:
@@ -204,18 +217,23 @@ class Decoder:
             torch.where(cut, committed, committed - 1).clamp(min=0),
             verdict.refused & ~cut & rows.active,
             ended & rows.active,
-            torch.full_like(full, proposal.tree.max_depth) if proposal.limit is None else proposal.limit,
+            torch.full_like(full, proposal.tree.max_depth)
+            if proposal.limit is None
+            else proposal.limit,
         )
 
     def _seen(
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
-        """What the drafter is told: the accepted run with the target's true states. Inactive rows repeat their root."""
+        """What the drafter is told: the accepted run with the target's true states. Inactive rows
+        repeat their root."""
         place = torch.arange(path.shape[1], device=path.device)
         valid = place < result.committed.clamp(min=1)[:, None]
         positions = rows.lengths[:, None] + place
         if proposal.tree.is_chain:
-            return TargetStates(proposal.tokens, result.tokens, positions, valid, seen.taps, seen.last_hidden)
+            return TargetStates(
+                proposal.tokens, result.tokens, positions, valid, seen.taps, seen.last_hidden
+            )
         row = torch.arange(path.shape[0], device=path.device)[:, None]
         taps = None if seen.taps is None else seen.taps[row, path]
         return TargetStates(

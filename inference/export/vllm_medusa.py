@@ -1,16 +1,20 @@
-"""Medusa for vLLM: a proposer of our own, for versions that have none of their own any more (0.33 and later).
+"""Medusa for vLLM: a proposer of our own, for versions that have none of their own any more (0.33
+and later).
 
     PYTHONPATH=<this repository, or a folder with a copy of this file> vllm serve <target> \\
-      --speculative-config '{"method": "custom_class", "model": "inference.export.vllm_medusa.MedusaProposer",
+      --speculative-config '{"method": "custom_class", "model":
+      "inference.export.vllm_medusa.MedusaProposer",
                              "num_speculative_tokens": 4}' \\
       --additional-config '{"headstart_medusa": "<folder that headstart export wrote>"}'
 
-Imports nothing of Headstart, so that a copy of this one file suffices (then `"model": "vllm_medusa.MedusaProposer"`). vLLM hands a
-custom class the sampled tokens but not the target's hidden states, which are all that Medusa reads. The runner's own step that
-asks for drafts has them; it is wrapped, for runners whose drafter is this one, to pass them on. Only the V1 runner has custom
+Imports nothing of Headstart, so that a copy of this one file suffices (then `"model":
+"vllm_medusa.MedusaProposer"`). vLLM hands a custom class the sampled tokens but not the target's
+hidden states, which are all that Medusa reads. The runner's own step that asks for drafts has them;
+it is wrapped, for runners whose drafter is this one, to pass them on. Only the V1 runner has custom
 classes (vLLM chooses it by itself for them).
 
-Head i (0-based) reads the post-final-norm state at the last accepted token's predecessor, position t, and drafts token t+2+i.
+Head i (0-based) reads the post-final-norm state at the last accepted token's predecessor, position
+t, and drafts token t+2+i.
 
 Legend: B requests, R rows of states, K drafted tokens, H hidden, V vocabulary.
 """
@@ -40,22 +44,30 @@ class MedusaProposer:
         folder = (vllm_config.additional_config or {}).get(SETTING)
         if not folder:
             raise ValueError(
-                f'additional_config must name the exported Medusa folder: {{"{SETTING}": "<folder>"}}. headstart export writes one.'
+                f'additional_config must name the exported Medusa folder: {{"{SETTING}": '
+                '"<folder>"}. headstart export writes one.'
             )
         self.folder = Path(folder)
         self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         self.tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self.dtype = vllm_config.model_config.dtype
         if ARCHITECTURE not in self.config.get("architectures", []):
-            raise ValueError(f"'{folder}' is no Medusa export: its architectures are {self.config.get('architectures')}.")
+            raise ValueError(
+                f"'{folder}' is no Medusa export: its architectures are "
+                f"{self.config.get('architectures')}."
+            )
         if self.tokens > self.config["num_heads"]:
-            raise ValueError(f"num_speculative_tokens is {self.tokens}, but '{folder}' has {self.config['num_heads']} heads.")
+            raise ValueError(
+                f"num_speculative_tokens is {self.tokens}, but '{folder}' has "
+                f"{self.config['num_heads']} heads."
+            )
         self._states: Tensor | None = None
         self._drafted: list[int] | None = None
         pass_states_on()
 
     def load_model(self, target_model: Any) -> None:
-        """Read the heads' weights to where the target's are; raises `ValueError` for a folder that lacks some."""
+        """Read the heads' weights to where the target's are; raises `ValueError` for a folder that
+        lacks some."""
         from safetensors.torch import load_file
 
         device = next(target_model.parameters()).device
@@ -67,26 +79,35 @@ class MedusaProposer:
         names = [[f"blocks.{head}.layers.{layer}" for layer in layers] for head in heads]
         shared = found.get("lm_head.weight")
         try:
-            self.blocks = [[(found[f"{name}.weight"], found.get(f"{name}.bias")) for name in head] for head in names]
-            self.heads = [shared if shared is not None else found[f"lm_heads.{head}.weight"] for head in heads]
+            self.blocks = [
+                [(found[f"{name}.weight"], found.get(f"{name}.bias")) for name in head]
+                for head in names
+            ]
+            self.heads = [
+                shared if shared is not None else found[f"lm_heads.{head}.weight"] for head in heads
+            ]
         except KeyError as error:
             raise ValueError(f"'{self.folder}' is incomplete: it has no tensor {error}.") from error
 
     def see_target(self, states: Tensor, drafted: list[int] | None) -> None:
-        """Take the target's states [R, H] at all places it sampled at, and how many drafts each request had verified there
-        (None: no request had any).
+        """Take the target's states [R, H] at all places it sampled at, and how many drafts each
+        request had verified there (None: no request had any).
         """
         self._states, self._drafted = states, drafted
 
     @torch.inference_mode()
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         """Drafts of every request; none for those that are still reading their prompt."""
-        assert self._states is not None, "vLLM's runner asked for drafts before it had the target's states"
+        assert self._states is not None, (
+            "vLLM's runner asked for drafts before it had the target's states"
+        )
         states, drafted = self._states, self._drafted
         self._states = None
         rows = last_rows([len(tokens) for tokens in sampled_token_ids], drafted)
         drafts = self.draft(states[torch.tensor(rows, device=states.device)]).tolist()
-        return [line if tokens else [] for line, tokens in zip(drafts, sampled_token_ids, strict=True)]
+        return [
+            line if tokens else [] for line, tokens in zip(drafts, sampled_token_ids, strict=True)
+        ]
 
     def draft(self, states: Tensor) -> Tensor:
         """States [B, H] -> the tokens [B, K] that the heads hold most likely."""
@@ -103,8 +124,9 @@ class MedusaProposer:
 
 
 def last_rows(sampled: list[int], drafted: list[int] | None) -> list[int]:
-    """The row of each request's last sampled token. sampled: how many tokens each request got (accepted drafts and the bonus; 0
-    while its prompt is read in parts); drafted: how many drafts it had verified, a row each and one more.
+    """The row of each request's last sampled token. sampled: how many tokens each request got
+    (accepted drafts and the bonus; 0 while its prompt is read in parts); drafted: how many drafts
+    it had verified, a row each and one more.
     """
     if drafted is None:
         return list(range(len(sampled)))
@@ -127,8 +149,8 @@ def pass_states_on() -> None:
     wanted = {"sample_hidden_states", "spec_decode_metadata"}
     if inner is None or not wanted <= set(inspect.signature(inner).parameters):
         raise RuntimeError(
-            "this vLLM hands the states that Medusa reads to its drafters in another way than 0.32 does; "
-            "serve another kind, or use `headstart serve`."
+            "this vLLM hands the states that Medusa reads to its drafters in another way than "
+            "0.32 does; serve another kind, or use `headstart serve`."
         )
     signature = inspect.signature(inner)
 
@@ -138,7 +160,10 @@ def pass_states_on() -> None:
         if show is not None:
             given = signature.bind(self, *args, **kwargs).arguments
             metadata = given["spec_decode_metadata"]
-            show(given["sample_hidden_states"], None if metadata is None else list(metadata.num_draft_tokens))
+            show(
+                given["sample_hidden_states"],
+                None if metadata is None else list(metadata.num_draft_tokens),
+            )
         return inner(self, *args, **kwargs)
 
     propose.shows_states = True  # type: ignore[attr-defined]

@@ -1,10 +1,13 @@
-"""Triton kernels that commit a verification: the walk along accepted nodes, and the compaction of all layers' keys and values.
+"""Triton kernels that commit a verification: the walk along accepted nodes, and the compaction of
+all layers' keys and values.
 
-Meaning: `reference_commit.py`. In plain torch the walk is a dozen small operations over [B, N, N] and each layer's compaction four,
-at 3-10 us a launch; here the walk is one launch and the compaction one per group of equal layers. Neither computes anything: the
-results are equal to the references' bit by bit.
+Meaning: `reference_commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
+and each layer's compaction four, at 3-10 us a launch; here the walk is one launch and the
+compaction one per group of equal layers. Neither computes anything: the results are equal to the
+references' bit by bit.
 
-Legend: L layers, B rows, N nodes, h key/value heads, S slots, C and E numbers per key and value, D the tree's deepest level.
+Legend: L layers, B rows, N nodes, h key/value heads, S slots, C and E numbers per key and value, D
+the tree's deepest level.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ MAX_TILE_COLUMNS = 64
 
 
 def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
-    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`, siblings with the same token included.
+    """Follow the target's picks from the root; equals `inference.decoding.rules.accept.walk`,
+    siblings with the same token included.
 
     tokens, picks [B, N] int64: drafted tokens; the target's choice at each node.
     """
@@ -52,7 +56,8 @@ def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """See `reference_commit.compact`. Rows of keys and values must be contiguous (last stride 1)."""
+    """See `reference_commit.compact`. Rows of keys and values must be contiguous (last stride
+    1)."""
     assert keys.stride(-1) == 1 and values.stride(-1) == 1, "each key and value must be contiguous"
     layers, rows, heads, _, key_size = keys.shape
     value_size, places = values.shape[-1], path.shape[1]
@@ -100,7 +105,8 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     NODES: tl.constexpr,  # noqa: N803
     PLACES: tl.constexpr,  # noqa: N803
 ):
-    """One program per row. Every node climbs to the root at once and is reached if each token on the way was picked."""
+    """One program per row. Every node climbs to the root at once and is reached if each token on
+    the way was picked."""
     row = tl.program_id(0)
     tokens += row * nodes
     picks += row * nodes
@@ -118,7 +124,8 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         level += (at != 0).to(tl.int64)
         at = above
         above = tl.load(parents + at, mask=real, other=0)
-    # the deepest reached node ends the path; of several (siblings with the same token) the lowest-numbered one
+    # the deepest reached node ends the path; of several (siblings with the same token) the
+    # lowest-numbered one
     score = tl.where(reached, level, -1)
     deepest = tl.max(score, 0)
     last = tl.min(tl.where(score == deepest, node, NODES), 0)
@@ -162,9 +169,14 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One program per layer, row, head and tile of columns; the tiles of the values follow those of the keys."""
+    """One program per layer, row, head and tile of columns; the tiles of the values follow those of
+    the keys."""
     number, tile = tl.program_id(0), tl.program_id(1)
-    head, row, layer = number % heads, (number // heads) % rows, (number // heads // rows).to(tl.int64)
+    head, row, layer = (
+        number % heads,
+        (number // heads) % rows,
+        (number // heads // rows).to(tl.int64),
+    )
     place = tl.arange(0, PLACES)
     # the root stays where it is
     moves = (place > 0) & (place < places)
@@ -177,8 +189,22 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
         start = keys + layer * key_layer + row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
         _move(start, key_slot, source, target, moves, tile * COLUMNS, key_size, COLUMNS)
     else:
-        start = values + layer * value_layer + row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
-        _move(start, value_slot, source, target, moves, (tile - key_tiles) * COLUMNS, value_size, COLUMNS)
+        start = (
+            values
+            + layer * value_layer
+            + row.to(tl.int64) * value_row
+            + head.to(tl.int64) * value_head
+        )
+        _move(
+            start,
+            value_slot,
+            source,
+            target,
+            moves,
+            (tile - key_tiles) * COLUMNS,
+            value_size,
+            COLUMNS,
+        )
 
 
 @triton.jit
@@ -192,8 +218,9 @@ def _move(  # type: ignore[no-untyped-def]
     size,
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Copy slots `source` to slots `target` in columns first .. first + COLUMNS. All is loaded before anything is stored: the
-    barrier keeps one warp from storing into a slot that another has still to load."""
+    """Copy slots `source` to slots `target` in columns first .. first + COLUMNS. All is loaded
+    before anything is stored: the barrier keeps one warp from storing into a slot that another has
+    still to load."""
     column = first + tl.arange(0, COLUMNS)
     mask = moves[:, None] & (column < size)[None, :]
     contents = tl.load(start + source[:, None] * slot_stride + column[None, :], mask=mask)

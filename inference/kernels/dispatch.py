@@ -1,15 +1,16 @@
-"""Which implementation of a kernel runs, and why: Triton's on a GPU, the plain-torch reference elsewhere.
+"""Which implementation of a kernel runs, and why: Triton's on a GPU, the plain-torch reference
+elsewhere.
 
-An operation is declared once, beside its meaning, in a module of this package whose name begins with
-`reference`:
+An operation is declared once, beside its meaning, in a module of this package whose name begins
+with `reference`:
 
     COMPACT = Op("compact", compact, "inference.kernels.commit:compact")
 
-and is called like a function; the device and the dtype of its first argument (a tensor) decide. Modules with
-Triton kernels import triton at their top and are imported only when their kernel is called, so that nothing
-here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton overrides the choice.
-TRITON_INTERPRET=1, set before triton is first imported, lets HEADSTART_KERNELS=triton run the kernels on a
-CPU, slowly: that is for tests.
+and is called like a function; the device and the dtype of its first argument (a tensor) decide.
+Modules with Triton kernels import triton at their top and are imported only when their kernel is
+called, so that nothing here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton
+overrides the choice. TRITON_INTERPRET=1, set before triton is first imported, lets
+HEADSTART_KERNELS=triton run the kernels on a CPU, slowly: that is for tests.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation with two implementations of one signature. Creating it registers it under `name`.
+    """An operation with two implementations of one signature. Creating it registers it under
+    `name`.
 
-    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs. dtypes: those
-    of the first argument that the kernel takes; empty: any. by_default: whether the kernel runs where it can,
-    or only where HEADSTART_KERNELS=triton asks for it.
+    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
+    dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the
+    kernel runs where it can, or only where HEADSTART_KERNELS=triton asks for it.
     """
 
     name: str
@@ -83,10 +85,11 @@ class Op:
 
 
 def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None) -> Choice:
-    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that the
-    kernel takes).
+    """Which implementation of `op` runs on `device` for a first argument of `dtype` (None: one that
+    the kernel takes).
 
-    Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot run.
+    Raises `UserError` for an unknown HEADSTART_KERNELS, and where triton is demanded but cannot
+    run.
     """
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in MODES:
@@ -96,12 +99,17 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
     if mode == "auto" and not op.by_default:
         return Choice("reference", f"not shown to be faster; {VARIABLE}=triton runs the kernel")
     if dtype is not None and op.dtypes and dtype not in op.dtypes:
-        # also when triton is demanded: a float64 audit of a model is right to be computed in float64
-        return Choice("reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it")
+        # also when triton is demanded: a float64 audit of a model is right to be computed in
+        # float64
+        return Choice(
+            "reference", f"{str(dtype).removeprefix('torch.')}: the kernel does not compute in it"
+        )
     device = torch.device(device)
     obstacle = _obstacle(device.type, device.index, mode == "triton" and interpreted())
     if obstacle is None:
-        place = "CUDA device" if device.type == "cuda" else f"{device.type.upper()} under {INTERPRET}=1"
+        place = (
+            "CUDA device" if device.type == "cuda" else f"{device.type.upper()} under {INTERPRET}=1"
+        )
         return Choice("triton", f"{place} with triton {triton_version()}")
     if mode == "triton":
         raise UserError(
@@ -112,7 +120,8 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
 
 
 def report(device: torch.device | str) -> list[dict[str, str]]:
-    """A row per operation, in order of their names: op, implementation and why, for tensors on `device`."""
+    """A row per operation, in order of their names: op, implementation and why, for tensors on
+    `device`."""
     rows = []
     for op in all_ops():
         choice = choose(op, device)
@@ -121,7 +130,8 @@ def report(device: torch.device | str) -> list[dict[str, str]]:
 
 
 def all_ops() -> Iterator[Op]:
-    """Every operation of this package, in order of their names; imports the modules that declare them."""
+    """Every operation of this package, in order of their names; imports the modules that declare
+    them."""
     package = importlib.import_module("inference.kernels")
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("reference"):
@@ -149,8 +159,8 @@ def triton_version() -> str | None:
 
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
-    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once per layer
-    and step.
+    """Why Triton kernels do not run on a device of type `kind`, or None. Cached: it is asked once
+    per layer and step.
     """
     if triton_version() is None:
         return "no triton installed"
@@ -162,5 +172,9 @@ def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
                 return f"compute capability {found}; Triton needs {needed}"
         return None
     if kind == "cpu":
-        return None if interpret else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
+        return (
+            None
+            if interpret
+            else f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"
+        )
     return f"Triton has no {kind} devices"

@@ -1,13 +1,17 @@
-"""Triton kernel of the draft heads' residual blocks: product, bias, SiLU and sum for all heads in one launch.
+"""Triton kernel of the draft heads' residual blocks: product, bias, SiLU and sum for all heads in
+one launch.
 
-Meaning: `reference_heads.py`. Whether it beats cuBLAS is UNMEASURED: no GPU was at hand when it was written. What can be said
-beforehand speaks against large gains. Both paths read the weights once, K * H * H numbers; the reference moves about 6 * K * M * H
-more (the product is written, read, activated, written, read and added to the states), which at H = 4096 is 0.15 % more for one row
-and 2.3 % for sixteen. What is left to win are two launches per block and whatever cuBLAS leaves of the bandwidth at so few rows
-(70-85 % of it is typical for skinny products). So nobody should expect it to be faster before a GPU has shown it, and the reference
-is the default; HEADSTART_KERNELS=triton chooses the kernel.
+Meaning: `reference_heads.py`. Whether it beats cuBLAS is UNMEASURED: no GPU was at hand when it was
+written. What can be said beforehand speaks against large gains. Both paths read the weights once, K
+* H * H numbers; the reference moves about 6 * K * M * H more (the product is written, read,
+activated, written, read and added to the states), which at H = 4096 is 0.15 % more for one row and
+2.3 % for sixteen. What is left to win are two launches per block and whatever cuBLAS leaves of the
+bandwidth at so few rows (70-85 % of it is typical for skinny products). So nobody should expect it
+to be faster before a GPU has shown it, and the reference is the default; HEADSTART_KERNELS=triton
+chooses the kernel.
 
-Sums are float32 whatever the dtype, and the result is rounded once, where the reference rounds three times.
+Sums are float32 whatever the dtype, and the result is rounded once, where the reference rounds
+three times.
 
 Legend: K heads, M rows, H hidden.
 """
@@ -23,13 +27,16 @@ from inference.kernels.dispatch import interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
-"""Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is at its best."""
+"""Rows of one tile of the tensor cores. More rows would read the weights again, and there cuBLAS is
+at its best."""
 OUTPUTS, INPUTS = 32, 128
-"""Tile of the weights: 8 KiB in bfloat16; at K = 4 and H = 4096 that makes 512 programs of 32 steps."""
+"""Tile of the weights: 8 KiB in bfloat16; at K = 4 and H = 4096 that makes 512 programs of 32
+steps."""
 
 
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `reference_heads.residual_blocks`, which also takes over for more than `MAX_ROWS` rows."""
+    """See `reference_heads.residual_blocks`, which also takes over for more than `MAX_ROWS`
+    rows."""
     heads, rows, hidden = states.shape
     if rows > MAX_ROWS:
         return reference_heads.residual_blocks(states, weight, bias)
@@ -98,6 +105,8 @@ def _residual_kernel(  # type: ignore[no-untyped-def]
         total = tl.dot(x, w, total, input_precision="ieee")
     total += tl.load(bias + head * hidden + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
     there = (row < rows)[:, None] & wanted[None, :]
-    x = tl.load(states + row[:, None] * row_stride + output[None, :], mask=there, other=0.0).to(tl.float32)
+    x = tl.load(states + row[:, None] * row_stride + output[None, :], mask=there, other=0.0).to(
+        tl.float32
+    )
     result = x + total / (1.0 + tl.exp(-total))
     tl.store(out + (head * rows + row[:, None]) * hidden + output[None, :], result, mask=there)

@@ -1,15 +1,18 @@
-"""Triton kernels of the position-keyed noise: the noise itself, and temperature, noise and argmax in one pass over the logits.
+"""Triton kernels of the position-keyed noise: the noise itself, and temperature, noise and argmax
+in one pass over the logits.
 
-Meaning: `reference_noise.py`. In plain torch a sampled pick writes and reads some twenty tensors of [B, N, V]; here the logits are
-read once and two numbers per program are written. The vocabulary is split over programs and a second kernel takes the best of their
-bests; which one that is does not depend on the split, because a larger score wins and of equal ones the lower column.
+Meaning: `reference_noise.py`. In plain torch a sampled pick writes and reads some twenty tensors of
+[B, N, V]; here the logits are read once and two numbers per program are written. The vocabulary is
+split over programs and a second kernel takes the best of their bests; which one that is does not
+depend on the split, because a larger score wins and of equal ones the lower column.
 
-The integer bits equal the reference's. The logarithms are written out here in float32 additions, products and fused
-products, which IEEE 754 defines to the last bit: so the noise is the same under the interpreter and on every GPU,
-whatever their libraries do. log(2^e (1 + f)) = e ln 2 + f - f^2 / 2 + f^3 Q(f) for f in [-1/3, 1/3], with Q a weighted
-minimax fit of degree 7 (relative error of the sum 0.08 * 2^-24). log(1 - v) needs no rounded 1 - v: at every v,
-f = 2^-e (1 - v) - 1 is exact in one fused product; for v <= 1/3 it is -v itself, which keeps full precision down to the
-smallest v, 2^-33. There is no 64-bit float.
+The integer bits equal the reference's. The logarithms are written out here in float32 additions,
+products and fused products, which IEEE 754 defines to the last bit: so the noise is the same under
+the interpreter and on every GPU, whatever their libraries do. log(2^e (1 + f)) = e ln 2 + f - f^2 /
+2 + f^3 Q(f) for f in [-1/3, 1/3], with Q a weighted minimax fit of degree 7 (relative error of the
+sum 0.08 * 2^-24). log(1 - v) needs no rounded 1 - v: at every v, f = 2^-e (1 - v) - 1 is exact in
+one fused product; for v <= 1/3 it is -v itself, which keeps full precision down to the smallest v,
+2^-33. There is no 64-bit float.
 
 Legend: B rows, M positions per row, N nodes, V columns.
 """
@@ -24,7 +27,8 @@ from torch import Tensor
 BLOCK = 1024
 """Columns that one program looks at together."""
 PROGRAMS = 2048
-"""Programs that keep a large GPU busy; with more work than that, each program takes several blocks, at most `MAX_STEPS`."""
+"""Programs that keep a large GPU busy; with more work than that, each program takes several blocks,
+at most `MAX_STEPS`."""
 MAX_STEPS = 8
 
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -65,7 +69,9 @@ def noise_pick(
         NAMED=token_ids is not None,
         BLOCK=BLOCK,
     )
-    _merge_kernel[(rows * nodes,)](scores, columns, picks, splits, SPLITS=triton.next_power_of_2(splits))
+    _merge_kernel[(rows * nodes,)](
+        scores, columns, picks, splits, SPLITS=triton.next_power_of_2(splits)
+    )
     return picks
 
 
@@ -77,11 +83,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def noise_and_bits(
     seeds: Tensor, positions: Tensor, token_ids: Tensor, with_bits: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise float32 [B, M, V] and, if wanted, the bits behind it as int32 [B, M, V]; arguments as for `noise_bits`."""
+    """The noise float32 [B, M, V] and, if wanted, the bits behind it as int32 [B, M, V]; arguments
+    as for `noise_bits`."""
     rows, places = positions.shape
     size = token_ids.shape[0]
     noise = torch.empty(rows, places, size, device=seeds.device)
-    bits = torch.empty(rows, places, size, dtype=torch.int32, device=seeds.device) if with_bits else None
+    bits = (
+        torch.empty(rows, places, size, dtype=torch.int32, device=seeds.device)
+        if with_bits
+        else None
+    )
     _noise_kernel[(rows * places, triton.cdiv(size, BLOCK))](
         positions.contiguous(),
         seeds.contiguous(),

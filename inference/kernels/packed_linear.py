@@ -1,15 +1,18 @@
 """Linear layers with weights laid out for small batches, on CPUs.
 
-Decoding multiplies a handful of rows (1 for plain decoding, the tree's nodes for verification) with every weight. torch's default
-path can be slow there: with a [2048, 2048] float32 weight that comes from memory, one core of a Xeon multiplies 10 rows in 5.5 ms
-by `F.linear` and in 2.1 ms with a oneDNN-packed weight. Packing copies the weight once. Meaning: `F.linear`.
+Decoding multiplies a handful of rows (1 for plain decoding, the tree's nodes for verification) with
+every weight. torch's default path can be slow there: with a [2048, 2048] float32 weight that comes
+from memory, one core of a Xeon multiplies 10 rows in 5.5 ms by `F.linear` and in 2.1 ms with a
+oneDNN-packed weight. Packing copies the weight once. Meaning: `F.linear`.
 
-A packed product costs some 40 us more per call there, so on Intel's CPUs, where the library behind `F.linear` (MKL) has kernels of
-its own, small weights and one or two rows stay with it ([512, 256], 1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us).
-On AMD's, two cores of an EPYC multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
+A packed product costs some 40 us more per call there, so on Intel's CPUs, where the library behind
+`F.linear` (MKL) has kernels of its own, small weights and one or two rows stay with it ([512, 256],
+1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us). On AMD's, two cores of an EPYC
+multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is packed.
 
-On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients are recorded, the plain path
-runs. The packed copy does not follow later changes of the weight, so modules that train are packed only while they decode.
+On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
+are recorded, the plain path runs. The packed copy does not follow later changes of the weight, so
+modules that train are packed only while they decode.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""
 FEWEST_ROWS, SMALLEST_WEIGHT = 3, 1 << 19
-"""Where MKL has kernels of its own, below this many rows or elements the plain path is faster (see the module)."""
+"""Where MKL has kernels of its own, below this many rows or elements the plain path is faster (see
+the module)."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,18 +44,24 @@ def supported() -> bool:
 def mkl_at_home() -> bool:
     """Whether `F.linear` runs MKL on a CPU that it was written for."""
     facts = Path("/proc/cpuinfo")
-    return torch.backends.mkl.is_available() and facts.is_file() and "GenuineIntel" in facts.read_text()
+    return (
+        torch.backends.mkl.is_available()
+        and facts.is_file()
+        and "GenuineIntel" in facts.read_text()
+    )
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Give every eligible `nn.Linear` in `module` a packed fast path, for weights that never change again."""
+    """Give every eligible `nn.Linear` in `module` a packed fast path, for weights that never change
+    again."""
     for linear in _eligible(module):
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
 
 
 @contextmanager
 def packed_linears(module: Any) -> Iterator[None]:
-    """Pack the linears of `module` for the duration of the block only; anything but an `nn.Module` is left alone."""
+    """Pack the linears of `module` for the duration of the block only; anything but an `nn.Module`
+    is left alone."""
     chosen = list(_eligible(module)) if isinstance(module, nn.Module) else []
     for linear in chosen:
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
@@ -64,11 +74,14 @@ def packed_linears(module: Any) -> Iterator[None]:
 
 @contextmanager
 def unpacked_linears(module: Any) -> Iterator[None]:
-    """Take the packed paths of `module` away for the duration of the block: what is traced then is the plain operation."""
+    """Take the packed paths of `module` away for the duration of the block: what is traced then is
+    the plain operation."""
     packed: list[tuple[nn.Module, Any]] = []
     if isinstance(module, nn.Module):
         linears = [part for part in module.modules() if type(part) is nn.Linear]
-        packed = [(part, part.__dict__.pop("forward")) for part in linears if "forward" in part.__dict__]
+        packed = [
+            (part, part.__dict__.pop("forward")) for part in linears if "forward" in part.__dict__
+        ]
     try:
         yield
     finally:
@@ -80,13 +93,21 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
-        if not isinstance(part, nn.Linear) or type(part) is not nn.Linear or "forward" in part.__dict__:
+        if (
+            not isinstance(part, nn.Linear)
+            or type(part) is not nn.Linear
+            or "forward" in part.__dict__
+        ):
             continue  # subclasses may mean something else by their forward
         if type(part.weight) is not nn.Parameter:
             continue  # quantised weights and slices of a split model have a product of their own
         if part.weight.shape != (part.out_features, part.in_features):
             continue  # divided among processes: there only while it runs
-        if part.weight.dtype == torch.float32 and mkl_at_home() and part.weight.numel() < SMALLEST_WEIGHT:
+        if (
+            part.weight.dtype == torch.float32
+            and mkl_at_home()
+            and part.weight.numel() < SMALLEST_WEIGHT
+        ):
             continue
         if part.weight.device.type == "cpu" and part.weight.dtype in _DTYPES:
             yield part

@@ -1,17 +1,18 @@
 """Tree attention for decoding, in Triton: few queries, a long cache, read once.
 
-Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a program takes
-one split of one key/value head for a block of query rows, where the N nodes times the G query heads that
-share the head are all rows of one matrix, so that every key and value tile that is loaded serves them all.
-Committed tokens are visible to every node, so the loop over them has no mask; ancestor bits are looked at in
-the last tiles only, window edges in the first ones. Splits beyond a row's length, or wholly before its
-window, end at once: the grid comes from the capacity, lengths are read on the device, and one captured CUDA
-graph serves every length. A second kernel adds the splits up by their log-sum-exp. Where a split begins
-depends neither on the batch nor on the length, so a row's sums are taken in the same order alone and in a
-batch (flash decoding, Dao et al. 2023, with splits of fixed size).
+Meaning: `reference_attention.tree_attention`. The cache is cut into splits of a fixed size; a
+program takes one split of one key/value head for a block of query rows, where the N nodes times the
+G query heads that share the head are all rows of one matrix, so that every key and value tile that
+is loaded serves them all. Committed tokens are visible to every node, so the loop over them has no
+mask; ancestor bits are looked at in the last tiles only, window edges in the first ones. Splits
+beyond a row's length, or wholly before its window, end at once: the grid comes from the capacity,
+lengths are read on the device, and one captured CUDA graph serves every length. A second kernel
+adds the splits up by their log-sum-exp. Where a split begins depends neither on the batch nor on
+the length, so a row's sums are taken in the same order alone and in a batch (flash decoding, Dao et
+al. 2023, with splits of fixed size).
 
-Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size,
-Dv value size.
+Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D
+head size, Dv value size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from inference.kernels.dispatch import interpreted
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are taken to the base 2, which is the instruction that GPUs have."""
 COMBINE_SPLITS = 16
-"""Splits that the combining kernel loads at once: one load for 4096 tokens at the default split size."""
+"""Splits that the combining kernel loads at once: one load for 4096 tokens at the default split
+size."""
 
 
 HOPPER_SHARED = 227 * 1024
@@ -40,8 +42,9 @@ HOPPER_SHARED = 227 * 1024
 class Launch:
     """How the kernels are launched.
 
-    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on. num_warps,
-    num_stages: of the split kernel. block_r: query rows of a program of the combining kernel, a power of two.
+    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on.
+    num_warps, num_stages: of the split kernel. block_r: query rows of a program of the combining
+    kernel, a power of two.
     """
 
     block_m: int
@@ -51,31 +54,35 @@ class Launch:
     block_r: int
 
 
-def launch_config(rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED) -> Launch:
-    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that changes between
-    steps.
+def launch_config(
+    rows: int, head_dim: int, dtype: torch.dtype, shared: int = HOPPER_SHARED
+) -> Launch:
+    """The launch for `rows` = N * G query rows per key/value head. It depends on nothing that
+    changes between steps.
 
-    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows per four
-    warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256 spill 8 bytes of
-    registers at most, larger heads and float32 some hundred. On GPUs whose programs get less than that
-    `shared` memory (bytes), tiles shrink until they fit.
+    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows
+    per four warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256
+    spill 8 bytes of registers at most, larger heads and float32 some hundred. On GPUs whose
+    programs get less than that `shared` memory (bytes), tiles shrink until they fit.
     """
     block_r = 1 if rows <= 64 else 4  # few rows are better spread over many programs
     wide = head_dim > 128
     if dtype == torch.float32:
-        # exact float32 products run on the ordinary cores and take operands from registers: small tiles, many
-        # warps
+        # exact float32 products run on the ordinary cores and take operands from registers: small
+        # tiles, many warps
         launch = Launch(16, 16 if wide else 32, 8, 2, block_r)
     else:
-        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no dearer than
-        # two of 32
+        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no
+        # dearer than two of 32
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room for two
-        # programs per SM, and have a multiple of the 36 KB on their way that an SM's share of 4.8 TB/s needs
-        # per microsecond of latency
+        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room
+        # for two programs per SM, and have a multiple of the 36 KB on their way that an SM's share
+        # of 4.8 TB/s needs per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
-    while (launch.block_m + 2 * launch.num_stages * launch.block_n) * size > shared and launch.block_n > 16:
+    while (
+        launch.block_m + 2 * launch.num_stages * launch.block_n
+    ) * size > shared and launch.block_n > 16:
         if launch.num_stages > 2:
             launch = replace(launch, num_stages=launch.num_stages - 1)
         else:
@@ -101,7 +108,8 @@ def _seen(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr, windowed: tl.constexpr,
 ):
     # fmt: on
-    """Which of the tile's slots each query row sees [M, block_n] bool: committed ones, and those of its ancestors."""
+    """Which of the tile's slots each query row sees [M, block_n] bool: committed ones, and those of
+    its ancestors."""
     child = slot - length  # which node a slot holds; negative for committed tokens
     inside = (child >= 0) & written
     # the bits of a tile lie in few words, since its slots follow one another
@@ -153,7 +161,8 @@ def _tile(  # type: ignore[no-untyped-def]
         value = value.to(tl.float32)
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if capped:
-        bent = tl.exp(-2.0 * tl.abs(scores))  # tanh of |x| through an exponential that cannot overflow
+        # tanh of |x| through an exponential that cannot overflow
+        bent = tl.exp(-2.0 * tl.abs(scores))
         bent = (1.0 - bent) / (1.0 + bent)
         scores = tl.where(scores < 0, -bent, bent) * softcap
     if masked:
@@ -185,8 +194,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split, and their
-    log-sum-exp [M].
+    """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split,
+    and their log-sum-exp [M].
     """
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -203,8 +212,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     words += b * words_b
     depth += b * depth_b
     position = length + tl.load(depth + node, mask=valid, other=0).to(tl.int32)
-    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree, [plain,
-    # stop) need ancestor bits
+    # tiles [first, edge) reach before the window of some row, [edge, plain) lie before the tree,
+    # [plain, stop) need ancestor bits
     plain = tl.minimum(first + split_size, tl.minimum(length, capacity) // block_n * block_n)
     edge = first
     if windowed:
@@ -245,7 +254,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
             scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
             block_n, True, windowed, capped, upcast)
     # fmt: on
-    divisor = tl.where(total > 0, total, 1.0)  # a row that saw nothing here: zeros, and no weight later
+    # a row that saw nothing here: zeros, and no weight later
+    divisor = tl.where(total > 0, total, 1.0)
     place = (head.to(tl.int64) * tl.num_programs(2) + split) * nodes * groups + row
     at = partial + place[:, None] * value_dim + v[None, :]
     tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
@@ -260,8 +270,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk: tl.constexpr,
 ) -> None:
     # fmt: on
-    """Program (block of R query rows, row and key/value head): the splits' results, weighted by their
-    log-sum-exp.
+    """Program (block of R query rows, row and key/value head): the splits' results, weighted by
+    their log-sum-exp.
     """
     b = tl.program_id(1) // key_heads
     h = tl.program_id(1) % key_heads
@@ -323,13 +333,13 @@ def tree_attention(
     split_size: int = 256,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels; returns [B, N,
-    h*G, Dv].
+    """`reference_attention.tree_attention`, which says what the arguments are, in two kernels;
+    returns [B, N, h*G, Dv].
 
-    keys and values may be strided in any way as long as their last dimension is contiguous. split_size: a
-    multiple of the launch's block_n. launch: for measurements; `launch_config` otherwise. Scratch memory
-    comes from torch's allocator, hence from the graph's own pool under capture; compile before capturing by
-    calling once.
+    keys and values may be strided in any way as long as their last dimension is contiguous.
+    split_size: a multiple of the launch's block_n. launch: for measurements; `launch_config`
+    otherwise. Scratch memory comes from torch's allocator, hence from the graph's own pool under
+    capture; compile before capturing by calling once.
     """
     rows, heads, nodes, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]

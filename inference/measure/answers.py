@@ -1,5 +1,5 @@
-"""Measured answers on disk, one JSON line each: what report.json is computed from, and where a measurement
-resumes.
+"""Measured answers on disk, one JSON line each: what report.json is computed from, and where a
+measurement resumes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FINAL_FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of one arm: its tokens, (accepted, committed, rejected) per pass, seconds per phase."""
+    """One answer of one arm: its tokens, (accepted, committed, rejected) per pass, seconds per
+    phase."""
 
     arm: str
     prompt: str
@@ -30,7 +31,8 @@ class Record:
 
 @dataclass
 class AnswerLog:
-    """The records of a running measurement. A prompt counts as done when every arm has answered it."""
+    """The records of a running measurement. A prompt counts as done when every arm has answered
+    it."""
 
     directory: Path
     arms: list[str]
@@ -38,8 +40,8 @@ class AnswerLog:
 
     @classmethod
     def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
-        """Continue the measurement in `directory` if it has the same fingerprint and was not finished; else
-        begin.
+        """Continue the measurement in `directory` if it has the same fingerprint and was not
+        finished; else begin.
         """
         records = cls(directory, arms)
         header, *lines = _read(directory / PARTIAL_FILE) or [{}]
@@ -47,9 +49,11 @@ class AnswerLog:
             for line in lines:
                 record = Record(**line)
                 records.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
-        # arms of one prompt are compared with one another: those of an interrupted one are measured again,
-        # together
-        records.done = {key: found for key, found in records.done.items() if set(found) == set(arms)}
+        # arms of one prompt are compared with one another: those of an interrupted one are measured
+        # again, together
+        records.done = {
+            key: found for key, found in records.done.items() if set(found) == set(arms)
+        }
         kept = [asdict(record) for found in records.done.values() for record in found.values()]
         text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
         write_bytes(directory / PARTIAL_FILE, text.encode())
@@ -69,12 +73,15 @@ class AnswerLog:
             file.write(json.dumps(asdict(record)) + "\n")
 
     def of(self, arm: str) -> list[Record]:
-        """An arm's records, ordered by repeat, then by the order in which prompts were first answered."""
-        return sorted((found[arm] for found in self.done.values()), key=lambda record: record.repeat)
+        """An arm's records, ordered by repeat, then by the order in which prompts were first
+        answered."""
+        return sorted(
+            (found[arm] for found in self.done.values()), key=lambda record: record.repeat
+        )
 
     def finish(self) -> None:
-        """The report stands: keep the records under their final name, so that the next measurement begins
-        afresh.
+        """The report stands: keep the records under their final name, so that the next measurement
+        begins afresh.
         """
         os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
 

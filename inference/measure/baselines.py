@@ -40,8 +40,8 @@ class BaselinesConfig:
     """Which loops of others are measured beside ours; temperature 0 and batch size 1 only."""
 
     transformers: tuple[Mode, ...] = ()
-    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no confidence
-    threshold) and prompt_lookup.
+    """Of generate, assisted (its default settings), assisted_constant (the drafter's own depth, no
+    confidence threshold) and prompt_lookup.
     """
     assistant: str = ""
     """Drafter that serves as assistant or draft model; empty: the first that is a Llama of its own

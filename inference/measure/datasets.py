@@ -1,9 +1,10 @@
 """Prompts out of datasets: the benchmarks that the field reports, and any table of one's own.
 
-A table is a Hub dataset, a folder of parquet, a dataset that was saved to disk, or a .parquet, .csv, .json or
-.jsonl file. A template turns a row into one user message: "{question}" is a column, "{turns[0]}" the first
-entry of a list, "{translation[de]}" a key; a column that holds a list of texts is joined by newlines. What
-was loaded is recorded: the commit that a Hub revision stood for, and a hash of every prompt.
+A table is a Hub dataset, a folder of parquet, a dataset that was saved to disk, or a .parquet,
+.csv, .json or .jsonl file. A template turns a row into one user message: "{question}" is a column,
+"{turns[0]}" the first entry of a list, "{translation[de]}" a key; a column that holds a list of
+texts is joined by newlines. What was loaded is recorded: the commit that a Hub revision stood for,
+and a hash of every prompt.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ COMMIT = 40
 @config("bench.dataset")
 @dataclass(frozen=True)
 class DatasetConfig:
-    """How the rows of a dataset become prompts. Without a template, prompts are files of Headstart's own
-    format.
+    """How the rows of a dataset become prompts. Without a template, prompts are files of
+    Headstart's own format.
     """
 
     template: str = ""
-    """The user message, with columns in braces: "{question}". Empty: bench.prompts holds prompt files."""
+    """The user message, with columns in braces: "{question}". Empty: bench.prompts holds prompt
+    files."""
     name: str = ""
-    """Configuration of a Hub dataset (its `name` in `datasets.load_dataset`); empty: its only one."""
+    """Configuration of a Hub dataset (its `name` in `datasets.load_dataset`); empty: its only
+    one."""
     split: str = "test"
     """Split of a Hub or saved dataset; a file is one split."""
     revision: str = "main"
@@ -48,8 +51,8 @@ class DatasetConfig:
     domain: str = ""
     """Domain of all rows without a domain column; empty: the file's or dataset's name."""
     placeholder: str = ""
-    """Rows whose message holds this text are left out: a dataset's mark for content that must be fetched
-    elsewhere.
+    """Rows whose message holds this text are left out: a dataset's mark for content that must be
+    fetched elsewhere.
     """
     limit: int = 0
     """Read at most this many rows, from the start; 0: all."""
@@ -57,8 +60,8 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else a hash of the file's
-    content or empty.
+    """Prompts, and where they came from: `revision` is a commit for Hub datasets, else a hash of
+    the file's content or empty.
     """
 
     prompts: list[Prompt]
@@ -69,16 +72,17 @@ class Loaded:
 def load_bench_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str] = ()) -> Loaded:
     """The prompts of a measurement, from prompt files or a dataset.
 
-    Of a folder of prompt files only those of the chosen `domains` are read: others may hold training prompts.
-    Raises `UserError` for anything that cannot be found or read, for unknown columns, and when no row is
-    left.
+    Of a folder of prompt files only those of the chosen `domains` are read: others may hold
+    training prompts. Raises `UserError` for anything that cannot be found or read, for unknown
+    columns, and when no row is left.
     """
     path = Path(source).expanduser()
     if dataset.template:
         return _from_table(source, dataset)
     if path.suffix in (".parquet", ".csv", ".json"):
         raise UserError(
-            f"bench.prompts '{source}' is a table; say how its rows become prompts: bench.dataset.template='{{question}}'."
+            f"bench.prompts '{source}' is a table; say how its rows become prompts: "
+            "bench.dataset.template='{question}'."
         )
     if path.is_dir() and domains:
         return Loaded(load_prompts([path / f"{domain}.jsonl" for domain in domains]), source, "")
@@ -104,7 +108,13 @@ def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> PromptFacts:
     hashes = {prompt.id: prompt_hash(prompt) for prompt in measured}
     everything = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
     domains = {prompt.id: prompt.domain for prompt in measured}
-    return {"source": loaded.source, "revision": loaded.revision, "sha256": everything, "hashes": hashes, "domains": domains}
+    return {
+        "source": loaded.source,
+        "revision": loaded.revision,
+        "sha256": everything,
+        "hashes": hashes,
+        "domains": domains,
+    }
 
 
 def prompt_hash(prompt: Prompt) -> str:
@@ -113,7 +123,7 @@ def prompt_hash(prompt: Prompt) -> str:
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
+# Tables
 
 
 def _from_table(source: str, config: DatasetConfig) -> Loaded:
@@ -132,13 +142,16 @@ def _from_table(source: str, config: DatasetConfig) -> Loaded:
         name = str(row[config.id_column]) if config.id_column else f"{domain}-{number}"
         if name in seen:
             raise UserError(
-                f"id '{name}' occurs twice in '{source}' (bench.dataset.id_column={config.id_column}). Ids must be unique: an "
-                "answer's seed comes from its id."
+                f"id '{name}' occurs twice in '{source}' "
+                f"(bench.dataset.id_column={config.id_column}). Ids must be unique: an answer's "
+                "seed comes from its id."
             )
         seen.add(name)
         prompts.append(Prompt(name, own, messages=({"role": "user", "content": text},)))
     if not prompts:
-        raise UserError(f"no row of '{source}' gives a prompt with the template {config.template!r}.")
+        raise UserError(
+            f"no row of '{source}' gives a prompt with the template {config.template!r}."
+        )
     return Loaded(prompts, source, revision)
 
 
@@ -147,7 +160,9 @@ def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
     from datasets import load_dataset
 
     path = Path(source).expanduser()
-    if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
+    if path.is_dir() and (
+        (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    ):
         return _saved(path, config.split), ""
     with _clear_errors(source, config):
         if path.is_file():
@@ -158,7 +173,9 @@ def open_dataset(source: str, config: DatasetConfig) -> tuple[Any, str]:
             return load_dataset(str(path), config.name or None, split=config.split), ""
         _refuse_missing_file(source, path)
         revision = resolve_revision(source, config.revision)
-        return load_dataset(source, config.name or None, split=config.split, revision=revision), revision
+        return load_dataset(
+            source, config.name or None, split=config.split, revision=revision
+        ), revision
 
 
 def _saved(path: Path, split: str) -> Any:
@@ -170,7 +187,8 @@ def _saved(path: Path, split: str) -> Any:
         return found
     if split not in found:
         raise UserError(
-            f"'{path}' has no split '{split}' (bench.dataset.split).{suggest(split, map(str, found))}"
+            f"'{path}' has no split '{split}' "
+            f"(bench.dataset.split).{suggest(split, map(str, found))}"
         )
     return found[split]
 
@@ -182,7 +200,8 @@ def _refuse_missing_file(source: str, path: Path) -> None:
 
 
 def resolve_revision(dataset: str, revision: str) -> str:
-    """The commit that a Hub revision stands for now: branches move, and the report shall say what was read."""
+    """The commit that a Hub revision stands for now: branches move, and the report shall say what
+    was read."""
     if len(revision) == COMMIT and set(revision) <= set(string.hexdigits):
         return revision
     from huggingface_hub import HfApi
@@ -199,13 +218,13 @@ def _clear_errors(source: str, config: DatasetConfig) -> Iterator[None]:
         yield
     except ValueError as error:  # an unknown split or configuration: datasets lists what exists
         raise UserError(
-            f"dataset '{source}': {_first_line(error)}. Check bench.dataset.split ('{config.split}') and "
-            f"bench.dataset.name ('{config.name}')."
+            f"dataset '{source}': {_first_line(error)}. Check bench.dataset.split "
+            f"('{config.split}') and bench.dataset.name ('{config.name}')."
         ) from error
     except (OSError, DatasetsError) as error:  # every error of huggingface_hub is an OSError
         raise UserError(
-            f"dataset '{source}' cannot be read: {_first_line(error)}. Check the id, the network and whether access "
-            "was granted; or download it and give its folder as bench.prompts."
+            f"dataset '{source}' cannot be read: {_first_line(error)}. Check the id, the network "
+            "and whether access was granted; or download it and give its folder as bench.prompts."
         ) from error
     except RuntimeError as error:  # a dataset that is a script
         raise UserError(f"dataset '{source}' cannot be read: {_first_line(error)}.") from error
@@ -215,23 +234,28 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
 
 
-# ---- templates ---------------------------------------------------------------------------------------------------
+# Templates
 
 
 def _check_columns(source: str, config: DatasetConfig, columns: Sequence[str]) -> None:
     """Raise `UserError` naming the first column that the table does not have."""
     wanted = [("template", column) for column in template_columns(config.template)]
-    wanted += [(key, getattr(config, key)) for key in ("id_column", "domain_column") if getattr(config, key)]
+    wanted += [
+        (key, getattr(config, key))
+        for key in ("id_column", "domain_column")
+        if getattr(config, key)
+    ]
     for key, column in wanted:
         if column not in columns:
             raise UserError(
-                f"'{source}' has no column '{column}' (bench.dataset.{key}).{suggest(column, columns)} "
-                f"It has: {', '.join(columns)}."
+                f"'{source}' has no column '{column}' "
+                f"(bench.dataset.{key}).{suggest(column, columns)} It has: {', '.join(columns)}."
             )
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template names; raises `UserError` when its braces do not match or it names none."""
+    """The columns that a template names; raises `UserError` when its braces do not match or it
+    names none."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -239,8 +263,8 @@ def template_columns(template: str) -> list[str]:
     columns = [name.split("[")[0] for name in names]
     if not columns or any(not column or "." in column for column in columns):
         raise UserError(
-            f"bench.dataset.template {template!r} must name columns in braces, such as {{question}}, {{turns[0]}} or "
-            "{translation[de]}."
+            f"bench.dataset.template {template!r} must name columns in braces, such as "
+            "{question}, {turns[0]} or {translation[de]}."
         )
     return columns
 
@@ -250,7 +274,9 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
     try:
         return _Filler().vformat(template, (), row)
     except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"bench.dataset.template {template!r} does not fit a row: {error!r}.") from error
+        raise UserError(
+            f"bench.dataset.template {template!r} does not fit a row: {error!r}."
+        ) from error
 
 
 class _Filler(string.Formatter):

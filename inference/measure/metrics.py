@@ -1,24 +1,25 @@
-"""The one file that divides: from what verification passes did to tau, TAR, acceptance by depth, speedup and
-their intervals.
+"""The one file that divides: from what verification passes did to tau, TAR, acceptance by depth,
+speedup and their intervals.
 
-Definitions (docs/vocabulary.md repeats them for users). Every mean is a ratio of sums over prompts, never a
-mean of ratios.
+Definitions (docs/vocabulary.md repeats them for users). Every mean is a ratio of sums over prompts,
+never a mean of ratios.
 
-- tau = committed tokens / verify passes. The bonus counts; tokens cut at end-of-text do not, nor does the
-  token prefill gives.
-- beta_i = share of passes in which depth i was accepted; alpha_i = beta_i / beta_(i-1) with beta_0 = 1 (0
-  where beta_(i-1) is 0).
-- TAR = accepted drafted tokens / (accepted + the refusals that ended a pass); 0 when nothing was drafted.
-- speedup = tokens per second / those of the same loop without a drafter, over the same prompts, prefill
-  excluded.
-- ideal speedup = tau / (1 + gamma c): what would be left if verifying N nodes cost as much as verifying one
-  and nothing but drafting took extra time. gamma c is measured as draft seconds per pass / baseline seconds
-  per pass, so a head that drafts all depths in one go (gamma = 1) and one that drafts level by level need no
-  separate treatment.
+- tau = committed tokens / verify passes. The bonus counts; tokens cut at end-of-text do not, nor
+  does the token prefill gives.
+- beta_i = share of passes in which depth i was accepted; alpha_i = beta_i / beta_(i-1) with beta_0
+  = 1 (0 where beta_(i-1) is 0).
+- TAR = accepted drafted tokens / (accepted + the refusals that ended a pass); 0 when nothing was
+  drafted.
+- speedup = tokens per second / those of the same loop without a drafter, over the same prompts,
+  prefill excluded.
+- ideal speedup = tau / (1 + gamma c): what would be left if verifying N nodes cost as much as
+  verifying one and nothing but drafting took extra time. gamma c is measured as draft seconds per
+  pass / baseline seconds per pass, so a head that drafts all depths in one go (gamma = 1) and one
+  that drafts level by level need no separate treatment.
 - efficiency = speedup / ideal speedup.
 
-Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one another, prompts
-do not.
+Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one
+another, prompts do not.
 
 Legend: P prompts, D deepest drafted level, R resamples.
 """
@@ -41,7 +42,8 @@ GAP = "gap"
 """The part between steps, where a clock can tell it (CUDA); decode time as well."""
 CLOCK = (*PHASES, GAP, "prefill")
 TIMING_NOISE = 0.03
-"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock does."""
+"""How far a speedup may exceed tau before the baseline is called weak: what a quiet machine's clock
+does."""
 
 Floats = NDArray[np.float64]
 
@@ -58,8 +60,8 @@ class PassLike(Protocol):
 
 
 class WeakBaselineError(UserError):
-    """A speedup above tau: possible only when plain decoding ran slower than it should, so the numbers must
-    not leave.
+    """A speedup above tau: possible only when plain decoding ran slower than it should, so the
+    numbers must not leave.
     """
 
 
@@ -79,8 +81,8 @@ class Outcome:
 class Totals:
     """Sums per prompt, in order of first appearance; everything below is a ratio of these.
 
-    committed, passes, accepted, refused [P]; reached [P, D]: passes that accepted depth i+1; seconds: phase
-    -> [P].
+    committed, passes, accepted, refused [P]; reached [P, D]: passes that accepted depth i+1;
+    seconds: phase -> [P].
     """
 
     prompts: list[str]
@@ -94,7 +96,8 @@ class Totals:
 
     @classmethod
     def collect(cls, outcomes: Iterable[Outcome], depth: int) -> Totals:
-        """Sum `outcomes` per prompt. depth: the deepest level that was drafted (0 without a drafter)."""
+        """Sum `outcomes` per prompt. depth: the deepest level that was drafted (0 without a
+        drafter)."""
         rows: dict[str, tuple[str, Floats, Floats, dict[str, float]]] = {}
         for outcome in outcomes:
             empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
@@ -108,7 +111,9 @@ class Totals:
             for phase, value in outcome.seconds.items():
                 seconds[phase] += value
         if not rows:
-            raise UserError("there is nothing to measure: no prompt was decoded. Give at least one prompt.")
+            raise UserError(
+                "there is nothing to measure: no prompt was decoded. Give at least one prompt."
+            )
         committed, passes, accepted, refused = np.stack([row[1] for row in rows.values()]).T
         reached = np.stack([row[2] for row in rows.values()])
         clock: dict[str, Floats] = {
@@ -120,7 +125,9 @@ class Totals:
     @property
     def decode_seconds(self) -> Floats:
         """Decode time per prompt [P], prefill excluded."""
-        return sum((self.seconds[phase] for phase in (*PHASES, GAP)), start=np.zeros(len(self.prompts)))
+        return sum(
+            (self.seconds[phase] for phase in (*PHASES, GAP)), start=np.zeros(len(self.prompts))
+        )
 
     def take(self, rows: Sequence[int]) -> Totals:
         """The totals of some prompts, in the order of `rows`."""
@@ -139,13 +146,16 @@ class Totals:
     def like(self, other: Totals) -> Totals:
         """The same prompts as `other` in its order, so that both can be resampled together."""
         place = {prompt: row for row, prompt in enumerate(self.prompts)}
-        assert set(place) == set(other.prompts), "an arm and its baseline must have decoded the same prompts"
+        assert set(place) == set(other.prompts), (
+            "an arm and its baseline must have decoded the same prompts"
+        )
         return self.take([place[prompt] for prompt in other.prompts])
 
     def domain_rows(self) -> dict[str, list[int]]:
         """Domain -> its rows, domains in alphabetical order."""
         return {
-            name: [i for i, d in enumerate(self.domains) if d == name] for name in sorted(set(self.domains))
+            name: [i for i, d in enumerate(self.domains) if d == name]
+            for name in sorted(set(self.domains))
         }
 
 
@@ -170,16 +180,18 @@ def divide(numerator: float, denominator: float) -> float:
 
 
 def resample_weights(prompts: int, seed: int, resamples: int = RESAMPLES) -> Floats:
-    """How often each prompt is drawn in each bootstrap resample [R, P]; the same seed gives the same
-    draws.
+    """How often each prompt is drawn in each bootstrap resample [R, P]; the same seed gives the
+    same draws.
     """
     rng = np.random.default_rng(seed)
-    return rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=resamples).astype(np.float64)
+    return rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=resamples).astype(
+        np.float64
+    )
 
 
 def interval95(numerators: Floats, denominators: Floats) -> tuple[float, float]:
-    """2.5% and 97.5% percentiles of numerators / denominators [R]; resamples without a single pass are left
-    out.
+    """2.5% and 97.5% percentiles of numerators / denominators [R]; resamples without a single pass
+    are left out.
     """
     defined = denominators > 0
     low, high = np.percentile(numerators[defined] / denominators[defined], [2.5, 97.5])
@@ -199,12 +211,13 @@ def middle95(values: Floats) -> tuple[float, float]:
 
 
 def tau_estimate(totals: Totals, seed: int = 0) -> TauEstimate:
-    """tau, its interval, TAR and acceptance by depth. Raises `UserError` when no verify pass took place."""
+    """tau, its interval, TAR and acceptance by depth. Raises `UserError` when no verify pass took
+    place."""
     passes = totals.passes.sum()
     if passes == 0:
         raise UserError(
-            "nothing was verified: every answer ended with its first token, so there is no accepted length "
-            "to report. Give other prompts or a larger max_new_tokens."
+            "nothing was verified: every answer ended with its first token, so there is no "
+            "accepted length to report. Give other prompts or a larger max_new_tokens."
         )
     weights = resample_weights(len(totals.prompts), seed)
     accepted = totals.accepted.sum()
@@ -235,8 +248,8 @@ def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]
 
 
 def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[float, float]]:
-    """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval (one draw of prompts for
-    both).
+    """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval (one draw of
+    prompts for both).
     """
     arm = arm.like(baseline)
     weights = resample_weights(len(baseline.prompts), seed)
@@ -255,18 +268,23 @@ class Gain:
     """Difference of tau."""
     tau_ci95: tuple[float, float]
     accepted: float
-    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1: 0.1 is ten percent more."""
+    """Accepted drafted tokens per pass (tau - 1) over the other's, less 1: 0.1 is ten percent
+    more."""
     accepted_ci95: tuple[float, float]
 
 
 def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
-    """What `new` gains over `old`, one draw of prompts for both. Raises `UserError` when one of them verified nothing."""
+    """What `new` gains over `old`, one draw of prompts for both. Raises `UserError` when one of
+    them verified nothing."""
     new = new.like(old)
     here, before = tau_estimate(new, seed), tau_estimate(old, seed)
     weights = resample_weights(len(old.prompts), seed)
     passes = (weights @ new.passes, weights @ old.passes)
     drawn = (passes[0] > 0) & (passes[1] > 0)
-    tau = [(weights @ arm.committed)[drawn] / count[drawn] for arm, count in zip((new, old), passes, strict=True)]
+    tau = [
+        (weights @ arm.committed)[drawn] / count[drawn]
+        for arm, count in zip((new, old), passes, strict=True)
+    ]
     low, high = np.percentile(tau[0] - tau[1], [2.5, 97.5])
     ratio = interval95(tau[0] - 1.0, tau[1] - 1.0) if before.tau > 1.0 else (0.0, 0.0)
     return Gain(
@@ -287,14 +305,16 @@ def ideal_speedup(arm: Totals, baseline: Totals) -> float:
 def step_ms(totals: Totals) -> dict[str, float]:
     """Milliseconds per verify pass, by phase; the gap between steps only where it was measured."""
     phases = (*PHASES, GAP) if totals.seconds[GAP].any() else PHASES
-    return {phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in phases}
+    return {
+        phase: 1000.0 * divide(totals.seconds[phase].sum(), totals.passes.sum()) for phase in phases
+    }
 
 
 def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: int = 0) -> None:
     """Raise `WeakBaselineError` when a speedup exceeds tau by more than the clock's noise.
 
-    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau cancels, so
-    this quotient's own interval is asked: its lower end must lie above 1.
+    Speedup / tau is baseline seconds per pass / the drafter's seconds per pass: the spread of tau
+    cancels, so this quotient's own interval is asked: its lower end must lie above 1.
     """
     arm = arm.like(baseline)
     weights = resample_weights(len(baseline.prompts), seed)
@@ -304,16 +324,16 @@ def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: i
     drafted = (weights @ arm.decode_seconds) * (weights @ baseline.passes)
     if ratio > tau * (1.0 + TIMING_NOISE) and interval95(plain, drafted)[0] > 1.0:
         raise WeakBaselineError(
-            f"the baseline is weak: '{name}' measured a speedup of {ratio:.2f} with only {tau:.2f} tokens "
-            "per verify pass. A pass over several tokens cannot be cheaper than one over a single token, so "
-            "plain decoding was slowed down by something else. Close other programs, raise bench.repeats and "
-            "bench.prompts_per_domain, and measure again."
+            f"the baseline is weak: '{name}' measured a speedup of {ratio:.2f} with only "
+            f"{tau:.2f} tokens per verify pass. A pass over several tokens cannot be cheaper than "
+            "one over a single token, so plain decoding was slowed down by something else. Close "
+            "other programs, raise bench.repeats and bench.prompts_per_domain, and measure again."
         )
 
 
 def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
-    """The measured numbers of one entry of `drafters` in report.json (DESIGN section 4), all but its
-    descriptions.
+    """The measured numbers of one entry of `drafters` in report.json (DESIGN section 4), all but
+    its descriptions.
     """
     arm = arm.like(baseline)
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)
@@ -344,11 +364,19 @@ def _domain(arm: Totals, baseline: Totals, seed: int) -> dict[str, Any]:
         return {"tau": 0.0, "tau_ci95": [0.0, 0.0], "tar": 0.0, "speedup": 0.0}
     estimate = tau_estimate(arm, seed)
     ratio = speedup(arm, baseline, seed)[0]
-    return {"tau": estimate.tau, "tau_ci95": list(estimate.ci95), "tar": estimate.tar, "speedup": ratio}
+    return {
+        "tau": estimate.tau,
+        "tau_ci95": list(estimate.ci95),
+        "tar": estimate.tar,
+        "speedup": ratio,
+    }
 
 
-def domain_speedup_ci95(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Domain -> 95% interval of its speedup, for the plot (report.json's `domains` has no place for it)."""
+def domain_speedup_ci95(
+    arm: Totals, baseline: Totals, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Domain -> 95% interval of its speedup, for the plot (report.json's `domains` has no place for
+    it)."""
     arm = arm.like(baseline)
     return {
         name: speedup(arm.take(rows), baseline.take(rows), seed)[1]

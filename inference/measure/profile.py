@@ -43,7 +43,8 @@ class ProfileConfig:
     batches: tuple[PositiveInt, ...] = ()
     """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
     contexts: tuple[PositiveInt, ...] = ()
-    """Prompt lengths in tokens, made of real prompts put in front of one another; decoded one by one."""
+    """Prompt lengths in tokens, made of real prompts put in front of one another; decoded one by
+    one."""
     temperatures: tuple[NonNegativeFloat, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
     depths: tuple[PositiveInt, ...] = ()

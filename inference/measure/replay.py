@@ -1,10 +1,11 @@
-"""Drafters that accept by script: the work of a real drafter, with the acceptance that another measurement
-recorded.
+"""Drafters that accept by script: the work of a real drafter, with the acceptance that another
+measurement recorded.
 
-How fast a decoder is depends on how much is accepted; how much is accepted depends on trained weights and, in
-half precision, on numerical ties. `ReplayDrafter` takes both out: it runs a real drafter and then overwrites
-the drafted tokens by the text that the target is known to write, right up to the recorded depth and wrong
-behind it. So decoders, sizes and machines can be compared on exactly the same work, with random weights.
+How fast a decoder is depends on how much is accepted; how much is accepted depends on trained
+weights and, in half precision, on numerical ties. `ReplayDrafter` takes both out: it runs a real
+drafter and then overwrites the drafted tokens by the text that the target is known to write, right
+up to the recorded depth and wrong behind it. So decoders, sizes and machines can be compared on
+exactly the same work, with random weights.
 
 Legend: B rows, N nodes, S slots of text, P passes of the trajectory.
 """
@@ -30,7 +31,8 @@ from inference.report.model import read_report
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Accepted drafted tokens of consecutive passes, and where they were recorded. Replayed round and round."""
+    """Accepted drafted tokens of consecutive passes, and where they were recorded. Replayed round
+    and round."""
 
     accepted: tuple[int, ...]
     source: str = ""
@@ -38,7 +40,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if not self.accepted or min(self.accepted) < 0:
             raise UserError(
-                f"a trajectory needs one accepted length of at least 0 per pass; given: {list(self.accepted)[:8]}."
+                "a trajectory needs one accepted length of at least 0 per pass; given: "
+                f"{list(self.accepted)[:8]}."
             )
 
     @property
@@ -48,22 +51,31 @@ class Trajectory:
 
     @classmethod
     def of_records(cls, folder: Path, arm: str, most: int = 512) -> Trajectory:
-        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last pass left
-        out: it may have been cut. most: passes to keep. Raises `UserError` when there are no such records.
+        """What an arm of a finished measurement accepted (its records.jsonl), each answer's last
+        pass left out: it may have been cut. most: passes to keep. Raises `UserError` when there are
+        no such records.
         """
         file = folder / FINAL_FILE if folder.is_dir() else folder
         if not file.is_file():
-            raise UserError(f"'{folder}' holds no {FINAL_FILE}. Give the folder of a finished measurement.")
+            raise UserError(
+                f"'{folder}' holds no {FINAL_FILE}. Give the folder of a finished measurement."
+            )
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
         names = sorted({row["arm"] for row in rows})
         if arm not in names:
             raise UserError(f"'{file}' has no records of an arm '{arm}'.{suggest(arm, names)}")
-        passes = [accepted for row in rows if row["arm"] == arm for accepted, _, _ in row["passes"][:-1]]
-        return cls(tuple(passes[:most]), f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}")
+        passes = [
+            accepted for row in rows if row["arm"] == arm for accepted, _, _ in row["passes"][:-1]
+        ]
+        return cls(
+            tuple(passes[:most]),
+            f"{arm}, {len(rows) // len(names)} answers{_conditions(file, arm)}",
+        )
 
 
 def _conditions(records: Path, arm: str) -> str:
-    """What the report beside the records says of an arm: target, draft, temperature. Empty without a report."""
+    """What the report beside the records says of an arm: target, draft, temperature. Empty without
+    a report."""
     if not (records.parent / "report.json").is_file():
         return ""
     report = read_report(records.parent)
@@ -73,8 +85,9 @@ def _conditions(records: Path, arm: str) -> str:
 
 @dataclass
 class State:
-    """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B] committed tokens
-    (root included), done [B] passes so far, first [B] where the row began in the trajectory; all int64.
+    """inner: the real drafter's state. text [B, S] prompt and known continuation, length [B]
+    committed tokens (root included), done [B] passes so far, first [B] where the row began in the
+    trajectory; all int64.
     """
 
     inner: Any
@@ -87,9 +100,9 @@ class State:
 class ReplayDrafter(nn.Module):
     """Drafts chains like `drafter` at the same cost, and is accepted as `trajectory` says.
 
-    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`). Every
-    text begins at another place of the trajectory. A prompt that is not among them is continued by token 0:
-    its drafts are as good as random.
+    texts: what the target writes, prompt included; found again by their prompts (`prompt_lengths`).
+    Every text begins at another place of the trajectory. A prompt that is not among them is
+    continued by token 0: its drafts are as good as random.
     """
 
     kind: ClassVar[str] = "replay"
@@ -113,10 +126,12 @@ class ReplayDrafter(nn.Module):
         self.accepted: Tensor | None = None  # the trajectory [P] on the device in use
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill; see the protocol. Asks the device for the prompts, which only prefill may."""
+        """State after prefill; see the protocol. Asks the device for the prompts, which only
+        prefill may."""
         if not tree.is_chain:
             raise UserError(
-                "a replay drafts chains: a tree's acceptance is not one number per pass. Use decode.shape=chain."
+                "a replay drafts chains: a tree's acceptance is not one number per pass. Use "
+                "decode.shape=chain."
             )
         device = seen.tokens.device
         if self.accepted is None or self.accepted.device != device:
@@ -155,8 +170,8 @@ class ReplayDrafter(nn.Module):
         return state
 
     def followed(self, completions: Iterable[Completion], depth: int) -> bool:
-        """Whether every pass accepted what the trajectory says (at most `depth`), but for each answer's last,
-        which may be cut.
+        """Whether every pass accepted what the trajectory says (at most `depth`), but for each
+        answer's last, which may be cut.
         """
         for done in completions:
             _, first = self.known[done.request.tokens]
@@ -168,11 +183,16 @@ class ReplayDrafter(nn.Module):
 
 
 def read_trajectories(path: Path) -> dict[str, Trajectory]:
-    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds something
-    else.
+    """Trajectories of a JSON file: name -> {accepted, source}. Raises `UserError` when it holds
+    something else.
     """
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: Trajectory(tuple(item["accepted"]), item["source"]) for name, item in content.items()}
+        return {
+            name: Trajectory(tuple(item["accepted"]), item["source"])
+            for name, item in content.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"'{path}' holds no trajectories ({error!r}). Record them with --record.") from error
+        raise UserError(
+            f"'{path}' holds no trajectories ({error!r}). Record them with --record."
+        ) from error

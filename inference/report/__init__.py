@@ -1,1 +1,2 @@
-"""A measurement's results: `model` types report.json, and `markdown`, `plots` and `page` show it."""
+"""A measurement's results: `model` types report.json, and `markdown`, `plots` and `page` show
+it."""

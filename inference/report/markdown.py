@@ -43,8 +43,16 @@ DEFINITIONS = (
 TABLE_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
 MAIN_HEADER = [
-    "drafter", "draft", "tau", "TAR", "tokens/s", "speedup", "ideal", "efficiency", "lossless",
-]  # fmt: skip
+    "drafter",
+    "draft",
+    "tau",
+    "TAR",
+    "tokens/s",
+    "speedup",
+    "ideal",
+    "efficiency",
+    "lossless",
+]
 LOSS_ROWS = {"sample": "sample (rest)", "clock": "clock (rest)"}
 
 
@@ -113,11 +121,7 @@ def markdown(reports: Mapping[str, Report], images: Sequence[str]) -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A markdown table; the first column is text, the others are numbers."""
     line = "|".join(["---", *["---:"] * (len(header) - 1)])
-    return [
-        f"| {' | '.join(header)} |",
-        f"|{line}|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    return [f"| {' | '.join(header)} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def with_interval(value: float, interval: Interval) -> str:
@@ -125,7 +129,7 @@ def with_interval(value: float, interval: Interval) -> str:
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-# ---- tables of every report ----------------------------------------------------------------------
+# Tables of every report
 
 
 def facts(report: Report) -> list[str]:
@@ -250,7 +254,7 @@ def _step_table(report: Report) -> list[str]:
     return markdown_table(["drafter", *report.phases, "target MB", "drafter MB", "KV MB"], rows)
 
 
-# ---- tables of optional blocks -------------------------------------------------------------------
+# Tables of optional blocks
 
 
 def _optional_tables(report: Report) -> list[tuple[str, list[str]]]:
@@ -358,8 +362,16 @@ def _profile_table(block: Profile) -> list[str]:
             ]
         )
     header = [
-        "drafter", "rows", "context", "temperature", "draft", "tau", "tokens/s", "without", "speedup",
-    ]  # fmt: skip
+        "drafter",
+        "rows",
+        "context",
+        "temperature",
+        "draft",
+        "tau",
+        "tokens/s",
+        "without",
+        "speedup",
+    ]
     return markdown_table(header, rows)
 
 
@@ -393,7 +405,7 @@ def _step_cells(step: RooflineStep | RooflineDraft) -> list[str]:
     return [f"{step.bytes_per_step / 1e6:.1f}", f"{step.step_ms:.2f}", f"{100 * step.share:.0f}%"]
 
 
-# ---- on the terminal -----------------------------------------------------------------------------
+# On the terminal
 
 
 def print_table(report: Report, console: Console | None = None) -> None:

@@ -55,7 +55,7 @@ class Block(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-# ---- what was measured ---------------------------------------------------------------------------
+# What was measured
 
 
 class TargetFacts(Block):
@@ -87,7 +87,8 @@ class ReportSettings(Block):
     max_new_tokens: Count
     batch_size: Count
     rule: str
-    """Acceptance rule (`decode.rule`). Reports from before version 0.1.0 say match for every rule."""
+    """Acceptance rule (`decode.rule`). Reports from before version 0.1.0 say match for every
+    rule."""
     seed: Count
     prompts: Count
     """Measured prompts."""
@@ -269,7 +270,7 @@ class DrafterResult(Block):
         return divide(self.speedup, self.ideal_speedup)
 
 
-# ---- blocks that `bench` asks for ----------------------------------------------------------------
+# Blocks that `bench` asks for
 
 
 class ProfileSetting(Block):
@@ -456,7 +457,8 @@ class LoopResult(Block):
 
 
 class LossTerm(Block):
-    """One factor between the ceiling and the measured speedup; docs/report_page.md explains each."""
+    """One factor between the ceiling and the measured speedup; docs/report_page.md explains
+    each."""
 
     name: str
     factor: float
@@ -597,7 +599,7 @@ class Losses(Block):
     """By drafter."""
 
 
-# ---- how it was measured -------------------------------------------------------------------------
+# How it was measured
 
 
 class DrafterConditions(BaseModel):
@@ -698,7 +700,7 @@ class Report(Block):
         return conditions.speedup_ci95_by_domain if conditions else {}
 
 
-# ---- reading and writing -------------------------------------------------------------------------
+# Reading and writing
 
 WANTED = {
     "float_type": "a finite number",

@@ -20,9 +20,7 @@ from matplotlib.figure import Figure
 from inference.measure.metrics import GAP, PHASES
 from inference.report.model import ProfilePoint, Report
 
-COLOURS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555",
-)  # fmt: skip
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
 """Okabe and Ito's palette, which colour-blind readers can tell apart."""
 MARKERS = "osD^vPX*"
 PHASE_COLOURS = dict(

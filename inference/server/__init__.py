@@ -1,1 +1,2 @@
-"""The OpenAI-compatible server behind `headstart serve`. The only package that imports fastapi and uvicorn."""
+"""The OpenAI-compatible server behind `headstart serve`. The only package that imports fastapi and
+uvicorn."""

@@ -1,4 +1,5 @@
-"""The HTTP side: routes, the door (token, size, time), answers in one piece and as server-sent events."""
+"""The HTTP side: routes, the door (token, size, time), answers in one piece and as server-sent
+events."""
 
 from __future__ import annotations
 
@@ -104,9 +105,12 @@ def build_app(service: Service) -> FastAPI:
 
 
 class Door:
-    """In front of everything: the token, and the last resort for failures of our own, of which clients learn nothing but that."""
+    """In front of everything: the token, and the last resort for failures of our own, of which
+    clients learn nothing but that."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service
+    ) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +129,11 @@ class Door:
         if secret is not None and scope["path"] not in OPEN_PATHS:
             headers = dict(scope["headers"])
             if not secret.matches(headers.get(b"authorization", b"").decode("latin-1")):
-                error = ApiError(401, "a valid bearer token is needed: 'Authorization: Bearer <token>'.", code="invalid_api_key")
+                error = ApiError(
+                    401,
+                    "a valid bearer token is needed: 'Authorization: Bearer <token>'.",
+                    code="invalid_api_key",
+                )
                 if scope["method"] == "POST":
                     self.service.refused(error)
                 await JSONResponse(error.body, 401, error.headers)(scope, receive, send)
@@ -133,7 +141,8 @@ class Door:
         try:
             await self.app(scope, receive, watched)
         except Exception:
-            # a bug of ours must end one request, not the connection's others, and must not show its insides
+            # a bug of ours must end one request, not the connection's others, and must not show its
+            # insides
             logger.exception("a request failed")
             if not begun:
                 error = ApiError(500, "the server failed to handle this request.")
@@ -141,7 +150,7 @@ class Door:
                 await JSONResponse(error.body, 500)(scope, receive, send)
 
 
-# ---- one request -----------------------------------------------------------------------------------------------------------------
+# One request
 
 
 async def answer(service: Service, request: Request, kind: str) -> Response:
@@ -181,7 +190,9 @@ async def read_body(service: Service, request: Request) -> Any:
                 if len(body) > most:
                     raise too_large
     except TimeoutError as error:
-        raise ApiError(408, f"the request did not arrive within {service.config.body_seconds:g} s.") from error
+        raise ApiError(
+            408, f"the request did not arrive within {service.config.body_seconds:g} s."
+        ) from error
     except ClientDisconnect as error:
         raise ApiError(499, "the client has left.") from error
     try:
@@ -214,20 +225,20 @@ def figures(ticket: Ticket, done: Done) -> tuple[Usage, Drafting]:
     return (
         Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer),
         Drafting(
-            seed=ticket.job.seed,
-            verify_passes=done.passes,
-            accepted_drafts=done.accepted,
-            tau=tau,
+            seed=ticket.job.seed, verify_passes=done.passes, accepted_drafts=done.accepted, tau=tau
         ),
     )
 
 
 class EventStream(Response):
-    """An answer as server-sent events. A client that does not read for `serve.write_seconds` counts as gone."""
+    """An answer as server-sent events. A client that does not read for `serve.write_seconds` counts
+    as gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, ticket: Ticket, envelope: Envelope, asked: Asked, watch: asyncio.Task[None]) -> None:
+    def __init__(
+        self, ticket: Ticket, envelope: Envelope, asked: Asked, watch: asyncio.Task[None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.ticket, self.envelope, self.asked, self.watch = ticket, envelope, asked, watch

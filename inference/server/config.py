@@ -1,4 +1,5 @@
-"""What a server is told: where it listens, what it lets in, how long it waits, what it writes down."""
+"""What a server is told: where it listens, what it lets in, how long it waits, what it writes
+down."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ SHORTEST_TOKEN = 16
 @config("serve")
 @dataclass(frozen=True)
 class ServeConfig:
-    """How `headstart serve` serves. Rows decoded together: `decode.batch_size`; defaults of sampling and length: `decode`."""
+    """How `headstart serve` serves. Rows decoded together: `decode.batch_size`; defaults of
+    sampling and length: `decode`."""
 
     drafter: str = ""
-    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the run's only or first one."""
+    """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the
+    run's only or first one."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000
@@ -36,11 +39,13 @@ class ServeConfig:
     name: str = ""
     """Model name that clients see; empty: the target's id, of a folder its last part."""
     token_file: str = ""
-    """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and without that no token."""
+    """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and
+    without that no token."""
     open: bool = False
     """Listen on another address than loopback without a token."""
     context: NonNegativeInt = 0
-    """Most positions of a request, prompt and answer; every row has memory for so many. 0: the target's limit, at most 4096."""
+    """Most positions of a request, prompt and answer; every row has memory for so many. 0: the
+    target's limit, at most 4096."""
     queue: NonNegativeInt = 128
     """Requests that may wait for a row; further ones get status 429."""
     queue_seconds: Seconds = 60.0
@@ -54,17 +59,21 @@ class ServeConfig:
     body_kilobytes: PositiveInt = 1024
     """Largest request; larger ones get status 413."""
     grace_seconds: NonNegativeFloat = 30.0
-    """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503 meanwhile."""
+    """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503
+    meanwhile."""
     domains: tuple[str, ...] = ("chat", "code", "math", "summary", "translation", "qa", "other")
-    """Domains that requests may name in the header X-Headstart-Domain, for metrics and records; unknown ones count as other."""
+    """Domains that requests may name in the header X-Headstart-Domain, for metrics and records;
+    unknown ones count as other."""
     log_rejections: bool = False
-    """Write a record of every verification, for the next round of training (docs/formats.md, Records)."""
+    """Write a record of every verification, for the next round of training (docs/formats.md,
+    Records)."""
     records: str = ""
     """Folder of the records; empty: <root>/records."""
     records_megabytes: Annotated[float, Ge(0.01)] = 256.0
     """Size at which recording stops; what is not written then is counted in the metrics."""
     records_redact: bool = False
-    """Keep no token and no text in the records, only positions, depths, probabilities and keyed hashes."""
+    """Keep no token and no text in the records, only positions, depths, probabilities and keyed
+    hashes."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.domains) <= 64:
@@ -74,7 +83,8 @@ class ServeConfig:
             )
 
     def domain(self, given: str | None) -> str:
-        """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" where none is named."""
+        """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" where
+        none is named."""
         if not given:
             return "none"
         return given if given in self.domains else "other"
@@ -99,7 +109,8 @@ class Secret:
 def read_secret(config: ServeConfig) -> Secret | None:
     """The token from `serve.token_file` or the environment, None where there is none.
 
-    Raises `UserError` for a file that cannot be read, a short token, and an address that the whole network reaches without one.
+    Raises `UserError` for a file that cannot be read, a short token, and an address that the whole
+    network reaches without one.
     """
     value = os.environ.get(TOKEN_VARIABLE, "").strip()
     if config.token_file:
@@ -107,17 +118,20 @@ def read_secret(config: ServeConfig) -> Secret | None:
             value = Path(config.token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
-            raise UserError(f"serve.token_file '{config.token_file}' cannot be read ({reason}).") from error
+            raise UserError(
+                f"serve.token_file '{config.token_file}' cannot be read ({reason})."
+            ) from error
         if not value:
             raise UserError(f"serve.token_file '{config.token_file}' is empty.")
     if value and len(value) < SHORTEST_TOKEN:
         raise UserError(
-            f"the bearer token has {len(value)} characters; {SHORTEST_TOKEN} are the least. `openssl rand -hex 24` makes one."
+            f"the bearer token has {len(value)} characters; {SHORTEST_TOKEN} are the least. "
+            "`openssl rand -hex 24` makes one."
         )
     if not value and not config.open and not is_loopback(config.host):
         raise UserError(
-            f"serve.host={config.host} can be reached from other machines. Set {TOKEN_VARIABLE} or serve.token_file, or say "
-            "serve.open=true to serve everybody who can reach it."
+            f"serve.host={config.host} can be reached from other machines. Set {TOKEN_VARIABLE} "
+            "or serve.token_file, or say serve.open=true to serve everybody who can reach it."
         )
     return Secret(value.encode()) if value else None
 

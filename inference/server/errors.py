@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for. retry_after: seconds after which asking again makes sense."""
+    """An answer other than the one that was asked for. retry_after: seconds after which asking
+    again makes sense."""
 
     def __init__(
         self,
@@ -23,9 +29,11 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON to send."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
         return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
 
     @property

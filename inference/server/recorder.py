@@ -1,4 +1,5 @@
-"""Writing a server's records beside its work: a thread that flushes the log when a shard is full, and every so often."""
+"""Writing a server's records beside its work: a thread that flushes the log when a shard is full,
+and every so often."""
 
 from __future__ import annotations
 
@@ -16,13 +17,22 @@ LOOK_SECONDS, FLUSH_SECONDS = 0.5, 60.0
 
 
 class Recorder:
-    """See the module. weights: hash of the drafter's. Raises `UserError` for a folder with records of another target or drafter."""
+    """See the module. weights: hash of the drafter's. Raises `UserError` for a folder with records
+    of another target or drafter."""
 
     def __init__(
-        self, folder: Path, config: ServeConfig, engine: Engine, drafter: str, weights: str, metrics: ServerMetrics
+        self,
+        folder: Path,
+        config: ServeConfig,
+        engine: Engine,
+        drafter: str,
+        weights: str,
+        metrics: ServerMetrics,
     ) -> None:
         size = int(config.records_megabytes * 1e6)
-        self.log = VerificationLog(folder, record_facts(engine, drafter, weights), size, config.records_redact)
+        self.log = VerificationLog(
+            folder, record_facts(engine, drafter, weights), size, config.records_redact
+        )
         self.metrics = metrics
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="headstart-records", daemon=True)

@@ -32,14 +32,15 @@ def bind(config: ServeConfig) -> socket.socket:
     except OSError as error:
         found.close()
         raise UserError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror or error}). Set serve.host or serve.port; serve.port=0 "
-            "takes a free one."
+            f"cannot listen on {config.host}:{config.port} ({error.strerror or error}). Set "
+            "serve.host or serve.port; serve.port=0 takes a free one."
         ) from error
     return found
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our way to end: the first signal drains (new requests get 503, running ones end), the second ends at once."""
+    """uvicorn with our way to end: the first signal drains (new requests get 503, running ones
+    end), the second ends at once."""
 
     def __init__(self, service: Service, started: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
@@ -65,7 +66,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals while serving. Unlike uvicorn's, they are not raised again afterwards: what was asked for was done."""
+        """Handle signals while serving. Unlike uvicorn's, they are not raised again afterwards:
+        what was asked for was done."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -100,9 +102,11 @@ class Server(uvicorn.Server):
             self.service.loop.call_soon_threadsafe(self.end)
 
 
-def serve(service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None) -> int:
-    """Serve until a signal ends it; returns the exit status: 0, or 1 when the engine failed. started: called when requests are
-    taken.
+def serve(
+    service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None
+) -> int:
+    """Serve until a signal ends it; returns the exit status: 0, or 1 when the engine failed.
+    started: called when requests are taken.
     """
     service.start()
     server = Server(service, started)

@@ -1,10 +1,12 @@
-"""The worker: one thread that owns the engine, takes requests from a queue, decodes them together and hands text back.
+"""The worker: one thread that owns the engine, takes requests from a queue, decodes them together
+and hands text back.
 
-The event loop's thread only puts jobs and cancellations into the inbox. What a step brought forth for all rows goes back in one
-call, so that a step costs the loop one wake-up, however many rows it has. Text is made here as well: stop strings end a row at
-the step in which they appear.
+The event loop's thread only puts jobs and cancellations into the inbox. What a step brought forth
+for all rows goes back in one call, so that a step costs the loop one wake-up, however many rows it
+has. Text is made here as well: stop strings end a row at the step in which they appear.
 
-When a step fails, the requests under way fail with it and the session is made anew; after `MOST_FAILURES` in a row it gives up.
+When a step fails, the requests under way fail with it and the session is made anew; after
+`MOST_FAILURES` in a row it gives up.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Done:
-    """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of text or stop included."""
+    """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of
+    text or stop included."""
 
     text: str
     finish: str
@@ -67,7 +70,8 @@ Event = Started | Piece | Done | Failed
 
 @dataclass
 class Job:
-    """A request for the worker. deliver: takes events on the event loop's thread; created: monotonic seconds of its arrival."""
+    """A request for the worker. deliver: takes events on the event loop's thread; created:
+    monotonic seconds of its arrival."""
 
     id: str
     prompt: tuple[int, ...]
@@ -100,7 +104,8 @@ Post = Callable[[list[tuple[Job, Event]]], None]
 
 
 class Scheduler:
-    """See the module. post: called from the worker's thread with the events of a step; broken: called there when it gives up."""
+    """See the module. post: called from the worker's thread with the events of a step; broken:
+    called there when it gives up."""
 
     def __init__(
         self,
@@ -113,7 +118,8 @@ class Scheduler:
     ) -> None:
         self.engine, self.context, self.metrics, self.log = engine, context, metrics, log
         self.post, self.broken = post, broken
-        # the event loop uses the target's own at the same time, and a tokenizer is for one thread at a time
+        # the event loop uses the target's own at the same time, and a tokenizer is for one thread
+        # at a time
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
@@ -126,10 +132,11 @@ class Scheduler:
         self._refusal: UserError | None = None
         self._thread = threading.Thread(target=self._work, name="headstart-engine", daemon=True)
 
-    # ---- called from the event loop's thread ---------------------------------------------------------------------------------
+    # Called from the event loop's thread
 
     def start(self) -> None:
-        """Start the worker and wait until its buffers stand; raises `UserError` when they cannot."""
+        """Start the worker and wait until its buffers stand; raises `UserError` when they
+        cannot."""
         self._thread.start()
         self._ready.wait()
         if self._refusal is not None:
@@ -149,13 +156,15 @@ class Scheduler:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    # ---- the worker's thread -------------------------------------------------------------------------------------------------
+    # The worker's thread
 
     def _work(self) -> None:
         failures = 0
         while not self._ended and failures < MOST_FAILURES:
             try:
-                with Session(self.engine, self.context, self._on_tokens, details=self.log is not None) as session:
+                with Session(
+                    self.engine, self.context, self._on_tokens, details=self.log is not None
+                ) as session:
                     self._session, self.healthy = session, True
                     self._ready.set()
                     while not self._ended:
@@ -170,8 +179,13 @@ class Scheduler:
                 failures += 1
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
             finally:
-                self.healthy = failures < MOST_FAILURES  # before anybody hears of the failure and asks again
-                self._fail_all("the engine failed; the request can be repeated" if failures else "the server is stopping")
+                # before anybody hears of the failure and asks again
+                self.healthy = failures < MOST_FAILURES
+                self._fail_all(
+                    "the engine failed; the request can be repeated"
+                    if failures
+                    else "the server is stopping"
+                )
         self.healthy = False
         self._ready.set()
         if not self._ended:
@@ -179,7 +193,8 @@ class Scheduler:
             self.broken()
 
     def _turn(self, session: Session) -> bool:
-        """Take what came in, make a step, hand back what it brought; returns whether a request ended well."""
+        """Take what came in, make a step, hand back what it brought; returns whether a request
+        ended well."""
         self._take(session)
         if self._ended:
             return False
@@ -220,7 +235,9 @@ class Scheduler:
         except UserError as error:
             self._out.append((job, Failed(ApiError(400, str(error)))))
             return
-        self._live[job.index] = _Live(job, StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops))
+        self._live[job.index] = _Live(
+            job, StopText(self.tokenizer, self.engine.target.eos_token_ids, job.stops)
+        )
 
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
         live = self._live.get(request.index)
@@ -278,9 +295,26 @@ class Scheduler:
                     self._out.append((job, Piece(rest)))
             whole, tokens = "".join(live.shown), text.tokens if text.stopped else len(live.tokens)
         else:
-            shown = [token for token in live.tokens if token not in self.engine.target.eos_token_ids]
-            whole, tokens = str(self.tokenizer.decode(shown, skip_special_tokens=True)), len(live.tokens)
-        self._out.append((job, Done(whole, finish, tuple(live.tokens[:tokens]), live.passes, live.committed, live.accepted)))
+            shown = [
+                token for token in live.tokens if token not in self.engine.target.eos_token_ids
+            ]
+            whole, tokens = (
+                str(self.tokenizer.decode(shown, skip_special_tokens=True)),
+                len(live.tokens),
+            )
+        self._out.append(
+            (
+                job,
+                Done(
+                    whole,
+                    finish,
+                    tuple(live.tokens[:tokens]),
+                    live.passes,
+                    live.committed,
+                    live.accepted,
+                ),
+            )
+        )
         now = time.monotonic()
         self.metrics.tokens.labels(job.domain).inc(tokens)
         self.metrics.whole.observe(now - job.created)
@@ -293,9 +327,11 @@ class Scheduler:
         if self.log is not None and live.tokens:
             job = live.job
             temperature = job.sampling.temperature
-            self.log.sequence(job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish)
+            self.log.sequence(
+                job.id, job.domain, job.prompt, live.tokens, job.seed, temperature, finish
+            )
 
-    # ---- when nothing goes on ------------------------------------------------------------------------------------------------
+    # When nothing goes on
 
     def _fail_all(self, why: str) -> None:
         """Tell every job in hand that it will not be answered."""
@@ -316,4 +352,13 @@ class Scheduler:
             except queue.Empty:
                 return
             if order == "add" and job is not None:
-                self.post([(job, Failed(ApiError(503, "the engine has failed; the server is going down")))])
+                self.post(
+                    [
+                        (
+                            job,
+                            Failed(
+                                ApiError(503, "the engine has failed; the server is going down")
+                            ),
+                        )
+                    ]
+                )

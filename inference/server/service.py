@@ -1,4 +1,5 @@
-"""What stands between a request and the worker: admission, prompts to tokens, events back to whoever waits, shutting down."""
+"""What stands between a request and the worker: admission, prompts to tokens, events back to
+whoever waits, shutting down."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Ticket:
         self._events.put_nowait(None)
 
     async def start(self) -> None:
-        """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than `serve.queue_seconds`)."""
+        """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than
+        `serve.queue_seconds`)."""
         event = await self._next(self.job.created + self.service.config.queue_seconds)
         if event is None and not self.gone:
             raise self.service.overloaded("no row became free in time")
@@ -58,7 +60,11 @@ class Ticket:
         """The next event after `start`; raises `ApiError`."""
         event = await self._next(self._deadline)
         if event is None and not self.gone:
-            raise ApiError(504, f"the answer took longer than {self.service.config.request_seconds:g} s.", code="timeout")
+            raise ApiError(
+                504,
+                f"the answer took longer than {self.service.config.request_seconds:g} s.",
+                code="timeout",
+            )
         self._check(event)
         assert isinstance(event, (Piece, Done))
         if isinstance(event, Done):
@@ -89,7 +95,8 @@ class Ticket:
 
 
 class Service:
-    """One server: its engine, its limits, its numbers. All methods but `post` belong to the event loop's thread."""
+    """One server: its engine, its limits, its numbers. All methods but `post` belong to the event
+    loop's thread."""
 
     def __init__(
         self,
@@ -103,15 +110,23 @@ class Service:
         """drafter, weights: its name and the hash of its weights, for the records."""
         self.config, self.engine, self.secret = config, engine, secret
         info = engine.target.info
-        self.name = config.name or (Path(info.id).resolve().name if Path(info.id).is_dir() else info.id)
+        self.name = config.name or (
+            Path(info.id).resolve().name if Path(info.id).is_dir() else info.id
+        )
         self.names = tuple(dict.fromkeys((self.name, info.id)))
         self.created = int(time.time())
         limit = info.max_position_embeddings
         self.context = min(config.context or LARGEST_DEFAULT_CONTEXT, limit)
-        self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, engine.drafter is not None)
+        self.metrics = ServerMetrics(
+            engine.tree.max_depth, engine.clock, engine.drafter is not None
+        )
         self.metrics.info.labels(self.name, drafter, engine.decode.shape, "1").set(1)
         self.metrics.rows.set(engine.decode.batch_size)
-        self.recorder = None if records is None else Recorder(records, config, engine, drafter, weights, self.metrics)
+        self.recorder = (
+            None
+            if records is None
+            else Recorder(records, config, engine, drafter, weights, self.metrics)
+        )
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining = False
         self.on_broken: Callable[[], None] = lambda: None
@@ -120,8 +135,13 @@ class Service:
         self.open: set[Ticket] = set()
         self.entering = 0  # requests that are being read
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
-        # what belongs to rendering itself: a request must not bring a template of its own, or change what comes out
-        self._reserved = {"messages", "add_generation_prompt", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        # what belongs to rendering itself: a request must not bring a template of its own, or
+        # change what comes out
+        self._reserved = {
+            "messages",
+            "add_generation_prompt",
+            *inspect.signature(self._tokenizer.apply_chat_template).parameters,
+        }
         self._texts = ThreadPoolExecutor(1, "headstart-prompts")
 
     def start(self) -> None:
@@ -137,7 +157,7 @@ class Service:
             self.recorder.stop()
         self._texts.shutdown(wait=False, cancel_futures=True)
 
-    # ---- admission -----------------------------------------------------------------------------------------------------------
+    # Admission
 
     @property
     def ready(self) -> bool:
@@ -145,23 +165,32 @@ class Service:
         return self.scheduler.healthy and not self.draining
 
     def overloaded(self, why: str) -> ApiError:
-        """Status 429, with a guess when a place will be free: what those before it have taken so far, at least a second."""
+        """Status 429, with a guess when a place will be free: what those before it have taken so
+        far, at least a second."""
         now = time.monotonic()
         ages = [now - ticket.job.created for ticket in self.open]
         wait = math.ceil(min(max(sum(ages) / len(ages) if ages else 1.0, 1.0), 60.0))
-        return ApiError(429, f"the server is busy: {why}. Ask again later.", code="overloaded", retry_after=wait)
+        return ApiError(
+            429, f"the server is busy: {why}. Ask again later.", code="overloaded", retry_after=wait
+        )
 
     def require_place(self) -> None:
         """Raise `ApiError` unless another request may come in."""
         if not self.ready:
-            raise ApiError(503, "the server takes no requests now: it is stopping.", code="unavailable", retry_after=5)
+            raise ApiError(
+                503,
+                "the server takes no requests now: it is stopping.",
+                code="unavailable",
+                retry_after=5,
+            )
         places = self.engine.decode.batch_size + self.config.queue
         if len(self.open) >= places or self.entering >= places + MOST_ENTERING:
             raise self.overloaded(f"{len(self.open)} requests run or wait")
 
     @contextmanager
     def entrance(self) -> Iterator[None]:
-        """Around reading a request: those that are not in yet are counted too. Raises `ApiError` unless another one may come in."""
+        """Around reading a request: those that are not in yet are counted too. Raises `ApiError`
+        unless another one may come in."""
         self.require_place()
         self.entering += 1
         try:
@@ -174,7 +203,9 @@ class Service:
         prompt = await self._prompt(asked)
         self.require_place()  # again: reading the prompt took a while
         room = self.context - len(prompt)
-        limit = asked.limit if asked.limit is not None else min(self.engine.decode.max_new_tokens, room)
+        limit = (
+            asked.limit if asked.limit is not None else min(self.engine.decode.max_new_tokens, room)
+        )
         self._check(prompt, limit, room)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         job = Job(
@@ -199,18 +230,21 @@ class Service:
         if not prompt:
             raise ApiError(400, "the prompt is empty.", "prompt")
         if min(prompt) < 0 or max(prompt) >= vocab:
-            raise ApiError(400, f"token ids go from 0 to {vocab - 1}; the prompt has others.", "prompt")
+            raise ApiError(
+                400, f"token ids go from 0 to {vocab - 1}; the prompt has others.", "prompt"
+            )
         if room < 1 or limit > room:
             raise ApiError(
                 400,
-                f"this server has {self.context} positions per request; the prompt takes {len(prompt)} and "
-                f"'max_tokens' is {limit}. Shorten one of them.",
+                f"this server has {self.context} positions per request; the prompt takes "
+                f"{len(prompt)} and 'max_tokens' is {limit}. Shorten one of them.",
                 "max_tokens" if room >= 1 else "prompt",
                 "context_length_exceeded",
             )
 
     async def _prompt(self, asked: Asked) -> tuple[int, ...]:
-        """The prompt's token ids. A thread of its own makes them: long texts take a while, and the loop must go on."""
+        """The prompt's token ids. A thread of its own makes them: long texts take a while, and the
+        loop must go on."""
         if isinstance(asked.content, tuple):
             return asked.content
         loop = asyncio.get_running_loop()
@@ -219,25 +253,43 @@ class Service:
     def _tokens(self, asked: Asked) -> tuple[int, ...]:
         reserved = sorted(set(asked.template) & self._reserved)
         if reserved:
-            raise ApiError(400, f"'{reserved[0]}' is no value for a template.", "chat_template_kwargs")
+            raise ApiError(
+                400, f"'{reserved[0]}' is no value for a template.", "chat_template_kwargs"
+            )
         try:
             if asked.kind == CHAT:
-                return tuple(render_prompt(self._tokenizer, asked.content, arguments=dict(asked.template)))
+                return tuple(
+                    render_prompt(self._tokenizer, asked.content, arguments=dict(asked.template))
+                )
             asked.content.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
             return tuple(self._tokenizer.encode(asked.content))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
-            raise ApiError(400, "the prompt is not valid text (a lone surrogate).", "prompt") from error
-        except (TypeError, ValueError) as error:  # a template that cannot work with the values it was given
-            raise ApiError(400, f"the chat template fails on this conversation ({type(error).__name__}).", "messages") from error
+            raise ApiError(
+                400, "the prompt is not valid text (a lone surrogate).", "prompt"
+            ) from error
+        # a template that cannot work with the values it was given
+        except (TypeError, ValueError) as error:
+            raise ApiError(
+                400,
+                f"the chat template fails on this conversation ({type(error).__name__}).",
+                "messages",
+            ) from error
 
     def refused(self, error: ApiError) -> None:
         """Count a request that ended with an error."""
-        known = {401: "unauthorized", 429: "overloaded", 499: "cancelled", 500: "error", 503: "unavailable", 504: "timeout"}
+        known = {
+            401: "unauthorized",
+            429: "overloaded",
+            499: "cancelled",
+            500: "error",
+            503: "unavailable",
+            504: "timeout",
+        }
         self.metrics.requests.labels(known.get(error.status, "invalid")).inc()
 
-    # ---- from the worker -----------------------------------------------------------------------------------------------------
+    # From the worker
 
     def post(self, events: list[tuple[Job, Event]]) -> None:
         """Take a step's events from the worker's thread to the loop's."""
@@ -248,10 +300,11 @@ class Service:
         logger.error("the engine has failed for good; the server ends")
         self.on_broken()
 
-    # ---- shutting down -------------------------------------------------------------------------------------------------------
+    # Shutting down
 
     async def drain(self) -> None:
-        """Take nothing new, let what runs end for `serve.grace_seconds`, then break off the rest."""
+        """Take nothing new, let what runs end for `serve.grace_seconds`, then break off the
+        rest."""
         self.draining = True
         end = time.monotonic() + self.config.grace_seconds
         while self.open and time.monotonic() < end:
@@ -266,8 +319,12 @@ class Service:
     def facts(self) -> dict[str, str | int]:
         """What /v1/models says of the model."""
         return {
-            "id": self.name, "object": "model", "created": self.created, "owned_by": "headstart", "max_model_len": self.context,
-        }  # fmt: skip
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "headstart",
+            "max_model_len": self.context,
+        }
 
 
 def _deliver(events: list[tuple[Job, Event]]) -> None:

@@ -1,4 +1,5 @@
-"""An answer's text as it arrives, cut at stop strings. What could still become a stop string is withheld until that is decided."""
+"""An answer's text as it arrives, cut at stop strings. What could still become a stop string is
+withheld until that is decided."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from inference.target.text_pieces import TextPieces
 
 
 class StopText:
-    """Tokens in, text out. tokens: how many it took up to and including the one that completed a stop string."""
+    """Tokens in, text out. tokens: how many it took up to and including the one that completed a
+    stop string."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...]) -> None:
         self.pieces, self.stops = TextPieces(tokenizer, ends), stops
@@ -18,12 +20,14 @@ class StopText:
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that more tokens decide. After a stop string (`stopped`) nothing is taken any more."""
+        """The text that more tokens decide. After a stop string (`stopped`) nothing is taken any
+        more."""
         if not self.stops:
             self.tokens += len(tokens)
             return self.pieces.add(tokens)
         shown = ""
-        for token in tokens:  # one by one, so that the count does not depend on how many came together
+        # one by one, so that the count does not depend on how many came together
+        for token in tokens:
             if self.stopped:
                 break
             self.tokens += 1

@@ -12,15 +12,17 @@ from inference.folders import require_folder_name
 @config("watch")
 @dataclass(frozen=True)
 class WatchConfig:
-    """Settings of `headstart watch`. Fresh traffic is `records` or `metrics` where given, else answers decoded now."""
+    """Settings of `headstart watch`. Fresh traffic is `records` or `metrics` where given, else
+    answers decoded now."""
 
     drafter: str = ""
     """The drafter: its checkpoint folder, or its name in this run."""
     learn: bool = False
-    """Make the reference: decode the prompts of `bench` with the target that the drafter was trained for, and write them to
-    `reference` (empty: watch.json in the drafter's folder)."""
+    """Make the reference: decode the prompts of `bench` with the target that the drafter was
+    trained for, and write them to `reference` (empty: watch.json in the drafter's folder)."""
     reference: str = ""
-    """What to compare with: a watch.json, a measurement's folder or its report.json; empty: what lies in the drafter's folder."""
+    """What to compare with: a watch.json, a measurement's folder or its report.json; empty: what
+    lies in the drafter's folder."""
     records: str = ""
     """Folder of records that a server, a measurement or a generation wrote."""
     metrics: tuple[str, ...] = ()
@@ -34,7 +36,8 @@ class WatchConfig:
     tolerance: OpenFraction = 0.05
     """Share of the accepted drafted tokens per pass (tau - 1) that may be lost without an alarm."""
     alarm_rate: OpenFraction = 0.01
-    """Chance of ever raising an alarm while nothing has changed, all domains and any number of looks together."""
+    """Chance of ever raising an alarm while nothing has changed, all domains and any number of
+    looks together."""
     stop: bool = True
     """Stop decoding at the first alarm. Off: decode all prompts, for the narrowest intervals."""
     seed: int = 0
@@ -52,6 +55,6 @@ class WatchConfig:
             )
         if self.system and (self.records or self.metrics):
             raise UserError(
-                "watch.system is for prompts that are decoded now; those of watch.records and watch.metrics "
-                "are answered already."
+                "watch.system is for prompts that are decoded now; those of watch.records and "
+                "watch.metrics are answered already."
             )

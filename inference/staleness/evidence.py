@@ -1,25 +1,30 @@
-"""Evidence about a ratio accepted / passes, kept for all its possible values at once: what watching is built from.
+"""Evidence about a ratio accepted / passes, kept for all its possible values at once: what watching
+is built from.
 
-A domain's acceptance is r = E[a] / E[n], with n the verify passes of one answer, cut at the first P of them, and a the drafted
-tokens that they accepted. For a supposed value s, `below` grows where the truth lies below s and `above` where it lies above; both
-are e-values: with the truth at or beyond s their mean is at most 1, and the chance that they ever reach 1 / alpha is at most alpha,
+A domain's acceptance is r = E[a] / E[n], with n the verify passes of one answer, cut at the first P
+of them, and a the drafted tokens that they accepted. For a supposed value s, `below` grows where
+the truth lies below s and `above` where it lies above; both are e-values: with the truth at or
+beyond s their mean is at most 1, and the chance that they ever reach 1 / alpha is at most alpha,
 however often one looks (Ville's inequality).
 
-`Bets` needs nothing but the answers being draws from one distribution (or at least none whose conditional mean is worse): a gambler
-stakes a fixed share c of her money on every answer (Waudby-Smith & Ramdas, 2010.09686, with the mean of several gamblers). Since
-n <= P and 0 <= a <= D n for drafts D deep,
+`Bets` needs nothing but the answers being draws from one distribution (or at least none whose
+conditional mean is worse): a gambler stakes a fixed share c of her money on every answer
+(Waudby-Smith & Ramdas, 2010.09686, with the mean of several gamblers). Since n <= P and 0 <= a <= D
+n for drafts D deep,
 
     below(s) = mean over c of prod over answers of  1 - c (a - s n) / (P (D - s))
     above(s) = mean over c of prod over answers of  1 + c (a / s - n) / P
 
-are never negative. `below` rises with s and `above` falls with it, whatever the answers, so evidence at a grid's points bounds it
-between them. The order of the answers does not matter.
+are never negative. `below` rises with s and `above` falls with it, whatever the answers, so
+evidence at a grid's points bounds it between them. The order of the answers does not matter.
 
-`Sums` knows totals only, of a card or of a server's counters. It takes the sum of a - s n as normal with a spread that was measured
-elsewhere (the mixture SPRT with a half-normal prior): an approximation, and reports say so.
+`Sums` knows totals only, of a card or of a server's counters. It takes the sum of a - s n as normal
+with a spread that was measured elsewhere (the mixture SPRT with a half-normal prior): an
+approximation, and reports say so.
 
-Cutting at P passes is what makes the stakes worth something: what a gambler may stake is limited by the worst possible answer.
-An answer of M tokens has at least (M - 1) / (D + 1) passes unless its text ends before, so up to there nothing is missing.
+Cutting at P passes is what makes the stakes worth something: what a gambler may stake is limited by
+the worst possible answer. An answer of M tokens has at least (M - 1) / (D + 1) passes unless its
+text ends before, so up to there nothing is missing.
 
 Legend: G points of the grid, C shares.
 """
@@ -42,12 +47,14 @@ SMALLEST = 0.01
 """The lowest point as a share of the deepest draft: 0.04 tokens per pass for a draft of 4."""
 SHARES = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 0.95])
 EDGE = 0.02
-"""`below` bets on s as if it were at least this share short of the deepest draft: its stake would grow without bound there."""
+"""`below` bets on s as if it were at least this share short of the deepest draft: its stake would
+grow without bound there."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Supposed acceptances for drafts `depth` deep: even steps of the logarithm up to `depth`, `values` [G]."""
+    """Supposed acceptances for drafts `depth` deep: even steps of the logarithm up to `depth`,
+    `values` [G]."""
 
     depth: int
     values: Floats = field(init=False, compare=False, repr=False)
@@ -90,16 +97,19 @@ class RatioEvidence(Protocol):
         ...
 
     def below(self) -> Floats:
-        """Logarithm of the evidence that the truth lies below each point of `Grid.lower` [G + 1]."""
+        """Logarithm of the evidence that the truth lies below each point of `Grid.lower` [G +
+        1]."""
         ...
 
     def above(self) -> Floats:
-        """Logarithm of the evidence that the truth lies above each point of `Grid.upper` [G + 1]."""
+        """Logarithm of the evidence that the truth lies above each point of `Grid.upper` [G +
+        1]."""
         ...
 
 
 class Bets:
-    """Evidence from single answers; see the module. most: P, where answers are cut; answers: (accepted, passes) of each."""
+    """Evidence from single answers; see the module. most: P, where answers are cut; answers:
+    (accepted, passes) of each."""
 
     exact = True
 
@@ -116,7 +126,11 @@ class Bets:
         """Count one answer."""
         self._below += below_factors(self.grid, self.most, accepted, passes)
         self._above += above_factors(self.grid, self.most, accepted, passes)
-        self.accepted, self.passes, self.answers = self.accepted + accepted, self.passes + passes, self.answers + 1
+        self.accepted, self.passes, self.answers = (
+            self.accepted + accepted,
+            self.passes + passes,
+            self.answers + 1,
+        )
 
     def below(self) -> Floats:
         """See `RatioEvidence`."""
@@ -128,7 +142,8 @@ class Bets:
 
 
 def below_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
-    """Logarithms [C, G + 1] of what one answer multiplies the gamblers' money with who bet on a low acceptance."""
+    """Logarithms [C, G + 1] of what one answer multiplies the gamblers' money with who bet on a low
+    acceptance."""
     assert 0 <= accepted <= grid.depth * passes and passes <= most, (accepted, passes, most)
     room = grid.depth - np.minimum(grid.lower, (1.0 - EDGE) * grid.depth)
     lost = (accepted - grid.lower * passes) / (most * room)
@@ -144,13 +159,20 @@ def above_factors(grid: Grid, most: int, accepted: int, passes: int) -> Floats:
 class Sums:
     """Evidence from totals; see the module.
 
-    spread: variance of a sum of (a - s n) per verify pass in it; prior: the passes for which the mixture is sharpest.
+    spread: variance of a sum of (a - s n) per verify pass in it; prior: the passes for which the
+    mixture is sharpest.
     """
 
     exact = False
 
     def __init__(
-        self, grid: Grid, accepted: float, passes: float, spread: float, prior: float, answers: int = 0
+        self,
+        grid: Grid,
+        accepted: float,
+        passes: float,
+        spread: float,
+        prior: float,
+        answers: int = 0,
     ) -> None:
         self.grid, self.spread, self.prior, self.answers = grid, spread, prior, answers
         self.accepted, self.passes = accepted, passes
@@ -164,7 +186,8 @@ class Sums:
         return np.append(self._mixture(self.accepted - self.grid.values * self.passes), -np.inf)
 
     def _mixture(self, excess: Floats) -> Floats:
-        """log of 2 sqrt(p / (v + p)) exp(z^2 / 2) Phi(z), z = excess / sqrt(v + p), with variances v of the sum, p of the prior."""
+        """log of 2 sqrt(p / (v + p)) exp(z^2 / 2) Phi(z), z = excess / sqrt(v + p), with variances
+        v of the sum, p of the prior."""
         variance, prior = self.spread * self.passes, self.spread * self.prior
         z = excess / np.sqrt(variance + prior)
         phi = torch.special.log_ndtr(torch.from_numpy(z)).numpy()
@@ -178,7 +201,8 @@ def log_mean(values: Floats) -> Floats:
 
 
 def interval(evidence: RatioEvidence, grid: Grid, miss: float) -> tuple[float, float]:
-    """The acceptances that the evidence does not contradict, at a chance of at most `miss` that the truth is ever left out."""
+    """The acceptances that the evidence does not contradict, at a chance of at most `miss` that the
+    truth is ever left out."""
     least = log(2.0 / miss)
     low = grid.upper[:-1][evidence.above()[:-1] >= least]
     high = grid.lower[evidence.below() >= least]

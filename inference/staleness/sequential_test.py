@@ -1,12 +1,16 @@
-"""The sequential test: has acceptance fallen, domain by domain and altogether, by more than is tolerated?
+"""The sequential test: has acceptance fallen, domain by domain and altogether, by more than is
+tolerated?
 
-Reference and fresh answers are both samples, so a fall is shown only where every acceptance r that the reference may have had is
-ruled out: for each r the evidence of the reference that it was higher is multiplied with the evidence of the fresh answers that
-theirs lies below (1 - tolerance) r, and the smallest product over r counts. For the true r it is at most the e-value of that r; so
-over the whole stream, however often one looks, the chance that an unchanged drafter's product ever reaches 1 / alpha is at most
-alpha. K domains and all of them together (the product over domains) share the alarm rate: alpha = alarm_rate / (K + 1) each.
+Reference and fresh answers are both samples, so a fall is shown only where every acceptance r that
+the reference may have had is ruled out: for each r the evidence of the reference that it was higher
+is multiplied with the evidence of the fresh answers that theirs lies below (1 - tolerance) r, and
+the smallest product over r counts. For the true r it is at most the e-value of that r; so over the
+whole stream, however often one looks, the chance that an unchanged drafter's product ever reaches 1
+/ alpha is at most alpha. K domains and all of them together (the product over domains) share the
+alarm rate: alpha = alarm_rate / (K + 1) each.
 
-Intervals of the change are the ratios fresh / reference that are not ruled out this way, 95% each for any number of looks.
+Intervals of the change are the ratios fresh / reference that are not ruled out this way, 95% each
+for any number of looks.
 
 Legend: G points of the grid.
 """
@@ -32,8 +36,9 @@ ALARM, FINE, OPEN = "alarm", "fine", "open"
 class Change:
     """What is known of one domain, or of all. acceptance: accepted drafted tokens per verify pass.
 
-    change: fresh / reference - 1; its interval is None where domains moved so differently that no one ratio fits. evidence: natural
-    logarithm of the largest e-value so far; verdict: alarm, fine (a fall beyond the tolerance is ruled out) or open.
+    change: fresh / reference - 1; its interval is None where domains moved so differently that no
+    one ratio fits. evidence: natural logarithm of the largest e-value so far; verdict: alarm, fine
+    (a fall beyond the tolerance is ruled out) or open.
     """
 
     answers: int
@@ -50,7 +55,8 @@ class Change:
 
 @dataclass
 class DriftTest:
-    """Watches fresh answers against the reference's evidence by domain. most: passes of an answer that count.
+    """Watches fresh answers against the reference's evidence by domain. most: passes of an answer
+    that count.
 
     Raises `UserError` for a tolerance or alarm rate outside (0, 1).
     """
@@ -71,7 +77,9 @@ class DriftTest:
     def __post_init__(self) -> None:
         for name in ("tolerance", "alarm_rate"):
             if not 0.0 < getattr(self, name) < 1.0:
-                raise UserError(f"watch.{name} must lie between 0 and 1; given: {getattr(self, name)}.")
+                raise UserError(
+                    f"watch.{name} must lie between 0 and 1; given: {getattr(self, name)}."
+                )
 
     @property
     def needed(self) -> float:
@@ -84,7 +92,8 @@ class DriftTest:
         return [name for name, peak in self._peaks.items() if peak >= self.needed]
 
     def add(self, domain: str, accepted: int, passes: int) -> None:
-        """Count one fresh answer and look. One of a domain that the reference does not know is only counted."""
+        """Count one fresh answer and look. One of a domain that the reference does not know is only
+        counted."""
         self.answers += 1
         if domain in self.reference:
             self._bets(self.fresh, domain).add(accepted, passes)
@@ -115,7 +124,7 @@ class DriftTest:
         if self.alarm_after is None and self.alarms:
             self.alarm_after = self.answers
 
-    # ---- what came out ---------------------------------------------------------------------------------------------------------
+    # What came out
 
     def changes(self) -> dict[str, Change]:
         """Domain -> what is known, `OVERALL` last; empty before the first answer."""
@@ -159,10 +168,11 @@ def mean_acceptance(values: list[float], passes: np.ndarray) -> float:
 
 
 def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
-    """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the reference's.
+    """Logarithm of the evidence that the fresh acceptance lies below `ratio(shift)` of the
+    reference's.
 
-    The reference's acceptance lies in one of the grid's cells, from one point to the next; the evidence is taken at the end of the
-    cell that claims less.
+    The reference's acceptance lies in one of the grid's cells, from one point to the next; the
+    evidence is taken at the end of the cell that claims less.
     """
     above, below = reference.above()[:-1], fresh.below()
     cells = np.arange(len(above))
@@ -171,18 +181,23 @@ def fallen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
 
 
 def risen(reference: RatioEvidence, fresh: RatioEvidence, shift: int) -> float:
-    """Logarithm of the evidence that the fresh acceptance lies above `ratio(shift)` of the reference's."""
+    """Logarithm of the evidence that the fresh acceptance lies above `ratio(shift)` of the
+    reference's."""
     below, above = reference.below()[:-1], fresh.above()
     cells = np.arange(len(below))
     return float((below + above[np.clip(cells + shift, 0, len(above) - 1)]).min())
 
 
-def ratio_interval(pairs: list[tuple[RatioEvidence, RatioEvidence]], miss: float) -> tuple[float, float] | None:
-    """Interval of fresh / reference - 1 that all pairs of (reference, fresh) share; None where there is no such ratio."""
+def ratio_interval(
+    pairs: list[tuple[RatioEvidence, RatioEvidence]], miss: float
+) -> tuple[float, float] | None:
+    """Interval of fresh / reference - 1 that all pairs of (reference, fresh) share; None where
+    there is no such ratio."""
     least, span = log(2.0 / miss), len(pairs[0][0].below())
 
     def first(holds: Callable[[int], bool]) -> int:
-        """The smallest shift in (-span, span] for which a condition holds that stays true once it is; span + 1 for none."""
+        """The smallest shift in (-span, span] for which a condition holds that stays true once it
+        is; span + 1 for none."""
         low, high = -span, span + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -191,5 +206,8 @@ def ratio_interval(pairs: list[tuple[RatioEvidence, RatioEvidence]], miss: float
 
     high = first(lambda shift: sum(fallen(*pair, shift) for pair in pairs) >= least)
     low = first(lambda shift: sum(risen(*pair, shift) for pair in pairs) < least) - 1
-    bounds = (-1.0 if low == -span else ratio(low) - 1.0, inf if high == span + 1 else ratio(high) - 1.0)
+    bounds = (
+        -1.0 if low == -span else ratio(low) - 1.0,
+        inf if high == span + 1 else ratio(high) - 1.0,
+    )
     return bounds if bounds[0] <= bounds[1] else None

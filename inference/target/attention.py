@@ -1,9 +1,11 @@
 """The target's attention: one function for training features, prefill and tree verification.
 
-It is registered with transformers' `AttentionInterface`, without a mask function, so that models build no dense mask of their own;
-what may be attended to comes from the `AttentionPlan` of the running forward pass. Where the tree attention kernel runs, the plan
-hands it the tree's bits; elsewhere it spells a mask out. Sliding windows are tested by position, not by
-slot, because tree nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the plain path.
+It is registered with transformers' `AttentionInterface`, without a mask function, so that models
+build no dense mask of their own; what may be attended to comes from the `AttentionPlan` of the
+running forward pass. Where the tree attention kernel runs, the plan hands it the tree's bits;
+elsewhere it spells a mask out. Sliding windows are tested by position, not by slot, because tree
+nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the
+plain path.
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -27,7 +29,8 @@ NAME = "headstart"
 
 @dataclass
 class TreeNodes:
-    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32, depth [1|B, N] int64."""
+    """Tree nodes as the attention kernel takes them: lengths [B] int64, words [1|B, N, W] int32,
+    depth [1|B, N] int64."""
 
     lengths: Tensor
     words: Tensor
@@ -38,9 +41,10 @@ class TreeNodes:
 class AttentionPlan:
     """What the queries of one forward pass may see.
 
-    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is visible.
-    query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
-    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of everything else.
+    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`) or every key is
+    visible. query_positions [B|1, N], key_positions [B|1, S] int64: for sliding windows only.
+    nodes: the queries are tree nodes over the whole cache, for the kernel; it takes the place of
+    everything else.
     """
 
     allowed: Tensor | None
@@ -51,7 +55,8 @@ class AttentionPlan:
     _bias: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B|1, 1, G*N, S] for GQA-packed queries, built once per pass and window; None when not needed."""
+        """Additive mask [B|1, 1, G*N, S] for GQA-packed queries, built once per pass and window;
+        None when not needed."""
         key = (window, groups, dtype)
         if key not in self._bias:
             allowed = self.allowed_within(window)
@@ -100,8 +105,10 @@ def planned_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B, N, h*G, D], None)."""
-    if attention_mask is not None:  # a model that adds scores of its own: the plan does not know them
+    """Attention as transformers calls it: query [B, h*G, N, D], key and value [B, h, S, D] -> ([B,
+    N, h*G, D], None)."""
+    # a model that adds scores of its own: the plan does not know them
+    if attention_mask is not None:
         raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
     batch, heads, nodes, size = query.shape
@@ -114,7 +121,9 @@ def planned_attention(
     key_heads = key.shape[1]
     groups = heads // key_heads
     if softcap is not None or s_aux is not None:
-        return _plain_attention(plan, query, key, value, scaling, sliding_window, softcap, s_aux), None
+        return _plain_attention(
+            plan, query, key, value, scaling, sliding_window, softcap, s_aux
+        ), None
     whole = (
         nodes == key.shape[2]
     )  # a later chunk of a prompt has more keys than queries: its causality is not a square
@@ -145,7 +154,8 @@ def _plain_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same attention written out, for scores that scaled_dot_product_attention cannot shape. Returns [B, N, h*G, D]."""
+    """The same attention written out, for scores that scaled_dot_product_attention cannot shape.
+    Returns [B, N, h*G, D]."""
     batch, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], groups * nodes, size)

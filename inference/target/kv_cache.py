@@ -1,17 +1,20 @@
 """The target's key/value cache: preallocated, slot-addressed, compacted after every verification.
 
-Row b's committed tokens occupy slots 0 .. length[b]-1, slot = position. A verification writes node i to slot length[b] + i; commit
-moves the accepted nodes' entries down so that they become contiguous again. Buffers are full length for every layer, sliding
-windows included: windows are a matter of the mask, because a tree must be able to roll back.
+Row b's committed tokens occupy slots 0 .. length[b]-1, slot = position. A verification writes node
+i to slot length[b] + i; commit moves the accepted nodes' entries down so that they become
+contiguous again. Buffers are full length for every layer, sliding windows included: windows are a
+matter of the mask, because a tree must be able to roll back.
 
-Layers of equal shape lie in one storage, so that compaction is one operation for all of them. Which shapes the layers have is seen
-from their first keys alone: a config does not know what tensor parallelism leaves to this rank, and some layers have heads of their
-own size (Gemma 4) or no keys at all (shared ones). So the first cache of a model gives each layer a storage of its own and learns
-the shapes (`KVCache.shapes`; the self-check at loading is such a run); caches that are told them allocate one storage per group
-of equal layers. Either way exactly the bytes that are used are allocated, and all caches behave the same.
+Layers of equal shape lie in one storage, so that compaction is one operation for all of them. Which
+shapes the layers have is seen from their first keys alone: a config does not know what tensor
+parallelism leaves to this rank, and some layers have heads of their own size (Gemma 4) or no keys
+at all (shared ones). So the first cache of a model gives each layer a storage of its own and learns
+the shapes (`KVCache.shapes`; the self-check at loading is such a run); caches that are told them
+allocate one storage per group of equal layers. Either way exactly the bytes that are used are
+allocated, and all caches behave the same.
 
-Legend: L layers of a storage, B rows, R rows being prefilled, T fresh tokens, N nodes, S slots, h key/value heads, C and E numbers
-per key and value, D the tree's deepest level.
+Legend: L layers of a storage, B rows, R rows being prefilled, T fresh tokens, N nodes, S slots, h
+key/value heads, C and E numbers per key and value, D the tree's deepest level.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from inference.kernels.reference.commit import COMPACT
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer stores per slot: `heads` keys of `key_size` and values of `value_size` numbers."""
+    """What a layer stores per slot: `heads` keys of `key_size` and values of `value_size`
+    numbers."""
 
     heads: int
     key_size: int
@@ -65,8 +69,8 @@ class Storage:
 
 
 class Storages:
-    """All buffers of one cache; tells each layer where its keys and values lie. It knows no layers, so that dropping a cache frees
-    its memory at once.
+    """All buffers of one cache; tells each layer where its keys and values lie. It knows no layers,
+    so that dropping a cache frees its memory at once.
 
     told: the expected shape of each layer, None where unknown.
     """
@@ -77,7 +81,8 @@ class Storages:
         self._shared: dict[LayerShape, Storage] = {}
 
     def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
-        """Views [B, h, S, C] and [B, h, S, E] for layer `number`, whose first keys have shown `shape`."""
+        """Views [B, h, S, C] and [B, h, S, E] for layer `number`, whose first keys have shown
+        `shape`."""
         if self.told[number] != shape:
             storage, position = self._new(shape, 1), 0
         else:
@@ -95,10 +100,11 @@ class Storages:
 class SlotWriter:
     """Where the running forward pass writes, shared by all layers of one cache.
 
-    mode "prefill": fresh tokens at slots offset .. offset+T-1 of `rows` [R], where `offset` is known to the host; layers attend to
-    slots < offset+T of those rows (for offset 0: to the fresh keys themselves).
-    mode "verify": nodes at `start` .. start+N (one row, host-known) or, if `start` is None, at `slots` [B, N] of the rows
-    `row_index` [B, 1], known to the device alone; layers attend to slots < `bound`.
+    mode "prefill": fresh tokens at slots offset .. offset+T-1 of `rows` [R], where `offset` is
+    known to the host; layers attend to slots < offset+T of those rows (for offset 0: to the fresh
+    keys themselves). mode "verify": nodes at `start` .. start+N (one row, host-known) or, if
+    `start` is None, at `slots` [B, N] of the rows `row_index` [B, 1], known to the device alone;
+    layers attend to slots < `bound`.
     """
 
     def __init__(self) -> None:
@@ -112,8 +118,8 @@ class SlotWriter:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage, taken when its first keys
-    show their shape.
+    """Layer `number`'s keys [B, h, S, C] and values [B, h, S, E]: views of a storage, taken when
+    its first keys show their shape.
     """
 
     is_sliding = False
@@ -133,7 +139,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values ([R|B, h, T|N, C], [.., E]) and return those that the layer attends to."""
+        """Store the new keys and values ([R|B, h, T|N, C], [.., E]) and return those that the layer
+        attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         writer = self.writer
@@ -177,21 +184,28 @@ class SlotLayer(CacheLayerMixin):
 class KVCache(Cache):
     """Slot-addressed cache for `rows` sequences of at most `capacity` slots (tree nodes included).
 
-    shapes: what `shapes()` of an earlier cache of the same model gave, or None if there was none; see the module. A layer whose
-    first keys differ from what was told gets a storage of its own.
+    shapes: what `shapes()` of an earlier cache of the same model gave, or None if there was none;
+    see the module. A layer whose first keys differ from what was told gets a storage of its own.
     """
 
     def __init__(
-        self, num_layers: int, rows: int, capacity: int, shapes: Sequence[LayerShape | None] | None = None
+        self,
+        num_layers: int,
+        rows: int,
+        capacity: int,
+        shapes: Sequence[LayerShape | None] | None = None,
     ) -> None:
         assert shapes is None or len(shapes) == num_layers, "one shape per layer"
         self.writer = SlotWriter()
         self.rows, self.capacity = rows, capacity
         self.storages = Storages(rows, capacity, shapes or [None] * num_layers)
-        super().__init__(layers=[SlotLayer(i, self.storages, self.writer) for i in range(num_layers)])
+        super().__init__(
+            layers=[SlotLayer(i, self.storages, self.writer) for i in range(num_layers)]
+        )
 
     def shapes(self) -> tuple[LayerShape | None, ...]:
-        """What each layer stores, for the model's next cache; None for layers that have shown no keys."""
+        """What each layer stores, for the model's next cache; None for layers that have shown no
+        keys."""
         return tuple(layer.shape for layer in self.layers)
 
     def bytes(self) -> int:
@@ -199,7 +213,8 @@ class KVCache(Cache):
         return sum(storage.bytes() for storage in self.storages.all)
 
     def first_rows(self, count: int) -> KVCache:
-        """The first `count` rows as a cache of their own that lies in this one's buffers; once all layers have seen keys."""
+        """The first `count` rows as a cache of their own that lies in this one's buffers; once all
+        layers have seen keys."""
         part = KVCache(len(self.layers), count, self.capacity)
         part.storages.all = [
             Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
@@ -218,11 +233,12 @@ class KVCache(Cache):
             storage.values[:, target] = storage.values[:, source]
 
     def compact(self, lengths: Tensor, path: Tensor, accepted: Tensor | None = None) -> None:
-        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No host synchronisation.
+        """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d, for every layer. No
+        host synchronisation.
 
-        lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first. accepted [B] int64: entries of the
-        path beyond it stay where they are; None: all move, those beyond a row's path as garbage behind its new length. Overlapping
-        moves are safe.
+        lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first.
+        accepted [B] int64: entries of the path beyond it stay where they are; None: all move, those
+        beyond a row's path as garbage behind its new length. Overlapping moves are safe.
         """
         for storage in self.storages.all:
             COMPACT(storage.keys, storage.values, lengths, path, accepted)

@@ -1,6 +1,8 @@
-"""Loading a target from a Hub id or a folder, and describing it: every way this can go wrong ends in one clear sentence.
+"""Loading a target from a Hub id or a folder, and describing it: every way this can go wrong ends
+in one clear sentence.
 
-What cannot be a target is refused by name from its config, before any weights are read (`require_supported`).
+What cannot be a target is refused by name from its config, before any weights are read
+(`require_supported`).
 """
 
 from __future__ import annotations
@@ -38,33 +40,48 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_RECURRENT = "it keeps a recurrent state, which cannot be taken back when drafted tokens are refused"
-_ALIBI = "its attention adds ALiBi biases in code of its own, which transformers does not let us replace"
+_RECURRENT = (
+    "it keeps a recurrent state, which cannot be taken back when drafted tokens are refused"
+)
+_ALIBI = (
+    "its attention adds ALiBi biases in code of its own, which transformers does not let us replace"
+)
 _OWN_CODE = "its attention is code of its own, which transformers does not let us replace"
-_SPARSE = "its attention chooses keys by an index of its own, which our cache and masks do not follow"
-_BIASED = "it adds learned biases to the attention scores as a mask, which our attention does not take"
+_SPARSE = (
+    "its attention chooses keys by an index of its own, which our cache and masks do not follow"
+)
+_BIASED = (
+    "it adds learned biases to the attention scores as a mask, which our attention does not take"
+)
 _ENCODER = "it is an encoder-decoder model, and targets are decoder-only"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "mamba mamba2 falcon_mamba jamba rwkv recurrent_gemma zamba zamba2 bamba qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text falcon_h1 nemotron_h olmo_hybrid kimi_linear bailing_hybrid minimax xlstm zaya "
-        "inkling_text inkling2_text lfm2_moe lfm3 qwen4_exp_text".split(),
+        "mamba mamba2 falcon_mamba jamba rwkv recurrent_gemma zamba zamba2 bamba qwen3_next "
+        "qwen3_5_text qwen3_5_moe_text falcon_h1 nemotron_h olmo_hybrid kimi_linear "
+        "bailing_hybrid minimax xlstm zaya inkling_text inkling2_text lfm2_moe lfm3 "
+        "qwen4_exp_text".split(),
         _RECURRENT,
     ),
     **dict.fromkeys("bloom mpt".split(), _ALIBI),
     **dict.fromkeys(
-        "falcon gptj gpt_neo gpt_neox_japanese codegen xglm openai-gpt ctrl cpmant big_bird reformer rembert "
-        "roformer megatron-bert xlm xlnet prophetnet trocr".split(),
+        "falcon gptj gpt_neo gpt_neox_japanese codegen xglm openai-gpt ctrl cpmant big_bird "
+        "reformer rembert roformer megatron-bert xlm xlnet prophetnet trocr".split(),
         _OWN_CODE,
     ),
-    **dict.fromkeys("deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note_text".split(), _SPARSE),
+    **dict.fromkeys(
+        "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note_text".split(), _SPARSE
+    ),
     "doge": _BIASED,
 }
-"""Families that cannot be targets, by model_type, and why. Layers and flags of other configs: `_objection`."""
+"""Families that cannot be targets, by model_type, and why. Layers and flags of other configs:
+`_objection`."""
 _LAYERS: dict[str, str] = {
-    **dict.fromkeys("linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT),
     **dict.fromkeys(
-        "indexed_attention compressed_sparse_attention heavily_compressed_attention".split(), _SPARSE
+        "linear_attention mamba conv recurrent hybrid hybrid_sliding".split(), _RECURRENT
+    ),
+    **dict.fromkeys(
+        "indexed_attention compressed_sparse_attention heavily_compressed_attention".split(),
+        _SPARSE,
     ),
 }
 """Types of layers that cannot be part of a target."""
@@ -86,16 +103,19 @@ class TargetConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
     quantization: str = "auto"
-    """auto (as the checkpoint says), none, bnb-4bit, bnb-8bit, torchao-int8, torchao-int4 or fp8: see `inference.target.quantization`."""
+    """auto (as the checkpoint says), none, bnb-4bit, bnb-8bit, torchao-int8, torchao-int4 or fp8:
+    see `inference.target.quantization`."""
     long_context: bool = False
-    """For models with two sets of rotary frequencies (longrope: Phi-3 128k): use the long set, for prompts of every length.
-    Off, the short set is used and prompts end where it does."""
+    """For models with two sets of rotary frequencies (longrope: Phi-3 128k): use the long set, for
+    prompts of every length. Off, the short set is used and prompts end where it does."""
     tensor_parallel: bool = False
-    """Split the target over the processes that torchrun started: see `inference.target.parallel`."""
+    """Split the target over the processes that torchrun started: see
+    `inference.target.parallel`."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a configured name; raises `UserError` for an unknown one or for CUDA where there is none."""
+    """The torch device for a configured name; raises `UserError` for an unknown one or for CUDA
+    where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -105,18 +125,21 @@ def pick_device(name: str) -> torch.device:
             f"target.device '{name}' is not a device. Allowed: auto, cpu, cuda, cuda:N."
         ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"target.device is '{name}', but no CUDA device is available. Use target.device=cpu.")
+        raise UserError(
+            f"target.device is '{name}', but no CUDA device is available. Use target.device=cpu."
+        )
     return device
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""transformers replaces methods of its classes while it loads. Two threads that load at once leave a replacement behind, and from
-then on no model of this process ties its embeddings.
+"""transformers replaces methods of its classes while it loads. Two threads that load at once leave
+a replacement behind, and from then on no model of this process ties its embeddings.
 """
 
 
 def load_model(config: TargetConfig) -> Any:
-    """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised or split, or is no target."""
+    """The frozen model on its device; raises `UserError` when it cannot be found, read, quantised
+    or split, or is no target."""
     described = checked_config(config)
     ranks = join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
@@ -126,12 +149,14 @@ def load_model(config: TargetConfig) -> Any:
     if ranks is not None:
         options |= _split(config, described, ranks)
     elif own is not None or quantised is not None:
-        options["device_map"] = {"": device}  # packed weights are made on their device and cannot move
+        # packed weights are made on their device and cannot move
+        options["device_map"] = {"": device}
     model, report = _from_pretrained(config, options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(
-            f"target '{config.path}' is incomplete: weights {missing[:4]} are missing from its files."
+            f"target '{config.path}' is incomplete: weights {missing[:4]} are missing from its "
+            "files."
         )
     model.requires_grad_(False).eval()
     return prepare(model if options else model.to(device), config.long_context)
@@ -148,7 +173,8 @@ def checked_config(config: TargetConfig) -> Any:
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The target's transformers config, without its weights; raises `UserError` when there is none."""
+    """The target's transformers config, without its weights; raises `UserError` when there is
+    none."""
     try:
         return AutoConfig.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -178,27 +204,30 @@ def _split(config: TargetConfig, described: Any, ranks: Ranks) -> dict[str, Any]
     require_divisible(text, ranks.size)
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
-            f"a {text.model_type} target cannot be split: transformers has no tensor-parallel plan for it. "
-            "Set target.tensor_parallel=false."
+            f"a {text.model_type} target cannot be split: transformers has no tensor-parallel "
+            "plan for it. Set target.tensor_parallel=false."
         )
     return {"distributed_config": split_settings(ranks.size)}
 
 
 def prepare(model: Any, long_context: bool = False) -> Any:
-    """What every model needs before anything is computed with it: rotary frequencies that do not change with the length."""
+    """What every model needs before anything is computed with it: rotary frequencies that do not
+    change with the length."""
     pin_frequencies(model, long_context)
     model.config.get_text_config().headstart_long_context = long_context
     return model
 
 
 def require_supported(name: str, config: Any) -> None:
-    """Raise `UserError` in one sentence when a model of this transformers config cannot be a target."""
+    """Raise `UserError` in one sentence when a model of this transformers config cannot be a
+    target."""
     for part in (config, config.get_text_config()):
         objection = _objection(part)
         if objection is not None:
             raise UserError(
-                f"'{name}' ({part.model_type}) cannot be a target: {objection}. Use a decoder-only model with standard "
-                "attention (Llama, Qwen, Mistral, Gemma, OLMo, Phi, GPT-OSS, ...)."
+                f"'{name}' ({part.model_type}) cannot be a target: {objection}. Use a "
+                "decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, OLMo, "
+                "Phi, GPT-OSS, ...)."
             )
 
 
@@ -215,14 +244,28 @@ def _objection(config: Any) -> str | None:
 
 
 def usable_positions(config: Any) -> tuple[int, str]:
-    """Positions a sequence may have with a prepared text config, and a hint (may be empty) for whom that is too few."""
+    """Positions a sequence may have with a prepared text config, and a hint (may be empty) for whom
+    that is too few."""
     limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
     trained = trained_positions(config)
-    if trained is not None and trained < limit and not getattr(config, "headstart_long_context", False):
-        return trained, "Its short rotary frequencies end there; target.long_context=true uses the long ones."
+    if (
+        trained is not None
+        and trained < limit
+        and not getattr(config, "headstart_long_context", False)
+    ):
+        return (
+            trained,
+            "Its short rotary frequencies end there; target.long_context=true uses the long ones.",
+        )
     chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()) and chunk < limit:
-        return int(chunk), "Its layers attend in chunks of that length, and only the first is supported."
+    if (
+        chunk
+        and "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        and chunk < limit
+    ):
+        return int(
+            chunk
+        ), "Its layers attend in chunks of that length, and only the first is supported."
     return limit, ""
 
 
@@ -233,11 +276,14 @@ def load_tokenizer(config: TargetConfig) -> Any:
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise UserError(f"target '{config.path}' has no readable tokenizer: {_first_line(error)}") from error
+        raise UserError(
+            f"target '{config.path}' has no readable tokenizer: {_first_line(error)}"
+        ) from error
 
 
 def switch_attention(model: Any) -> None:
-    """Make every layer call our attention; raises `UserError` when the architecture does not allow it."""
+    """Make every layer call our attention; raises `UserError` when the architecture does not allow
+    it."""
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -248,13 +294,15 @@ def switch_attention(model: Any) -> None:
 
 def _irreplaceable(model: Any, why: str) -> str:
     return (
-        f"a {model.config.model_type} model cannot be a target: transformers does not let its attention be replaced "
-        f"({why}). Use a model with standard attention (Llama, Qwen, Mistral, Gemma, OLMo, Phi, GPT-2, ...)."
+        f"a {model.config.model_type} model cannot be a target: transformers does not let its "
+        f"attention be replaced ({why}). Use a model with standard attention (Llama, Qwen, "
+        "Mistral, Gemma, OLMo, Phi, GPT-2, ...)."
     )
 
 
 def shared_weights(model: Any) -> TargetWeights:
-    """The target's weights as drafters see them: whole and in floating point, however the model keeps them."""
+    """The target's weights as drafters see them: whole and in floating point, however the model
+    keeps them."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
@@ -271,7 +319,8 @@ def shared_weights(model: Any) -> TargetWeights:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The sliding window of every layer of a text config, 0 where a layer has none; empty when no layer has one."""
+    """The sliding window of every layer of a text config, 0 where a layer has none; empty when no
+    layer has one."""
     size = _first(config, "sliding_window")
     if not size:
         return ()
@@ -297,10 +346,12 @@ def _vocabulary(model: Any) -> int:
 def head_function(
     model: Any, product: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with its scaling and soft-capping.
+    """Post-final-norm states [..., H] -> logits [..., V] as the model itself computes them, with
+    its scaling and soft-capping.
 
-    The head is frozen, but gradients pass through it to the states: drafters that share it train through it.
-    product: the multiplication with the head's weights, default the head itself (a copy of it elsewhere is another).
+    The head is frozen, but gradients pass through it to the states: drafters that share it train
+    through it. product: the multiplication with the head's weights, default the head itself (a copy
+    of it elsewhere is another).
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -323,12 +374,14 @@ def head_function(
 
 
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
-    """The facts of a loaded target; attribute names that families spell differently are settled here."""
+    """The facts of a loaded target; attribute names that families spell differently are settled
+    here."""
     text = model.config.get_text_config()
     hidden, heads = _first(text, "hidden_size"), _first(text, "num_attention_heads")
     if hidden is None or heads is None:
         raise UserError(
-            f"a {text.model_type} model cannot be a target: it has no attention heads to verify drafts with."
+            f"a {text.model_type} model cannot be a target: it has no attention heads to verify "
+            "drafts with."
         )
     rope = next((part for part in rope_parts(text) if "rope_theta" in part), {})
     return TargetInfo(
@@ -342,7 +395,9 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
         num_attention_heads=heads,
         num_key_value_heads=_first(text, "num_key_value_heads", default=heads),
         head_dim=_first(text, "head_dim", default=hidden // heads),
-        intermediate_size=_first(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+        intermediate_size=_first(
+            text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden
+        ),
         rms_norm_eps=float(
             _first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)
         ),
@@ -353,7 +408,8 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these settings that a config has. Where layers differ in it (Gemma 4), the first layer's."""
+    """The first of these settings that a config has. Where layers differ in it (Gemma 4), the first
+    layer's."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -365,16 +421,20 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _check_path(path: str) -> None:
-    """Refuse what can only be a mistyped folder before a Hub lookup turns it into a confusing message."""
+    """Refuse what can only be a mistyped folder before a Hub lookup turns it into a confusing
+    message."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path.strip():
         raise UserError("target.path is empty: give a Hub id such as Qwen/Qwen3-8B, or a folder.")
     if looks_local and not Path(path).is_dir():
         raise UserError(
-            f"target folder '{path}' does not exist. Give a folder with config.json, or a Hub id (owner/name)."
+            f"target folder '{path}' does not exist. Give a folder with config.json, or a Hub id "
+            "(owner/name)."
         )
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(f"target folder '{path}' has no config.json: it is not a Hugging Face model folder.")
+        raise UserError(
+            f"target folder '{path}' has no config.json: it is not a Hugging Face model folder."
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -383,7 +443,8 @@ def _first_line(error: Exception) -> str:
 
 
 def end_tokens(ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer: `ids` of a generation config, else the tokenizer's; () for none."""
+    """Token ids that end an answer: `ids` of a generation config, else the tokenizer's; () for
+    none."""
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
         return ()

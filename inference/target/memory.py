@@ -1,8 +1,8 @@
 """Whether a batch fits, worked out before anything is allocated.
 
-What a batch takes: the target's cache (2 x layers x heads x head size for every row and slot), the drafter's state, and the room
-that one forward pass needs. The drafter's state is what `Drafter.start` allocates; it is estimated by starting it for one row of
-few slots, and scaling.
+What a batch takes: the target's cache (2 x layers x heads x head size for every row and slot), the
+drafter's state, and the room that one forward pass needs. The drafter's state is what
+`Drafter.start` allocates; it is estimated by starting it for one row of few slots, and scaling.
 
 Legend: B rows, S slots.
 """
@@ -30,7 +30,8 @@ HEADROOM = 0.95
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a batch of `rows` x `slots` will take on the decoding device, beside the weights that are there already."""
+    """Bytes that a batch of `rows` x `slots` will take on the decoding device, beside the weights
+    that are there already."""
 
     rows: int
     slots: int
@@ -55,10 +56,11 @@ class MemoryPlan:
             else "not even one row fits: shorten the prompts or decode.max_new_tokens"
         )
         raise UserError(
-            f"a batch of {self.rows} rows of {self.slots} tokens needs {gib(self.total)} on {device} "
-            f"(cache {gib(self.cache)}, drafter {gib(self.drafter)}, activations {gib(self.activations)}), but "
-            f"{gib(free)} are free, of which {HEADROOM:.0%} may be used. Lower decode.batch_size, "
-            f"decode.max_new_tokens, decode.prefill_chunk or the prompts' length; {advice}."
+            f"a batch of {self.rows} rows of {self.slots} tokens needs {gib(self.total)} on "
+            f"{device} (cache {gib(self.cache)}, drafter {gib(self.drafter)}, activations "
+            f"{gib(self.activations)}), but {gib(free)} are free, of which {HEADROOM:.0%} may be "
+            "used. Lower decode.batch_size, decode.max_new_tokens, decode.prefill_chunk or the "
+            f"prompts' length; {advice}."
         )
 
 
@@ -74,9 +76,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
-    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one prefill pass of one row; kernel:
-    whether the tree attention kernel runs, which takes scratch memory.
-    Activations are bounded by the widest pass: hidden states, MLP and attention of one layer, and logits of all nodes.
+    drafter_state: bytes of the drafter's state for the whole batch; widest: most tokens of one
+    prefill pass of one row; kernel: whether the tree attention kernel runs, which takes scratch
+    memory. Activations are bounded by the widest pass: hidden states, MLP and attention of one
+    layer, and logits of all nodes.
     """
     size = torch.finfo(dtype).bits // 8
     cache = 2 * info.num_layers * info.num_key_value_heads * info.head_dim * size * rows * slots
@@ -104,11 +107,14 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _group_limit() -> int:
-    """What the control group of this process still allows (containers); a very large number where there is no limit."""
+    """What the control group of this process still allows (containers); a very large number where
+    there is no limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         text = limit.read_text(encoding="ascii").strip()
-        return 1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+        return (
+            1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+        )
     except (OSError, ValueError):
         return 1 << 62
 
@@ -122,7 +128,8 @@ def gib(count: int) -> str:
 def drafter_state_bytes(
     drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
 ) -> int:
-    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few slots.
+    """Bytes of the state of B rows of S slots, from what the drafter allocates for few rows of few
+    slots.
 
     like: any tensor of the target's dtype on its device.
     """
@@ -130,7 +137,9 @@ def drafter_state_bytes(
         return 0
 
     def probe(count: int, capacity: int) -> int:
-        return tensor_bytes(drafter.start(_blank_states(drafter, count, target, like), tree, capacity))
+        return tensor_bytes(
+            drafter.start(_blank_states(drafter, count, target, like), tree, capacity)
+        )
 
     few, many = PROBED_SLOTS
     small = probe(1, few)

@@ -1,10 +1,12 @@
 """The target model: a Hugging Face causal LM with our attention, our cache and taps.
 
-Training features (`features`) and decoding (`prefill`, `verify`) are the same forward pass through the same taps, so a drafter
-sees in service exactly what it saw in training. Any decoder-only model with standard attention works unpatched; the load ends
-with a self-check against the model's own forward pass, and a model that does not survive it is refused.
+Training features (`features`) and decoding (`prefill`, `verify`) are the same forward pass through
+the same taps, so a drafter sees in service exactly what it saw in training. Any decoder-only model
+with standard attention works unpatched; the load ends with a self-check against the model's own
+forward pass, and a model that does not survive it is refused.
 
-Legend: B rows, R rows being prefilled, N nodes, T positions, H hidden, V vocabulary, n taps, S slots.
+Legend: B rows, R rows being prefilled, N nodes, T positions, H hidden, V vocabulary, n taps, S
+slots.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ from inference.target.taps import Taps, find_decoder, find_layers
 
 @dataclass
 class Seen:
-    """What one forward pass of the target left: taps [B, T, n, H] or None, last_hidden [B, T, H] (post final norm)."""
+    """What one forward pass of the target left: taps [B, T, n, H] or None, last_hidden [B, T, H]
+    (post final norm)."""
 
     taps: Tensor | None
     last_hidden: Tensor
 
 
 class TargetModel:
-    """A loaded target. Build with `TargetModel.load(config)`; frozen, in eval mode, never trained."""
+    """A loaded target. Build with `TargetModel.load(config)`; frozen, in eval mode, never
+    trained."""
 
     def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
         self.model, self.tokenizer, self.info = model, tokenizer, info
@@ -55,7 +59,8 @@ class TargetModel:
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         generation = model.generation_config
         self.eos_token_ids = end_tokens(generation and generation.eos_token_id, tokenizer)
-        # a warning about padding, for which some models (GPT-2) read the tokens on the host in every pass
+        # a warning about padding, for which some models (GPT-2) read the tokens on the host in
+        # every pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
         self._cache_shapes: tuple[LayerShape | None, ...] | None = (
             None  # of the layers, once a cache has seen their keys
@@ -64,7 +69,8 @@ class TargetModel:
 
     @classmethod
     def load(cls, config: TargetConfig, model: Any = None) -> TargetModel:
-        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the model cannot be a target.
+        """Load, switch to our attention and self-check. Raises `UserError` in one sentence when the
+        model cannot be a target.
 
         model: one that the caller has loaded in a way of its own (train/target/sharding.py).
         """
@@ -76,7 +82,7 @@ class TargetModel:
         target._check_against(*reference)
         return target
 
-    # ---- forward passes ------------------------------------------------------------------------------------------------
+    # Forward passes
 
     @torch.no_grad()
     def _forward(
@@ -111,9 +117,11 @@ class TargetModel:
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Features of packed sequences: taps [B, T, n, H] and last_hidden [B, T, H], each None unless `needs` asks for it.
+        """Features of packed sequences: taps [B, T, n, H] and last_hidden [B, T, H], each None
+        unless `needs` asks for it.
 
-        tokens, positions [B, T] int64, segments [B, T] int32: attention is causal within equal segment numbers.
+        tokens, positions [B, T] int64, segments [B, T] int32: attention is causal within equal
+        segment numbers.
         """
         with torch.no_grad():
             return self.differentiable_features(tokens, positions, segments, needs)
@@ -121,7 +129,8 @@ class TargetModel:
     def differentiable_features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`features` with the graph behind them, for training that changes the target (train/joint/objective.py)."""
+        """`features` with the graph behind them, for training that changes the target
+        (train/joint/objective.py)."""
         if bool((segments == segments[:, :1]).all()):
             plan = AttentionPlan(None, True, positions, positions)
         else:
@@ -146,10 +155,11 @@ class TargetModel:
         needs: FeatureSpec,
         chunk: int = 0,
     ) -> tuple[Tensor, Seen]:
-        """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns the logits [R, V] after each
-        prompt's last token, and the features at every prompt position.
+        """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns
+        the logits [R, V] after each prompt's last token, and the features at every prompt position.
 
-        chunk: most tokens read in one pass, which bounds the memory of attention; 0 reads all at once.
+        chunk: most tokens read in one pass, which bounds the memory of attention; 0 reads all at
+        once.
         """
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
@@ -162,7 +172,9 @@ class TargetModel:
             positions = keys[:, offset:]
             cache.writer.offset = offset
             parts.append(
-                self._forward(part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps)
+                self._forward(
+                    part, positions, AttentionPlan(None, True, positions, keys), cache, needs.taps
+                )
             )
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
@@ -182,9 +194,10 @@ class TargetModel:
     ) -> tuple[Tensor, Tensor, Seen]:
         """One pass over the drafted nodes of every row.
 
-        tokens [B, N], lengths [B] committed tokens in the cache, longest: their maximum if the host knows it (or an upper bound of
-        it, then not `exact`), None if only the device knows. Node i goes to slot lengths+i and has position lengths+depth[i].
-        Returns logits [B, N, V], the nodes' positions [B, N] and the features.
+        tokens [B, N], lengths [B] committed tokens in the cache, longest: their maximum if the host
+        knows it (or an upper bound of it, then not `exact`), None if only the device knows. Node i
+        goes to slot lengths+i and has position lengths+depth[i]. Returns logits [B, N, V], the
+        nodes' positions [B, N] and the features.
         """
         nodes = tokens.shape[1]
         positions = lengths[:, None] + tree.depth
@@ -201,17 +214,21 @@ class TargetModel:
         seen = self._forward(tokens, positions, plan, cache, needs.taps)
         return self.weights.logits(seen.last_hidden), positions, seen
 
-    def _device_plan(self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int) -> AttentionPlan:
-        """What the nodes may see, from lengths that only the device knows: as bits for the kernel, or spelt out as a mask."""
+    def _device_plan(
+        self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
+    ) -> AttentionPlan:
+        """What the nodes may see, from lengths that only the device knows: as bits for the kernel,
+        or spelt out as a mask."""
         if choose(TREE_ATTENTION, self.device, self.dtype).implementation == "triton":
             nodes = TreeNodes(lengths, tree.words(), tree.depth)
             return AttentionPlan(None, False, positions, positions, nodes)
         return _ragged_plan(tree, positions, lengths, bound)
 
-    # ---- self-check ----------------------------------------------------------------------------------------------------
+    # Self-check
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare prefill + tree verification with the model's own logits [1, T, V] on the same tokens."""
+        """Compare prefill + tree verification with the model's own logits [1, T, V] on the same
+        tokens."""
         size = tokens.shape[1]
         half = size // 2
         cache = self.new_cache(1, size + 1)
@@ -225,8 +242,9 @@ class TargetModel:
             rest, _, _ = self.verify(cache, tokens[:, half:], chain, lengths, half, needs)
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
             raise UserError(
-                f"'{self.info.id}' ({self.info.model_type}) cannot be a target: its forward pass does not take our cache and "
-                f"attention ({type(error).__name__}: {error}). Models with standard softmax attention are supported."
+                f"'{self.info.id}' ({self.info.model_type}) cannot be a target: its forward pass "
+                f"does not take our cache and attention ({type(error).__name__}: {error}). Models "
+                "with standard softmax attention are supported."
             ) from error
         found = torch.cat([first[:, None], rest], 1).float()
         wanted = expected[:, half - 1 :].float()
@@ -236,19 +254,23 @@ class TargetModel:
         )
         if not gap <= tolerance:
             raise UserError(
-                f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits differ from its own by {gap:.3g} "
-                "(recurrent states, ALiBi or other non-standard attention). Use a model with standard softmax attention."
+                f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
+                f"differ from its own by {gap:.3g} (recurrent states, ALiBi or other non-standard "
+                "attention). Use a model with standard softmax attention."
             )
 
 
 def _join(parts: list[Seen]) -> Seen:
     """What several chunks of one prompt left, in order."""
     taps = [part.taps for part in parts if part.taps is not None]
-    return Seen(torch.cat(taps, 1) if taps else None, torch.cat([part.last_hidden for part in parts], 1))
+    return Seen(
+        torch.cat(taps, 1) if taps else None, torch.cat([part.last_hidden for part in parts], 1)
+    )
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
-    """One row whose cache is read exactly up to its last node: only the tree's own corner needs a mask, and a lone root none."""
+    """One row whose cache is read exactly up to its last node: only the tree's own corner needs a
+    mask, and a lone root none."""
     key_positions = torch.arange(length, device=positions.device)[None]
     key_positions = torch.cat([key_positions, positions], 1)
     if tree.num_nodes == 1:
@@ -258,12 +280,16 @@ def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> Attenti
 
 
 def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int) -> AttentionPlan:
-    """Rows of different lengths: slot s of row b is committed (s < length), one of the nodes, or beyond the end."""
+    """Rows of different lengths: slot s of row b is committed (s < length), one of the nodes, or
+    beyond the end."""
     rows, nodes = positions.shape
     slots = torch.arange(bound, device=positions.device)
-    node = slots[None] - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
+    # [B, S]: which node a slot holds; negative for committed tokens
+    node = slots[None] - lengths[:, None]
     clamped = node.clamp(0, nodes - 1)
-    in_tree = tree.ancestors.expand(rows, -1, -1).gather(2, clamped[:, None, :].expand(-1, nodes, -1))
+    in_tree = tree.ancestors.expand(rows, -1, -1).gather(
+        2, clamped[:, None, :].expand(-1, nodes, -1)
+    )
     in_tree = in_tree & ((node >= 0) & (node < nodes))[:, None, :]
     key_positions = torch.where(node < 0, slots[None], positions.gather(1, clamped))
     return AttentionPlan(in_tree | (node < 0)[:, None, :], False, positions, key_positions)

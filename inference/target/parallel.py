@@ -1,12 +1,14 @@
 """A target that is too large for one device, split over several by tensor parallelism.
 
-Each process (started by torchrun, one per device) holds a slice of every large matrix, by the plan that transformers has for the
-family: some heads of each attention, some columns of each MLP. The partial results are added over all processes, so that hidden
-states and logits are whole and equal everywhere. Attention and cache see the local heads only and need to know nothing of it.
+Each process (started by torchrun, one per device) holds a slice of every large matrix, by the plan
+that transformers has for the family: some heads of each attention, some columns of each MLP. The
+partial results are added over all processes, so that hidden states and logits are whole and equal
+everywhere. Attention and cache see the local heads only and need to know nothing of it.
 
-Every process runs the same decoding loop. They stay together without talking about it because nothing in a step depends on the
-process: sums come out of an all-reduce bit for bit equal, and the sampling noise is keyed. `require_agreement` is the check.
-Embedding and LM head are also kept whole in each process for the drafter, which runs everywhere on its own.
+Every process runs the same decoding loop. They stay together without talking about it because
+nothing in a step depends on the process: sums come out of an all-reduce bit for bit equal, and the
+sampling noise is keyed. `require_agreement` is the check. Embedding and LM head are also kept whole
+in each process for the drafter, which runs everywhere on its own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from heads.api.errors import UserError
 
 JOIN_TIMEOUT = timedelta(hours=2)
-"""Longest wait for another process; loading a large target takes minutes and does not end everywhere at once."""
+"""Longest wait for another process; loading a large target takes minutes and does not end
+everywhere at once."""
 _HANDOVER_SECONDS = 0.1
 
 
@@ -51,28 +54,31 @@ class Ranks:
 
 
 def join_ranks(wanted: str) -> Ranks:
-    """This process's place among the ranks, with the process group started (NCCL on CUDA, gloo on the CPU).
+    """This process's place among the ranks, with the process group started (NCCL on CUDA, gloo on
+    the CPU).
 
-    wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for another device type than the one
-    that transformers splits over (CUDA wherever there is one).
+    wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for
+    another device type than the one that transformers splits over (CUDA wherever there is one).
     """
     rank, local, size = (_number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if rank is None or local is None or size is None or size < 2:
         raise UserError(
-            "target.tensor_parallel=true needs one process per device; this is a single one. Start with "
-            "torchrun --nproc-per-node <devices> --no-python headstart ..., or set target.tensor_parallel=false."
+            "target.tensor_parallel=true needs one process per device; this is a single one. "
+            "Start with torchrun --nproc-per-node <devices> --no-python headstart ..., or set "
+            "target.tensor_parallel=false."
         )
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", kind):
         raise UserError(
-            f"target.device is '{wanted}', but target.tensor_parallel=true gives every process a device of its own, here of "
-            f"type {kind}. Use target.device=auto."
+            f"target.device is '{wanted}', but target.tensor_parallel=true gives every process a "
+            f"device of its own, here of type {kind}. Use target.device=auto."
         )
     if kind == "cuda":
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"target.tensor_parallel=true has {local + 1} or more processes on this machine, but it has "
-                f"{torch.cuda.device_count()} CUDA devices. Start as many processes as there are devices."
+                f"target.tensor_parallel=true has {local + 1} or more processes on this machine, "
+                f"but it has {torch.cuda.device_count()} CUDA devices. Start as many processes as "
+                "there are devices."
             )
         torch.cuda.set_device(local)
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
@@ -83,8 +89,8 @@ def join_ranks(wanted: str) -> Ranks:
 
 
 def _leave() -> None:
-    """Leave the process group at exit. The pauses let gloo's worker threads finish with Python's lock: see
-    `train.distributed.leave_world`."""
+    """Leave the process group at exit. The pauses let gloo's worker threads finish with Python's
+    lock: see `train.distributed.leave_world`."""
     gc.collect()
     time.sleep(_HANDOVER_SECONDS)
     if dist.is_initialized():
@@ -98,34 +104,40 @@ def _number(variable: str) -> int | None:
 
 
 def require_divisible(config: Any, size: int) -> None:
-    """Raise `UserError` unless the attention heads of a text config divide by the number of processes."""
+    """Raise `UserError` unless the attention heads of a text config divide by the number of
+    processes."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
         if isinstance(count, int) and count % size:
             allowed = [n for n in range(2, count + 1) if not count % n and not (heads or n) % n]
             raise UserError(
-                f"a {config.model_type} target with {count} {name} cannot be split over {size} processes; "
+                f"a {config.model_type} target with {count} {name} cannot be split over {size} "
+                "processes; "
                 f"{'possible: ' + ', '.join(map(str, allowed)) if allowed else 'it cannot be split at all'}."
             )
 
 
 def split_settings(size: int) -> Any:
-    """What transformers' `from_pretrained` takes as distributed_config: the family's own plan over `size` processes."""
+    """What transformers' `from_pretrained` takes as distributed_config: the family's own plan over
+    `size` processes."""
     from transformers import DistributedConfig
 
     return DistributedConfig(tp_size=size, tp_plan="auto")
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a parameter: collected from all processes if it is split, else itself. Collective for split ones."""
+    """The whole of a parameter: collected from all processes if it is split, else itself.
+    Collective for split ones."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """A target's named parameters without gradients, each collected from all processes when it is asked for.
+    """A target's named parameters without gradients, each collected from all processes when it is
+    asked for.
 
-    All processes must ask for the same names in the same order; drafters that copy layers do, as they run the same code.
+    All processes must ask for the same names in the same order; drafters that copy layers do, as
+    they run the same code.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -142,7 +154,8 @@ class GatheredState(Mapping[str, Tensor]):
 
 
 def require_agreement(tokens: Sequence[int], what: str) -> None:
-    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective; nothing to do in a single process."""
+    """Raise `RuntimeError` unless all processes hold the same `tokens`. Collective; nothing to do
+    in a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
@@ -151,14 +164,15 @@ def require_agreement(tokens: Sequence[int], what: str) -> None:
     odd = [rank for rank, value in enumerate(found) if value != found[0]]
     if odd:
         raise RuntimeError(
-            f"processes {odd} decoded other tokens than process 0 for {what}: their devices or libraries compute "
-            "differently, so this target cannot be split over them."
+            f"processes {odd} decoded other tokens than process 0 for {what}: their devices or "
+            "libraries compute differently, so this target cannot be split over them."
         )
 
 
 @contextmanager
 def only_main_prints(ranks: Ranks) -> Iterator[None]:
-    """Swallow what other processes than the main one print to stdout and stderr inside the block; errors still propagate."""
+    """Swallow what other processes than the main one print to stdout and stderr inside the block;
+    errors still propagate."""
     if ranks.is_main:
         yield
         return

@@ -1,7 +1,8 @@
 """Quantised targets: what `target.quantization` may say, and which library it takes.
 
-Weights are quantised while they load (bitsandbytes, torchao, fp8), or come quantised with a checkpoint that says so itself
-("auto"). The decoder is lossless for the quantised model as it is: what it is compared with is that model's own greedy text.
+Weights are quantised while they load (bitsandbytes, torchao, fp8), or come quantised with a
+checkpoint that says so itself ("auto"). The decoder is lossless for the quantised model as it is:
+what it is compared with is that model's own greedy text.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Library:
         """Raise `UserError` when it is not installed."""
         if find_spec(self.module) is None:
             raise UserError(
-                f"{what} needs the library {self.module}, which is not installed. Install it with: pip install {self.pip}"
+                f"{what} needs the library {self.module}, which is not installed. Install it "
+                f"with: pip install {self.pip}"
             )
 
 
@@ -47,14 +49,17 @@ OWN_LIBRARIES: dict[str, Library] = {
     "aqlm": Library("aqlm", "aqlm[gpu,cpu]"),
     "fp8": _ACCELERATE,
 }
-"""Libraries of the methods that checkpoints name in their own quantization_config; what is not listed is left to transformers."""
+"""Libraries of the methods that checkpoints name in their own quantization_config; what is not
+listed is left to transformers."""
 
 
 def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The quantisation config to load with, or None when the checkpoint's own or no quantisation applies.
+    """The quantisation config to load with, or None when the checkpoint's own or no quantisation
+    applies.
 
-    name: `target.quantization`. own: the checkpoint's quantization_config (a dict or an object) or None. Raises `UserError` for an
-    unknown name, a contradiction with the checkpoint, a missing library or a device that cannot do it.
+    name: `target.quantization`. own: the checkpoint's quantization_config (a dict or an object) or
+    None. Raises `UserError` for an unknown name, a contradiction with the checkpoint, a missing
+    library or a device that cannot do it.
     """
     if name not in NAMES:
         raise UserError(f"target.quantization '{name}' is unknown.{suggest(name, NAMES)}")
@@ -62,8 +67,9 @@ def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch
         method = _method(own)
         if name != "auto":
             raise UserError(
-                f"the target's files are quantised already ({method}), so target.quantization={name} cannot be had; "
-                "use target.quantization=auto, or a checkpoint in full precision."
+                f"the target's files are quantised already ({method}), so "
+                f"target.quantization={name} cannot be had; use target.quantization=auto, or a "
+                "checkpoint in full precision."
             )
         if method in OWN_LIBRARIES:
             OWN_LIBRARIES[method].require(f"a target quantised with {method}")
@@ -73,7 +79,9 @@ def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch
 
 
 def _method(own: Any) -> str:
-    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    method = (
+        own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    )
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
@@ -107,8 +115,9 @@ def _torchao_int4(dtype: torch.dtype, device: torch.device) -> Any:
     _TORCHAO.require("target.quantization=torchao-int4")
     if device.type != "cuda" or dtype is not torch.bfloat16:
         raise UserError(
-            f"target.quantization=torchao-int4 has kernels for bfloat16 on CUDA only; given: {str(dtype)[6:]} on "
-            f"{device.type}. Set target.dtype=bfloat16 on a CUDA device, or use torchao-int8."
+            "target.quantization=torchao-int4 has kernels for bfloat16 on CUDA only; given: "
+            f"{str(dtype)[6:]} on {device.type}. Set target.dtype=bfloat16 on a CUDA device, or "
+            "use torchao-int8."
         )
     from transformers import TorchAoConfig
 
@@ -118,8 +127,8 @@ def _torchao_int4(dtype: torch.dtype, device: torch.device) -> Any:
 def _fp8(dtype: torch.dtype, device: torch.device) -> Any:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
-            f"target.quantization=fp8 needs a CUDA device of compute capability 8.9 or above (Ada, Hopper); given: {device}. "
-            "Use torchao-int8 or bnb-8bit there."
+            "target.quantization=fp8 needs a CUDA device of compute capability 8.9 or above "
+            f"(Ada, Hopper); given: {device}. Use torchao-int8 or bnb-8bit there."
         )
     from transformers import FineGrainedFP8Config
 
@@ -137,17 +146,20 @@ NAMES = ("none", "auto", *_METHODS)
 
 
 def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
-    """`weight` of an embedding or LM head as floating-point numbers [rows, columns], dequantised if need be; no gradients.
+    """`weight` of an embedding or LM head as floating-point numbers [rows, columns], dequantised if
+    need be; no gradients.
 
-    Raises `UserError` when its layout cannot be undone: drafters share these two matrices of the target.
+    Raises `UserError` when its layout cannot be undone: drafters share these two matrices of the
+    target.
     """
     plain: Any = weight.detach()
     if type(plain).__module__.startswith("torchao."):
         plain = plain.dequantize()
     if tuple(plain.shape) != (rows, columns) or not plain.is_floating_point():
         raise UserError(
-            f"the target's {what} is quantised in a layout that cannot be read back (shape {tuple(plain.shape)}, "
-            f"{str(plain.dtype)[6:]}); use a checkpoint whose embedding and LM head are not quantised."
+            f"the target's {what} is quantised in a layout that cannot be read back (shape "
+            f"{tuple(plain.shape)}, {str(plain.dtype)[6:]}); use a checkpoint whose embedding and "
+            "LM head are not quantised."
         )
     dense: Tensor = plain
     return dense

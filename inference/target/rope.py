@@ -1,10 +1,12 @@
 """Rotary frequencies that depend on the length of the text, made constant.
 
-Two kinds of rotary embeddings choose their frequencies anew in every forward pass, from the greatest position in it: "longrope"
-(Phi-3, MiniCPM: a short and a long set) and "dynamic" NTK scaling (which recomputes them beyond the trained length). Under
-speculative decoding that breaks losslessness: a drafted node may stand beyond the boundary while the committed text does not, and
-one long row changes the frequencies of its whole batch, whose cached keys were turned by others. Dynamic scaling also asks the
-device for the position in every layer stack. So one set is chosen when the target is loaded, and stays.
+Two kinds of rotary embeddings choose their frequencies anew in every forward pass, from the
+greatest position in it: "longrope" (Phi-3, MiniCPM: a short and a long set) and "dynamic" NTK
+scaling (which recomputes them beyond the trained length). Under speculative decoding that breaks
+losslessness: a drafted node may stand beyond the boundary while the committed text does not, and
+one long row changes the frequencies of its whole batch, whose cached keys were turned by others.
+Dynamic scaling also asks the device for the position in every layer stack. So one set is chosen
+when the target is loaded, and stays.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ PINNED = "pinned"
 def pin_frequencies(model: nn.Module, long_context: bool) -> None:
     """Fix the frequencies of every rotary embedding in `model` that would choose them by length.
 
-    Longrope keeps its short set, or its long one if `long_context`; dynamic scaling keeps the trained frequencies.
+    Longrope keeps its short set, or its long one if `long_context`; dynamic scaling keeps the
+    trained frequencies.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -36,7 +39,8 @@ def pin_frequencies(model: nn.Module, long_context: bool) -> None:
 
 
 def trained_positions(config: Any) -> int | None:
-    """Positions that the short set of a longrope model reaches; None for models without one. config: the text model's."""
+    """Positions that the short set of a longrope model reaches; None for models without one.
+    config: the text model's."""
     for part in rope_parts(config):
         if part.get("rope_type") == "longrope":
             found = part.get("original_max_position_embeddings") or getattr(
@@ -67,6 +71,8 @@ def _pinned(module: nn.Module, kind: str, layer: str | None, long_context: bool)
         beyond = int(part["original_max_position_embeddings"]) + 1
         frequencies = getattr(module, "inv_freq" if layer is None else f"{layer}_inv_freq")
         more = {} if layer is None else {"layer_type": layer}
-        long, _ = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=beyond, **more)
+        long, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            config, torch.device("cpu"), seq_len=beyond, **more
+        )
         frequencies.copy_(long)
     return PINNED

@@ -1,7 +1,9 @@
-"""Taps: the residual stream after chosen layers, caught by forward hooks in the one place where training and decoding both look.
+"""Taps: the residual stream after chosen layers, caught by forward hooks in the one place where
+training and decoding both look.
 
-Tap L is the stream after L layers; tap 0 the embeddings; the tap after the last layer comes before the final norm (transformers'
-own last `hidden_states` entry is after it, which is why hooks are used instead).
+Tap L is the stream after L layers; tap 0 the embeddings; the tap after the last layer comes before
+the final norm (transformers' own last `hidden_states` entry is after it, which is why hooks are
+used instead).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from heads.api.errors import UserError
 
 
 class Taps:
-    """Hooks on the decoder layers of one model; `read` returns what the last forward pass left there."""
+    """Hooks on the decoder layers of one model; `read` returns what the last forward pass left
+    there."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -47,7 +50,8 @@ class Taps:
         return self.layers[tap - 1].register_forward_hook(after)
 
     def read(self) -> Tensor | None:
-        """The taps of the last forward pass, stacked as [B, T, n, H] in ascending order; None when none are wanted."""
+        """The taps of the last forward pass, stacked as [B, T, n, H] in ascending order; None when
+        none are wanted."""
         if not self._wanted:
             return None
         stacked = torch.stack([self._caught[tap] for tap in self._wanted], dim=2)
@@ -56,7 +60,8 @@ class Taps:
 
 
 def find_decoder(model: Any) -> Any:
-    """The part of a causal LM that turns token ids into last hidden states: its text decoder, without head and vision tower."""
+    """The part of a causal LM that turns token ids into last hidden states: its text decoder,
+    without head and vision tower."""
     decoder = model.get_decoder()
     if (
         decoder is model
@@ -66,7 +71,8 @@ def find_decoder(model: Any) -> Any:
 
 
 def find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of decoder layers inside a transformers model; raises `UserError` when there is no such list."""
+    """The list of decoder layers inside a transformers model; raises `UserError` when there is no
+    such list."""
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module

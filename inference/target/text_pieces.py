@@ -8,7 +8,8 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 """What a tokenizer gives for bytes that are not yet a whole character."""
 WINDOW, KEPT = 48, 12
-"""Only the last tokens are decoded anew: when there are more than `WINDOW` of them, all but `KEPT` are left behind."""
+"""Only the last tokens are decoded anew: when there are more than `WINDOW` of them, all but `KEPT`
+are left behind."""
 
 
 class TextPieces:
@@ -42,7 +43,8 @@ class TextPieces:
         if len(self.tokens) > WINDOW:
             kept = self.tokens[-KEPT:]
             end = self._decoded(kept)
-            # not between the bytes of a character, nor where the tokenizer would write the same tokens differently
+            # not between the bytes of a character, nor where the tokenizer would write the same
+            # tokens differently
             if text.endswith(end) and not end.startswith(REPLACEMENT):
                 self.tokens, self._shown = kept, len(end)
         return piece

@@ -1,9 +1,12 @@
-"""Traffic as the simulator takes it: when requests arrive, how long their prompts and answers are, and of which domain.
+"""Traffic as the simulator takes it: when requests arrive, how long their prompts and answers are,
+and of which domain.
 
-Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt (`prompt`, `messages` or `tokens`, or
-its length as `prompt_tokens`), the answer's length as `answer_tokens` where it is known, and optionally `domain`. The text of a
-server's /metrics (`headstart serve`, vLLM, SGLang) has sums alone: then requests are drawn that arrive at its rate (a Poisson
-process) with its mean lengths (geometrically distributed), and with its domains' shares of the answers.
+Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt
+(`prompt`, `messages` or `tokens`, or its length as `prompt_tokens`), the answer's length as
+`answer_tokens` where it is known, and optionally `domain`. The text of a server's /metrics
+(`headstart serve`, vLLM, SGLang) has sums alone: then requests are drawn that arrive at its rate (a
+Poisson process) with its mean lengths (geometrically distributed), and with its domains' shares of
+the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ ANSWERED = ("stop", "length")
 
 
 class Counters(NamedTuple):
-    """What a server's counters are called: answered requests, the label that says how they ended (empty: all count), tokens."""
+    """What a server's counters are called: answered requests, the label that says how they ended
+    (empty: all count), tokens."""
 
     requests: str
     outcome: str
@@ -38,15 +42,31 @@ class Counters(NamedTuple):
 
 
 COUNTERS = (
-    Counters("headstart_requests_total", "outcome", "headstart_prompt_tokens_total", "headstart_generated_tokens_total"),
-    Counters("vllm:request_success_total", "finished_reason", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"),
-    Counters("sglang:num_requests_total", "", "sglang:prompt_tokens_total", "sglang:generation_tokens_total"),
+    Counters(
+        "headstart_requests_total",
+        "outcome",
+        "headstart_prompt_tokens_total",
+        "headstart_generated_tokens_total",
+    ),
+    Counters(
+        "vllm:request_success_total",
+        "finished_reason",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+    ),
+    Counters(
+        "sglang:num_requests_total",
+        "",
+        "sglang:prompt_tokens_total",
+        "sglang:generation_tokens_total",
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: seconds since the first one, tokens of prompt and answer, domain (empty where none is known)."""
+    """A request: seconds since the first one, tokens of prompt and answer, domain (empty where none
+    is known)."""
 
     time: float
     prompt: int
@@ -55,12 +75,17 @@ class Arrival:
 
 
 def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Arrival]:
-    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming file and line.
+    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming
+    file and line.
 
-    context: positions that a row holds. What is drawn by mean lengths is cut there, as the counting server did.
+    context: positions that a row holds. What is drawn by mean lengths is cut there, as the counting
+    server did.
     """
     if not config.file:
-        raise UserError("traffic.file is not set: give a .jsonl of requests with times, or the text of a server's /metrics.")
+        raise UserError(
+            "traffic.file is not set: give a .jsonl of requests with times, or the text of a "
+            "server's /metrics."
+        )
     path = Path(config.file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -75,16 +100,19 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
             samples = list(read_samples(text))
         except ValueError as error:
             raise UserError(
-                f"traffic.file '{config.file}', {error}. Give a .jsonl of requests, or the text of a server's /metrics."
+                f"traffic.file '{config.file}', {error}. Give a .jsonl of requests, or the text "
+                "of a server's /metrics."
             ) from error
         return drawn(config, samples, context)
-    found = [_request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines]
+    found = [
+        _request(line, f"{config.file}, line {number}", config, tokenizer) for number, line in lines
+    ]
     found.sort(key=lambda arrival: arrival.time)
     first = found[0].time
     return [Arrival(item.time - first, item.prompt, item.answer, item.domain) for item in found]
 
 
-# ---- a log of requests -------------------------------------------------------------------------------------------------------
+# A log of requests
 
 
 def _request(line: str, where: str, config: TrafficConfig, tokenizer: Any) -> Arrival:
@@ -93,14 +121,19 @@ def _request(line: str, where: str, config: TrafficConfig, tokenizer: Any) -> Ar
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not a JSON object ({error}).") from error
     if not isinstance(row, dict) or row.get("timestamp") is None:
-        raise UserError(f"{where}: a request needs a `timestamp` (seconds, or a time such as 2026-01-31T12:00:00+00:00).")
+        raise UserError(
+            f"{where}: a request needs a `timestamp` (seconds, or a time such as "
+            "2026-01-31T12:00:00+00:00)."
+        )
     answer = row.get("answer_tokens", config.answer_tokens)
     prompt = row.get("prompt_tokens")
     if prompt is None:
         prompt = _prompt_length(row, where, tokenizer)
     for name, value in (("prompt_tokens", prompt), ("answer_tokens", answer)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: {name} must be a whole number of at least 1; given: {value!r}.")
+            raise UserError(
+                f"{where}: {name} must be a whole number of at least 1; given: {value!r}."
+            )
     return Arrival(_seconds(row["timestamp"], where), prompt, answer, str(row.get("domain") or ""))
 
 
@@ -110,7 +143,10 @@ def _seconds(value: Any, where: str) -> float:
     try:
         return datetime.fromisoformat(str(value)).timestamp()
     except ValueError as error:
-        raise UserError(f"{where}: timestamp {value!r} is neither seconds nor a time such as 2026-01-31T12:00:00+00:00.") from error
+        raise UserError(
+            f"{where}: timestamp {value!r} is neither seconds nor a time such as "
+            "2026-01-31T12:00:00+00:00."
+        ) from error
 
 
 def _prompt_length(row: Mapping[str, Any], where: str, tokenizer: Any) -> int:
@@ -120,18 +156,22 @@ def _prompt_length(row: Mapping[str, Any], where: str, tokenizer: Any) -> int:
     if messages is None and isinstance(row.get("prompt"), str):
         messages = [{"role": "user", "content": row["prompt"]}]
     if messages is None:
-        raise UserError(f"{where}: a request needs prompt_tokens, or its prompt as `prompt`, `messages` or `tokens`.")
+        raise UserError(
+            f"{where}: a request needs prompt_tokens, or its prompt as `prompt`, `messages` or "
+            "`tokens`."
+        )
     try:
         return len(render_prompt(tokenizer, check_messages(messages)))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
 
-# ---- the text of /metrics ----------------------------------------------------------------------------------------------------
+# The text of /metrics
 
 
 def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[Arrival]:
-    """Requests like those that a server counted: their rate, mean lengths and domains; see the module."""
+    """Requests like those that a server counted: their rate, mean lengths and domains; see the
+    module."""
 
     def by(label: str, name: str) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -144,17 +184,23 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     known_names = {sample.name for sample in read}
     names = next((one for one in COUNTERS if one.requests in known_names), COUNTERS[0])
     outcomes = by(names.outcome, names.requests)
-    answered = sum(value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED)
+    answered = sum(
+        value for outcome, value in outcomes.items() if not names.outcome or outcome in ANSWERED
+    )
     prompts, answers = by("domain", names.prompts), by("domain", names.answers)
     if not answered or not sum(prompts.values()) or not sum(answers.values()):
         raise UserError(
-            f"traffic.file '{config.file}' counts no answered requests ({names.requests}, {names.prompts}, {names.answers}). Take "
-            "/metrics of `headstart serve`, vLLM or SGLang after it has answered some."
+            f"traffic.file '{config.file}' counts no answered requests ({names.requests}, "
+            f"{names.prompts}, {names.answers}). Take /metrics of `headstart serve`, vLLM or "
+            "SGLang after it has answered some."
         )
     busy = sum(by("phase", "headstart_engine_seconds_total").values())
     seconds = config.seconds or busy
     if seconds <= 0:
-        raise UserError("traffic.seconds is not set, and the file does not say how long its engine was busy. Set it.")
+        raise UserError(
+            "traffic.seconds is not set, and the file does not say how long its engine was busy. "
+            "Set it."
+        )
     rng = np.random.default_rng(config.seed)
     count, rate = config.requests, divide(answered, seconds)
     times = np.cumsum(rng.exponential(1.0, count)) * divide(1.0, rate)
@@ -163,8 +209,12 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
     domains = rng.choice(len(known), count, p=shares * divide(1.0, float(shares.sum())))
     mean_prompt = max(1.0, divide(sum(prompts.values()), answered))
     mean_answer = max(1.0, divide(sum(answers.values()), answered))
-    lengths = rng.geometric(divide(1.0, mean_prompt), count), rng.geometric(divide(1.0, mean_answer), count)
-    prompt_lengths = np.minimum(lengths[0], context - 1)  # a tail that no row holds was refused, or cut, when it was counted
+    lengths = (
+        rng.geometric(divide(1.0, mean_prompt), count),
+        rng.geometric(divide(1.0, mean_answer), count),
+    )
+    # a tail that no row holds was refused, or cut, when it was counted
+    prompt_lengths = np.minimum(lengths[0], context - 1)
     answer_lengths = np.minimum(lengths[1], context - prompt_lengths)
     drawn_lengths = np.stack([prompt_lengths, answer_lengths], 1).tolist()
     return [

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heads.api.config import AtLeastTwo, NonEmpty, NonNegativeFloat, NonNegativeInt, PositiveInt, config
+from heads.api.config import (
+    AtLeastTwo,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    config,
+)
 
 
 @config("traffic")
 @dataclass(frozen=True)
 class TrafficConfig:
-    """The traffic, the server, the drafters, and the prompts that acceptance and costs are measured on."""
+    """The traffic, the server, the drafters, and the prompts that acceptance and costs are measured
+    on."""
 
     file: str = ""
     """.jsonl of requests with their times (docs/tuning.md), or the text of a server's /metrics."""
@@ -25,7 +33,8 @@ class TrafficConfig:
     answer_tokens: PositiveInt = 128
     """Length of an answer where the traffic does not say."""
     seconds: NonNegativeFloat = 0.0
-    """Text of /metrics: how long the server had run when it was taken; 0: the time that its engine was busy."""
+    """Text of /metrics: how long the server had run when it was taken; 0: the time that its engine
+    was busy."""
     requests: PositiveInt = 400
     """Text of /metrics: requests to simulate."""
     batches: NonEmpty[PositiveInt] = (1, 4, 16)
@@ -41,4 +50,5 @@ class TrafficConfig:
     repeats: PositiveInt = 9
     """Timed calls per point of the cost curves."""
     seed: int = 0
-    """Of what is drawn: how much of each draft is kept, and the arrivals behind the text of /metrics."""
+    """Of what is drawn: how much of each draft is kept, and the arrivals behind the text of
+    /metrics."""

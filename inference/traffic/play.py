@@ -1,4 +1,5 @@
-"""Traffic played through the real decoder by the clock on the wall: what the simulator is checked against."""
+"""Traffic played through the real decoder by the clock on the wall: what the simulator is checked
+against."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from inference.traffic.arrivals import Arrival
 from inference.traffic.simulate import Served
 
 
-def play(engine: Engine, requests: Sequence[Request], times: Sequence[float], capacity: int) -> tuple[list[Served], list[Arrival]]:
-    """Hand every request in at its time (seconds since the start, ascending) and decode; when each was served, and the arrivals as
-    they turned out, with the lengths of their answers. `requests[i].index` is i.
+def play(
+    engine: Engine, requests: Sequence[Request], times: Sequence[float], capacity: int
+) -> tuple[list[Served], list[Arrival]]:
+    """Hand every request in at its time (seconds since the start, ascending) and decode; when each
+    was served, and the arrivals as they turned out, with the lengths of their answers.
+    `requests[i].index` is i.
     """
     first, end = [0.0] * len(requests), [0.0] * len(requests)
     lengths = [0] * len(requests)
@@ -41,7 +45,8 @@ def play(engine: Engine, requests: Sequence[Request], times: Sequence[float], ca
                 end[done.request.index] = time.perf_counter() - start
                 lengths[done.request.index] = len(done.tokens)
     arrivals = [
-        Arrival(when, len(request.tokens), length) for when, request, length in zip(times, requests, lengths, strict=True)
+        Arrival(when, len(request.tokens), length)
+        for when, request, length in zip(times, requests, lengths, strict=True)
     ]
     return [Served(*moments) for moments in zip(first, end, strict=True)], arrivals
 

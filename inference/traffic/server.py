@@ -1,4 +1,5 @@
-"""The server that is simulated, in this machine's seconds: its steps, its reading of prompts, its memory, for one way to draft."""
+"""The server that is simulated, in this machine's seconds: its steps, its reading of prompts, its
+memory, for one way to draft."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class Prefill:
 def measure_prefill(
     target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, task: Task, repeats: int
 ) -> Prefill:
-    """Time the engine's own reading of one short prompt and of several long ones, the drafter's start included; a line through
-    both. Answers end with their first token, so nothing else is decoded.
+    """Time the engine's own reading of one short prompt and of several long ones, the drafter's
+    start included; a line through both. Answers end with their first token, so nothing else is
+    decoded.
     """
     ordered = sorted(task.requests, key=lambda request: len(request.tokens))
     points = []
@@ -56,8 +58,11 @@ def measure_prefill(
     return Prefill(max(0.0, short - slope * few), slope)
 
 
-def server_costs(costs: StepCosts, draft: Draft, rows: int, prefill: Prefill, lengths: Sequence[int]) -> Costs:
-    """What the simulator needs. lengths: two different numbers of cached tokens, between which steps are taken to be linear."""
+def server_costs(
+    costs: StepCosts, draft: Draft, rows: int, prefill: Prefill, lengths: Sequence[int]
+) -> Costs:
+    """What the simulator needs. lengths: two different numbers of cached tokens, between which
+    steps are taken to be linear."""
     low, high = lengths[0], lengths[-1]
     fixed, slopes = [], []
     for count in range(1, rows + 1):
@@ -69,7 +74,8 @@ def server_costs(costs: StepCosts, draft: Draft, rows: int, prefill: Prefill, le
 
 
 def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]:
-    """Domain -> tokens of each verification; "" has all domains'. An answer's last verification is left out: its end cut it."""
+    """Domain -> tokens of each verification; "" has all domains'. An answer's last verification is
+    left out: its end cut it."""
     by_domain: dict[str, list[int]] = {"": []}
     for answer, domain in zip(found.answers[draft], task.domains, strict=True):
         counts = [record.committed for record in answer.passes[:-1]]
@@ -78,14 +84,26 @@ def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]
     return {domain: counts or by_domain[""] or [1] for domain, counts in by_domain.items()}
 
 
-def memory_bytes(target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, rows: int, context: int) -> dict[str, int]:
-    """Bytes that `rows` rows of `context` positions take: the target's cache, the drafter's state and weights, a pass's room."""
+def memory_bytes(
+    target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, rows: int, context: int
+) -> dict[str, int]:
+    """Bytes that `rows` rows of `context` positions take: the target's cache, the drafter's state
+    and weights, a pass's room."""
     engine = Engine(target, None if draft == NONE else drafter, draft.on(decode))
     slots, info = context + engine.tree.num_nodes + 1, target.info
-    state = drafter_state_bytes(engine.drafter, engine.tree, rows, slots, info, target.weights.embedding)
+    state = drafter_state_bytes(
+        engine.drafter, engine.tree, rows, slots, info, target.weights.embedding
+    )
     kernel = choose(TREE_ATTENTION, target.device, target.dtype).implementation == "triton"
     plan = plan_memory(
-        info, target.dtype, rows, slots, engine.tree.num_nodes, state, min(decode.prefill_chunk, context), kernel
+        info,
+        target.dtype,
+        rows,
+        slots,
+        engine.tree.num_nodes,
+        state,
+        min(decode.prefill_chunk, context),
+        kernel,
     )
     return {
         "cache": plan.cache,

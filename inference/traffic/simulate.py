@@ -1,8 +1,10 @@
-"""A server with continuous batching, played through with known costs: who waits, who is decoded with whom, when answers end.
+"""A server with continuous batching, played through with known costs: who waits, who is decoded
+with whom, when answers end.
 
-It does what `inference.decoding.session` does: as soon as a row is free and somebody waits, prompts are read into all free rows at once;
-otherwise a step advances every row in use by one verification. How many tokens a verification commits is drawn beforehand, so a
-request is a number of passes, and the simulator can leap over all the steps in which nobody comes, goes or is let in.
+It does what `inference.decoding.session` does: as soon as a row is free and somebody waits, prompts
+are read into all free rows at once; otherwise a step advances every row in use by one verification.
+How many tokens a verification commits is drawn beforehand, so a request is a number of passes, and
+the simulator can leap over all the steps in which nobody comes, goes or is let in.
 
 Legend: b rows in use, L cached tokens of the longest row.
 """
@@ -22,8 +24,8 @@ from inference.traffic.arrivals import Arrival
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading R prompts, padded to the
-    longest of T tokens: prefill + prefill_token * R * T.
+    """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading
+    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T.
     """
 
     fixed: tuple[float, ...]
@@ -47,7 +49,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A request and how it will be decoded. commits: tokens of each of its verifications; the first token comes with the prompt."""
+    """A request and how it will be decoded. commits: tokens of each of its verifications; the first
+    token comes with the prompt."""
 
     arrival: Arrival
     commits: tuple[int, ...]
@@ -55,7 +58,8 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class Served:
-    """When a request's first token came and when its answer ended, in seconds since the first arrival."""
+    """When a request's first token came and when its answer ended, in seconds since the first
+    arrival."""
 
     first: float
     end: float
@@ -63,7 +67,8 @@ class Served:
 
 @dataclass
 class _Row:
-    """A request being decoded: its place among the jobs, verifications done, tokens in the cache."""
+    """A request being decoded: its place among the jobs, verifications done, tokens in the
+    cache."""
 
     job: int
     done: int
@@ -95,10 +100,15 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
                 steps = min(steps, max(1, ceil(divide(jobs[coming].arrival.time - now, step))))
             before = max(row.length for row in running)
             for row in running:
-                row.length += int(cumulated[row.job][row.done + steps] - cumulated[row.job][row.done])
+                row.length += int(
+                    cumulated[row.job][row.done + steps] - cumulated[row.job][row.done]
+                )
                 row.done += steps
-            last = max(row.length for row in running)  # the middle of the leap's lengths: rows grow about evenly
-            now += steps * costs.step(len(running), before + (last - before) * divide(steps - 1, 2 * steps))
+            # the middle of the leap's lengths: rows grow about evenly
+            last = max(row.length for row in running)
+            now += steps * costs.step(
+                len(running), before + (last - before) * divide(steps - 1, 2 * steps)
+            )
             for row in running:
                 if row.done == len(jobs[row.job].commits):
                     end[row.job] = now
@@ -109,7 +119,8 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
 
 
 def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """Tokens of each verification until `answer` tokens are there, the first of them free; drawn from the measured `commits`."""
+    """Tokens of each verification until `answer` tokens are there, the first of them free; drawn
+    from the measured `commits`."""
     left, drawn = answer - 1, list[int]()
     while left > 0:
         for count in rng.choice(np.asarray(commits), size=max(1, left)).tolist():
@@ -120,11 +131,12 @@ def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) 
     return tuple(drawn)
 
 
-def concurrency(jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]) -> list[int]:
-    """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there was any."""
-    changes = sorted(
-        [(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served]
-    )
+def concurrency(
+    jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]
+) -> list[int]:
+    """Requests in the server (waiting or decoded) at quantiles of time, of the time in which there
+    was any."""
+    changes = sorted([(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served])
     spent: dict[int, float] = {}
     count, since = 0, 0.0
     for moment, change in changes:

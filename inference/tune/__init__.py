@@ -1,1 +1,2 @@
-"""Choosing how to draft: predicted from measured costs and measured acceptance, then checked by running the best few."""
+"""Choosing how to draft: predicted from measured costs and measured acceptance, then checked by
+running the best few."""

@@ -19,7 +19,8 @@ from inference.measure.datasets import DatasetConfig
 @config("tune")
 @dataclass(frozen=True)
 class TuneConfig:
-    """The grid of drafts, the conditions they are chosen for, and the prompts that acceptance is measured on."""
+    """The grid of drafts, the conditions they are chosen for, and the prompts that acceptance is
+    measured on."""
 
     drafter: str = ""
     """Checkpoint folder, or the name of a drafter of this run; empty: the run's only one."""
@@ -30,15 +31,18 @@ class TuneConfig:
     depths: NonEmpty[PositiveInt] = (1, 2, 3, 4, 5, 6, 8)
     """Draft lengths of chains; those that the drafter cannot draft are left out."""
     nodes: tuple[AtLeastTwo, ...] = (6, 10, 16, 26)
-    """Nodes of trees, the root included: of static trees searched from measured ranks, and of dynamic ones. Empty: chains alone."""
+    """Nodes of trees, the root included: of static trees searched from measured ranks, and of
+    dynamic ones. Empty: chains alone."""
     tree_depth: PositiveInt = 6
     """Deepest level of trees."""
     width: PositiveInt = 8
     """Dynamic trees: nodes expanded per level, and children considered per node."""
     thresholds: tuple[OpenFraction, ...] = (0.2, 0.4, 0.6)
-    """Chains of the longest length that stop where the estimated chance of being reached and kept falls below this."""
+    """Chains of the longest length that stop where the estimated chance of being reached and kept
+    falls below this."""
     prompts: str = "assets/prompts/training/validation.jsonl"
-    """What acceptance is measured on: as bench.prompts. Not the prompts of the measurement that follows."""
+    """What acceptance is measured on: as bench.prompts. Not the prompts of the measurement that
+    follows."""
     domains: tuple[str, ...] = ()
     """Domains to use; empty: all."""
     prompts_per_domain: PositiveInt = 8
@@ -52,7 +56,8 @@ class TuneConfig:
     rounds: PositiveInt = 2
     """How often the finalists answer all prompts, taking turns with plain decoding."""
     close_rounds: NonNegativeInt = 4
-    """How often on top those finalists do that the first rounds cannot tell from the fastest; 0: not at all."""
+    """How often on top those finalists do that the first rounds cannot tell from the fastest; 0:
+    not at all."""
     seed: int = 0
     """Chooses the prompts, and draws the bootstrap samples."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)

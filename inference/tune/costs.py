@@ -1,8 +1,10 @@
-"""What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from them.
+"""What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from
+them.
 
-A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls together, and does more beside them: picks,
-acceptance, what the host does between steps. So every family of drafts is run for a short while at every batch size: the ratio of
-each phase's seconds to the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
+A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls
+together, and does more beside them: picks, acceptance, what the host does between steps. So every
+family of drafts is run for a short while at every batch size: the ratio of each phase's seconds to
+the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
 
 Legend: b rows, n nodes, L cached tokens of the longest row, B rows decoded together.
 """
@@ -36,9 +38,11 @@ def measure_curves(
     repeats: int,
     seed: int = 0,
 ) -> CostCurves:
-    """Curves of all `drafts`: verify by nodes; draft and commit under each draft's label, at every batch size and length.
+    """Curves of all `drafts`: verify by nodes; draft and commit under each draft's label, at every
+    batch size and length.
 
-    text: token ids of real prompts. Drafts that stop early cost what the whole chain costs to draft.
+    text: token ids of real prompts. Drafts that stop early cost what the whole chain costs to
+    draft.
     """
     shapes = {draft.unstopped.label: draft.unstopped for draft in drafts if draft.shape != "none"}
     stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
@@ -63,7 +67,8 @@ def measure_curves(
 class Calibration:
     """How decoding differed from the curves, for one family of drafts at one batch size.
 
-    ratios: phase -> seconds in decoding / seconds on the curve; other: seconds per step beside those phases.
+    ratios: phase -> seconds in decoding / seconds on the curve; other: seconds per step beside
+    those phases.
     """
 
     ratios: Mapping[str, float]
@@ -72,14 +77,15 @@ class Calibration:
 
 @dataclass
 class StepCosts:
-    """Seconds of a step of decoding: curves, corrected. calibrations: (family, b) -> how; without one curves hold as they are."""
+    """Seconds of a step of decoding: curves, corrected. calibrations: (family, b) -> how; without
+    one curves hold as they are."""
 
     curves: CostCurves
     calibrations: dict[tuple[str, int], Calibration] = field(default_factory=dict)
 
     def phases(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
-        """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes: those verified, where
-        drafts stop early; 0: all.
+        """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes:
+        those verified, where drafts stop early; 0: all.
         """
         raw = self.on_curves(draft, b, length, nodes)
         ratios, other = self.correction(draft.family, b)
@@ -107,7 +113,8 @@ class StepCosts:
         }
 
     def correction(self, family: str, b: float) -> tuple[Mapping[str, float], float]:
-        """Ratios and fixed seconds at b rows, between the batch sizes that were run; the nearest one's outside them."""
+        """Ratios and fixed seconds at b rows, between the batch sizes that were run; the nearest
+        one's outside them."""
         known = sorted(rows for name, rows in self.calibrations if name == family)
         if not known:
             return {}, 0.0
@@ -123,8 +130,9 @@ class StepCosts:
         return ratios, low.other + share * (high.other - low.other)
 
     def calibrate(self, family: str, rows: int, runs: Sequence[TimedRun]) -> None:
-        """Take over what the clock booked while drafts of a family were decoded in `rows` rows. Sums over the runs: the ratio of a
-        draft that costs next to nothing says little about one that costs much.
+        """Take over what the clock booked while drafts of a family were decoded in `rows` rows.
+        Sums over the runs: the ratio of a draft that costs next to nothing says little about one
+        that costs much.
         """
         expected, booked, steps, other = (
             dict.fromkeys(MEASURED, 0.0),
@@ -150,7 +158,8 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what the clock booked."""
+    """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what
+    the clock booked."""
 
     draft: Draft
     length: float

@@ -1,15 +1,18 @@
-"""Which layers of a target draft best for all of them, found by trying (Draft & Verify, 2309.08168; SWIFT, 2410.06916).
+"""Which layers of a target draft best for all of them, found by trying (Draft & Verify, 2309.08168;
+SWIFT, 2410.06916).
 
-A set of kept parts (whole layers, or attention and MLP of a layer separately) is as good as the speedup that it should
-give: tau / (1 + gamma c), gamma drafted tokens of c each, c being the share of the target's cost that one drafted
-token takes. tau is measured by decoding, so it costs seconds per set, and there are 2^U sets. The search therefore
-learns from what it has tried: a Bayesian linear model (what each part, and each pair of neighbours, adds to the log
-of a drafted token's acceptance) proposes, by a draw from its posterior (Thompson sampling), the most promising set among the
-neighbours of the best ones; every `GREEDY_EVERY`-th trial follows the model's mean, without a draw.
+A set of kept parts (whole layers, or attention and MLP of a layer separately) is as good as the
+speedup that it should give: tau / (1 + gamma c), gamma drafted tokens of c each, c being the share
+of the target's cost that one drafted token takes. tau is measured by decoding, so it costs seconds
+per set, and there are 2^U sets. The search therefore learns from what it has tried: a Bayesian
+linear model (what each part, and each pair of neighbours, adds to the log of a drafted token's
+acceptance) proposes, by a draw from its posterior (Thompson sampling), the most promising set among
+the neighbours of the best ones; every `GREEDY_EVERY`-th trial follows the model's mean, without a
+draw.
 
-    parts, head_cost = parts_of(target)
-    found = search_layers(parts, evaluate, SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost))
-    found.kept(found.best), found.best.speedup
+    parts, head_cost = parts_of(target) found = search_layers(parts, evaluate,
+    SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost)) found.kept(found.best),
+    found.best.speedup
 
 Legend: U parts, E trials.
 """
@@ -38,17 +41,19 @@ GREEDY_EVERY = 3
 ELITE = 4
 """Best sets whose neighbours are considered."""
 RANDOM_SHARE = 0.25
-"""Share of the trials that are random sets, at the start: without them the model sees too little of most parts."""
+"""Share of the trials that are random sets, at the start: without them the model sees too little of
+most parts."""
 PRIOR, NOISE = 0.5, 0.1
-"""Standard deviations of the model's weights, and of what a linear model misses, in logs of the acceptance."""
+"""Standard deviations of the model's weights, and of what a linear model misses, in logs of the
+acceptance."""
 LEAST = 1e-2
 """Acceptance below which sets are equally bad."""
 
 
 @dataclass(frozen=True, order=True)
 class SkippablePart:
-    """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its share of what one token costs the
-    target, the unskippable rest (LM head) excluded.
+    """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its
+    share of what one token costs the target, the unskippable rest (LM head) excluded.
     """
 
     layer: int
@@ -76,7 +81,8 @@ class SearchConfig:
     depth: PositiveInt = 4
     """Tokens drafted per pass: gamma (>= 1)."""
     fixed_cost: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of the target's cost per token that every drafted token pays whatever is left out: its LM head (0 to below 1)."""
+    """Share of the target's cost per token that every drafted token pays whatever is left out: its
+    LM head (0 to below 1)."""
     most_cost: float = 1.0
     """Sets whose drafted token costs a larger share of the target's than this are not tried."""
     objective: Literal["speedup", "tau"] = "speedup"
@@ -87,7 +93,8 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """A set that was tried: which parts, their share c of the target's cost, tau, tau / (1 + gamma c), and which counts."""
+    """A set that was tried: which parts, their share c of the target's cost, tau, tau / (1 + gamma
+    c), and which counts."""
 
     kept: Chosen
     cost: float
@@ -112,8 +119,11 @@ class SearchResult:
         return [part for part, keep in zip(self.parts, trial.kept, strict=True) if keep]
 
 
-def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[SkippablePart, ...], float]:
-    """The parts of a target and the fixed cost (its LM head), in shares of the weights that decoding one token reads.
+def parts_of(
+    target: TargetModel, sublayers: bool = False
+) -> tuple[tuple[SkippablePart, ...], float]:
+    """The parts of a target and the fixed cost (its LM head), in shares of the weights that
+    decoding one token reads.
 
     sublayers: attention and MLP of a layer can be left out separately.
     """
@@ -128,7 +138,9 @@ def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[Skippa
     head = target.weights.lm_head.numel()
     total = sum(sizes.values()) + head
     if sublayers:
-        return tuple(SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items()), head / total
+        return tuple(
+            SkippablePart(layer, what, size / total) for (layer, what), size in sizes.items()
+        ), head / total
     layers = (
         SkippablePart(layer, "layer", (sizes[layer, "attention"] + sizes[layer, "mlp"]) / total)
         for layer in range(info.num_layers)
@@ -137,14 +149,21 @@ def parts_of(target: TargetModel, sublayers: bool = False) -> tuple[tuple[Skippa
 
 
 def search_layers(
-    parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, start: Iterable[Chosen] = ()
+    parts: Sequence[SkippablePart],
+    evaluate: Evaluate,
+    config: SearchConfig,
+    start: Iterable[Chosen] = (),
 ) -> SearchResult:
-    """Try sets of parts for the best speedup. start: sets that are tried first, before evenly spread ones and prefixes.
+    """Try sets of parts for the best speedup. start: sets that are tried first, before evenly
+    spread ones and prefixes.
 
-    Raises `UserError` when there are fewer than two parts, none with attention, or no set within the cost allowed.
+    Raises `UserError` when there are fewer than two parts, none with attention, or no set within
+    the cost allowed.
     """
     if len(parts) < 2 or not any(part.attends for part in parts):
-        raise UserError(f"there is nothing to search among {len(parts)} parts of the target's layers.")
+        raise UserError(
+            f"there is nothing to search among {len(parts)} parts of the target's layers."
+        )
     rng = np.random.default_rng(config.seed)
     trials: dict[Chosen, Trial] = {}
     for kept in [*start, *_seeds(parts)]:
@@ -156,18 +175,24 @@ def search_layers(
             _try(_random_set(parts, config, rng), parts, evaluate, config, trials)
     if not trials:
         raise UserError(
-            f"no set of layers to start from costs at most {config.most_cost:g} of the target, of which every drafted token pays "
-            f"{config.fixed_cost:.2f} for the LM head alone. Allow a larger cost."
+            f"no set of layers to start from costs at most {config.most_cost:g} of the target, of "
+            f"which every drafted token pays {config.fixed_cost:.2f} for the LM head alone. Allow "
+            "a larger cost."
         )
     while len(trials) < config.evaluations:
-        pool = [kept for kept in _pool(parts, trials, rng) if _cost(kept, parts, config) <= config.most_cost]
+        pool = [
+            kept
+            for kept in _pool(parts, trials, rng)
+            if _cost(kept, parts, config) <= config.most_cost
+        ]
         if not pool:
             break
         greedy = len(trials) % GREEDY_EVERY == 0
         weights = _posterior(trials, config, rng, drawn=not greedy)
         taus = accepted_length(np.exp(np.minimum(_features(pool) @ weights, 0.0)), config.depth)
         expected = [
-            _value(tau, _cost(kept, parts, config), config) for tau, kept in zip(taus, pool, strict=True)
+            _value(tau, _cost(kept, parts, config), config)
+            for tau, kept in zip(taus, pool, strict=True)
         ]
         _try(pool[int(np.argmax(expected))], parts, evaluate, config, trials)
     return SearchResult(tuple(parts), tuple(trials.values()))
@@ -183,18 +208,25 @@ def measure_tau(
 
 
 def ideal_speedup(tau: float, depth: int, cost: float) -> float:
-    """tau / (1 + gamma c): what drafting gamma tokens of cost c each leaves of the accepted length."""
+    """tau / (1 + gamma c): what drafting gamma tokens of cost c each leaves of the accepted
+    length."""
     return metrics.divide(tau, 1 + depth * cost)
 
 
 def _try(
-    kept: Chosen, parts: Sequence[SkippablePart], evaluate: Evaluate, config: SearchConfig, trials: dict[Chosen, Trial]
+    kept: Chosen,
+    parts: Sequence[SkippablePart],
+    evaluate: Evaluate,
+    config: SearchConfig,
+    trials: dict[Chosen, Trial],
 ) -> None:
     cost = _cost(kept, parts, config)
     if kept in trials or not _drafts(kept, parts) or cost > config.most_cost:
         return
     tau = evaluate(kept)
-    trials[kept] = Trial(kept, cost, tau, ideal_speedup(tau, config.depth, cost), _value(tau, cost, config))
+    trials[kept] = Trial(
+        kept, cost, tau, ideal_speedup(tau, config.depth, cost), _value(tau, cost, config)
+    )
 
 
 def _value(tau: float, cost: float, config: SearchConfig) -> float:
@@ -204,15 +236,20 @@ def _value(tau: float, cost: float, config: SearchConfig) -> float:
 
 def _drafts(kept: Chosen, parts: Sequence[SkippablePart]) -> bool:
     """Whether a set keeps any attention, and leaves out anything."""
-    return any(keep and part.attends for keep, part in zip(kept, parts, strict=True)) and not all(kept)
+    return any(keep and part.attends for keep, part in zip(kept, parts, strict=True)) and not all(
+        kept
+    )
 
 
 def _cost(kept: Chosen, parts: Sequence[SkippablePart], config: SearchConfig) -> float:
-    return config.fixed_cost + sum(part.cost for keep, part in zip(kept, parts, strict=True) if keep)
+    return config.fixed_cost + sum(
+        part.cost for keep, part in zip(kept, parts, strict=True) if keep
+    )
 
 
 def _seeds(parts: Sequence[SkippablePart]) -> list[Chosen]:
-    """Where a search starts: layers left out evenly, at several shares; the first layers alone; single parts left out."""
+    """Where a search starts: layers left out evenly, at several shares; the first layers alone;
+    single parts left out."""
     layers = max(part.layer for part in parts) + 1
     found: list[Chosen] = []
     for share in (0.5, 0.75, 0.25):
@@ -224,16 +261,22 @@ def _seeds(parts: Sequence[SkippablePart]) -> list[Chosen]:
     return list(dict.fromkeys(found))
 
 
-def _pool(parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.random.Generator) -> list[Chosen]:
-    """Sets that were not tried: one part more or less than the best sets, one exchanged, and random changes of two to four."""
+def _pool(
+    parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.random.Generator
+) -> list[Chosen]:
+    """Sets that were not tried: one part more or less than the best sets, one exchanged, and random
+    changes of two to four."""
     elite = sorted(trials.values(), key=lambda trial: -trial.value)[:ELITE]
     found: dict[Chosen, None] = {}
     for trial in elite:
         kept = [place for place, keep in enumerate(trial.kept) if keep]
         left = [place for place, keep in enumerate(trial.kept) if not keep]
-        changes = [[place] for place in range(len(parts))] + [[one, other] for one in kept for other in left]
+        changes = [[place] for place in range(len(parts))] + [
+            [one, other] for one in kept for other in left
+        ]
         changes += [
-            list(rng.choice(len(parts), min(len(parts), int(rng.integers(2, 5))), False)) for _ in range(8)
+            list(rng.choice(len(parts), min(len(parts), int(rng.integers(2, 5))), False))
+            for _ in range(8)
         ]
         for change in changes:
             candidate = tuple(keep != (place in change) for place, keep in enumerate(trial.kept))
@@ -242,8 +285,11 @@ def _pool(parts: Sequence[SkippablePart], trials: dict[Chosen, Trial], rng: np.r
     return list(found)
 
 
-def _random_set(parts: Sequence[SkippablePart], config: SearchConfig, rng: np.random.Generator) -> Chosen:
-    """A random set that fills what may be spent, or a random share of it when speed is the objective."""
+def _random_set(
+    parts: Sequence[SkippablePart], config: SearchConfig, rng: np.random.Generator
+) -> Chosen:
+    """A random set that fills what may be spent, or a random share of it when speed is the
+    objective."""
     budget = min(config.most_cost, 1.0)
     if config.objective == "speedup":
         budget = config.fixed_cost + (budget - config.fixed_cost) * float(rng.uniform(0.2, 1.0))
@@ -256,7 +302,8 @@ def _random_set(parts: Sequence[SkippablePart], config: SearchConfig, rng: np.ra
 
 
 def accepted_length(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
-    """tau of chains of `depth` tokens when each is accepted with the same probability: 1 + a + ... + a^depth."""
+    """tau of chains of `depth` tokens when each is accepted with the same probability: 1 + a + ...
+    + a^depth."""
     return np.sum([acceptance**power for power in range(depth + 1)], axis=0)
 
 
@@ -267,7 +314,8 @@ def acceptance_of(tau: float, depth: int) -> float:
 
 
 def _features(sets: Sequence[Chosen]) -> NDArray[np.float64]:
-    """What the model sees of E sets: which parts they keep, which neighbours they keep both of, and a constant [E, 2U]."""
+    """What the model sees of E sets: which parts they keep, which neighbours they keep both of, and
+    a constant [E, 2U]."""
     bits = np.asarray(sets, dtype=np.float64)
     return np.concatenate([bits, bits[:, :-1] * bits[:, 1:], np.ones((len(bits), 1))], 1)
 
@@ -275,7 +323,8 @@ def _features(sets: Sequence[Chosen]) -> NDArray[np.float64]:
 def _posterior(
     trials: dict[Chosen, Trial], config: SearchConfig, rng: np.random.Generator, drawn: bool
 ) -> NDArray[np.float64]:
-    """Weights [2U] of the linear model of log acceptance: a draw from their posterior given the trials, or its mean."""
+    """Weights [2U] of the linear model of log acceptance: a draw from their posterior given the
+    trials, or its mean."""
     inputs = _features(list(trials))
     values = np.log([acceptance_of(trial.tau, config.depth) for trial in trials.values()])
     prior_mean = np.zeros(inputs.shape[1])

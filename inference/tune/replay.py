@@ -1,7 +1,9 @@
-"""What any draft would have had accepted along texts that the target has written, without the target's passes.
+"""What any draft would have had accepted along texts that the target has written, without the
+target's passes.
 
-The match rule never changes the text, so the target decodes every prompt once and gives its states once, and any shape of any
-drafter is then walked along the known text. That is the accepted length of decoding, exactly, pass by pass.
+The match rule never changes the text, so the target decodes every prompt once and gives its states
+once, and any shape of any drafter is then walked along the known text. That is the accepted length
+of decoding, exactly, pass by pass.
 
 Legend: B prompts, N nodes, T positions.
 """
@@ -27,8 +29,8 @@ from inference.target.model import TargetModel
 
 @dataclass
 class Replay:
-    """Walks a drafter along texts that the target has written (one completion per prompt), with the target's
-    true states.
+    """Walks a drafter along texts that the target has written (one completion per prompt), with the
+    target's true states.
     """
 
     target: TargetModel
@@ -59,8 +61,8 @@ class Replay:
 
     @torch.no_grad()
     def passes(self, shape: DraftShape, limits: Limits | None = None) -> list[list[PassRecord]]:
-        """The passes that decoding would have needed, per prompt. limits: where chains stop early; `PassRecord.live` then says
-        where.
+        """The passes that decoding would have needed, per prompt. limits: where chains stop early;
+        `PassRecord.live` then says where.
         """
         passes: list[list[PassRecord]] = [[] for _ in self.texts]
         self.noise.keeps_logits = limits is not None and limits.wants_logits
@@ -79,8 +81,12 @@ class Replay:
             found = torch.stack([accepted, committed, live]).T.tolist()
             for row, (kept, count, deepest) in enumerate(found):
                 if count > 0:
-                    passes[row].append(PassRecord(min(kept, count), count, kept < count, live=deepest))
-            end = torch.where(left > 0, root + committed, root + 1).clamp(max=int(self.length.max()))
+                    passes[row].append(
+                        PassRecord(min(kept, count), count, kept < count, live=deepest)
+                    )
+            end = torch.where(left > 0, root + committed, root + 1).clamp(
+                max=int(self.length.max())
+            )
             first = torch.where(left > 0, root, (end - 1).clamp(min=0))
             state = self.drafter.commit(state, self._states(first, end))
             root = torch.where(left > 0, root + committed, root)
@@ -89,7 +95,9 @@ class Replay:
     def _at(self, positions: Tensor) -> Tensor:
         """The text's tokens at positions [B, N]; -1 behind its end."""
         inside = positions < self.length[:, None]
-        return torch.where(inside, self.tokens.gather(1, positions.clamp(max=self.tokens.shape[1] - 1)), -1)
+        return torch.where(
+            inside, self.tokens.gather(1, positions.clamp(max=self.tokens.shape[1] - 1)), -1
+        )
 
     def _states(self, first: Tensor, end: Tensor) -> TargetStates:
         """The target's states at first..end-1 of every row."""

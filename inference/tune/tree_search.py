@@ -1,16 +1,17 @@
-"""Static trees searched from measured acceptance, Medusa's way (2401.10774, section 3.2 and appendix C).
+"""Static trees searched from measured acceptance, Medusa's way (2401.10774, section 3.2 and
+appendix C).
 
-Decoding validation prompts with a chain shows, at every depth whose drafts before it were kept, which of the
-drafter's candidates the target picked: its rank. Under the model that these rates hold for every path of a
-depth, a node is reached with the product of the rates along its path, so the tree that keeps the most tokens
-is the one that takes the likeliest nodes first.
+Decoding validation prompts with a chain shows, at every depth whose drafts before it were kept,
+which of the drafter's candidates the target picked: its rank. Under the model that these rates hold
+for every path of a depth, a node is reached with the product of the rates along its path, so the
+tree that keeps the most tokens is the one that takes the likeliest nodes first.
 
     statistics = measure_ranks(target, drafter, requests, DecodeConfig(depth=4))
     found = search_tree(statistics.accuracy(), nodes=26)
     DecodeConfig(shape="tree", choices=found.choices)
 
-Legend: D deepest level, R ranks that are told apart, N nodes, M positions asked about at once, V' draft
-vocabulary.
+Legend: D deepest level, R ranks that are told apart, N nodes, M positions asked about at once, V'
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from inference.target.model import TargetModel
 class RankStatistics:
     """How often the target picked the drafter's candidates.
 
-    tested [D]: states at depth d - 1 (all drafts before them kept) at which the target's pick was compared
-    with the candidates; hits [D][R]: how often it was the candidate of rank r.
+    tested [D]: states at depth d - 1 (all drafts before them kept) at which the target's pick was
+    compared with the candidates; hits [D][R]: how often it was the candidate of rank r.
     """
 
     tested: list[int]
@@ -49,13 +50,14 @@ class RankStatistics:
         return cls([0] * depth, [[0] * ranks for _ in range(depth)])
 
     def accuracy(self) -> list[list[float]]:
-        """The rates [D][R], none above the better ranks': rates out of order, which small counts bring about,
-        are averaged (pool adjacent violators). Raises `UserError` when no state of the first depth was seen.
+        """The rates [D][R], none above the better ranks': rates out of order, which small counts
+        bring about, are averaged (pool adjacent violators). Raises `UserError` when no state of the
+        first depth was seen.
         """
         if not self.tested or not self.tested[0]:
             raise UserError(
-                "no drafts were verified, so there are no acceptance rates to search a tree from. Give prompts whose answers are "
-                "longer than one token."
+                "no drafts were verified, so there are no acceptance rates to search a tree "
+                "from. Give prompts whose answers are longer than one token."
             )
         return [
             pooled([count / tested if tested else 0.0 for count in hits])
@@ -77,8 +79,8 @@ def pooled(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SearchedTree:
-    """choices: paths of sibling ranks, as `DecodeConfig.choices` takes them; tau: tokens per verification
-    under the model.
+    """choices: paths of sibling ranks, as `DecodeConfig.choices` takes them; tau: tokens per
+    verification under the model.
     """
 
     choices: tuple[tuple[int, ...], ...]
@@ -86,16 +88,17 @@ class SearchedTree:
 
 
 def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> SearchedTree:
-    """The tree of at most `nodes` nodes, the root included, that keeps the most tokens under the model of the
-    module.
+    """The tree of at most `nodes` nodes, the root included, that keeps the most tokens under the
+    model of the module.
 
-    accuracy [D][R]: the rate at which the target picks the candidate of rank r at depth d. Nodes that are
-    never reached are left out. Raises `UserError` for rates that are none, that rise with the rank, or for
-    fewer than 2 nodes.
+    accuracy [D][R]: the rate at which the target picks the candidate of rank r at depth d. Nodes
+    that are never reached are left out. Raises `UserError` for rates that are none, that rise with
+    the rank, or for fewer than 2 nodes.
     """
     if nodes < 2 or not accuracy:
         raise UserError(
-            f"a searched tree needs at least 2 nodes and one depth; given {nodes} and {len(accuracy)}."
+            f"a searched tree needs at least 2 nodes and one depth; given {nodes} and "
+            f"{len(accuracy)}."
         )
     for depth, rates in enumerate(accuracy, 1):
         if (
@@ -105,10 +108,12 @@ def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> SearchedTree
             or list(rates) != sorted(rates, reverse=True)
         ):
             raise UserError(
-                f"the acceptance rates of depth {depth} must be 0 or more, not rise with the rank and sum to at most 1; given "
-                f"{[round(rate, 4) for rate in rates]}. `RankStatistics.accuracy` gives such rates."
+                f"the acceptance rates of depth {depth} must be 0 or more, not rise with the rank "
+                f"and sum to at most 1; given {[round(rate, 4) for rate in rates]}. "
+                "`RankStatistics.accuracy` gives such rates."
             )
-    # A node is offered only when its parent and its better sibling, at least as likely, are in the tree.
+    # A node is offered only when its parent and its better sibling, at least as likely, are in the
+    # tree.
     offered: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][0], (0,))]
     choices: list[tuple[int, ...]] = []
     tau = 1.0
@@ -119,24 +124,34 @@ def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> SearchedTree
         depth, rank = len(path), path[-1]
         rates = accuracy[depth - 1]
         if rank + 1 < len(rates):
-            heapq.heappush(offered, (negative / rates[rank] * rates[rank + 1], (*path[:-1], rank + 1)))
+            heapq.heappush(
+                offered, (negative / rates[rank] * rates[rank + 1], (*path[:-1], rank + 1))
+            )
         if depth < len(accuracy):
             heapq.heappush(offered, (negative * accuracy[depth][0], (*path, 0)))
     if not choices:
         raise UserError(
-            "the target never picked a drafted candidate: there is no tree to search. Train the drafter longer."
+            "the target never picked a drafted candidate: there is no tree to search. Train the "
+            "drafter longer."
         )
     return SearchedTree(tuple(sorted(choices, key=lambda path: (len(path), path))), tau)
 
 
 def measure_ranks(
-    target: TargetModel, drafter: Any, requests: Iterable[Request], decode: DecodeConfig, ranks: int = 10
+    target: TargetModel,
+    drafter: Any,
+    requests: Iterable[Request],
+    decode: DecodeConfig,
+    ranks: int = 10,
 ) -> RankStatistics:
-    """Decode `requests` with chains of `decode.depth` and count at which rank the target's picks stand, at
-    `decode.temperature` with the target's noise shared. Row by row, for validation prompts, not for speed.
+    """Decode `requests` with chains of `decode.depth` and count at which rank the target's picks
+    stand, at `decode.temperature` with the target's noise shared. Row by row, for validation
+    prompts, not for speed.
     """
     recorder = _Recorder(drafter, RankStatistics.empty(decode.depth, ranks), ranks)
-    chain = replace(decode, shape="chain", rule="match", batch_size=1, graph="off", lag=0, compile=False)
+    chain = replace(
+        decode, shape="chain", rule="match", batch_size=1, graph="off", lag=0, compile=False
+    )
     if isinstance(drafter, nn.Module):
         drafter.eval()
     with packed_linears(drafter):
@@ -146,7 +161,8 @@ def measure_ranks(
 
 
 class _Recorder:
-    """A drafter that drafts what the one inside it drafts, and books what became of it. One row at a time."""
+    """A drafter that drafts what the one inside it drafts, and books what became of it. One row at
+    a time."""
 
     def __init__(self, inner: Any, statistics: RankStatistics, ranks: int) -> None:
         self.inner, self.kind, self.needs = inner, inner.kind, inner.needs
@@ -176,7 +192,8 @@ class _Recorder:
 
 
 class _WatchingNoise:
-    """The noise it is given; it remembers the best candidates of every choice: target ids [B, M, R]."""
+    """The noise it is given; it remembers the best candidates of every choice: target ids [B, M,
+    R]."""
 
     def __init__(self, noise: Noise, ranks: int) -> None:
         self.noise, self.ranks = noise, ranks

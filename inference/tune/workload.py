@@ -1,7 +1,8 @@
-"""Continuous batching of known answers: how many steps a batch takes, how full it is, and how long its rows are.
+"""Continuous batching of known answers: how many steps a batch takes, how full it is, and how long
+its rows are.
 
-A step advances every row by one verification, rows that have ended are refilled at once (as `Engine.run` does), so with each
-answer's passes known, the steps follow without any clock.
+A step advances every row by one verification, rows that have ended are refilled at once (as
+`Engine.run` does), so with each answer's passes known, the steps follow without any clock.
 
 Legend: B rows.
 """
@@ -18,7 +19,8 @@ from inference.measure.metrics import divide
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt of `prompt` tokens whose answer took these passes (the first token comes with the prompt)."""
+    """A prompt of `prompt` tokens whose answer took these passes (the first token comes with the
+    prompt)."""
 
     prompt: int
     passes: Sequence[PassRecord]
@@ -28,7 +30,8 @@ class Answered:
 class Steps:
     """Sums over the steps of a workload.
 
-    steps; tokens committed; length: cached tokens of the longest row; nodes: those verified, where the longest row's limit decides.
+    steps; tokens committed; length: cached tokens of the longest row; nodes: those verified, where
+    the longest row's limit decides.
     """
 
     steps: int = 0

@@ -236,7 +236,7 @@ def build_head(values: Mapping[str, Any]) -> HeadSettings:
     return HeadSettings(kind, build(config_class, rest, "head"))
 
 
-# ---- plain values ------------------------------------------------------------------------------
+# Plain values
 
 
 def plain(value: Any) -> Any:
@@ -271,7 +271,7 @@ def complete(group: str, values: Any) -> Any:
     return plain(found) if group != "head" else {"kind": found.kind, **plain(found.config)}
 
 
-# ---- files for other processes -----------------------------------------------------------------
+# Files for other processes
 
 
 def write_settings(settings: Settings, path: Path) -> None:

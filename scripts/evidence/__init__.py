@@ -1,1 +1,2 @@
-"""What makes the reports in docs/reports: one module per report (`python -m scripts.evidence.NAME`)."""
+"""What makes the reports in docs/reports: one module per report (`python -m
+scripts.evidence.NAME`)."""

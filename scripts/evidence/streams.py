@@ -1,9 +1,10 @@
-"""How often the watch alarms on resampled streams of real answers: its test, on many streams at a time.
+"""How often the watch alarms on resampled streams of real answers: its test, on many streams at a
+time.
 
-A stream draws its reference and its fresh answers with replacement from pools of (accepted, passes) by
-domain, so that where both pools are the same the drafter is unchanged by construction. `DriftTest` sees
-one answer at a time; here each answer's factors are computed once and added along the stream, which
-gives the same numbers (tests/scripts/evidence/test_staleness.py).
+A stream draws its reference and its fresh answers with replacement from pools of (accepted, passes)
+by domain, so that where both pools are the same the drafter is unchanged by construction.
+`DriftTest` sees one answer at a time; here each answer's factors are computed once and added along
+the stream, which gives the same numbers (tests/scripts/evidence/test_staleness.py).
 
 Legend: T answers of a stream, C shares, G points of the grid, P answers of a pool.
 """
@@ -30,7 +31,8 @@ Pools = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """Of all streams. reference: answers of the reference by domain; length: fresh answers of a stream, all domains together."""
+    """Of all streams. reference: answers of the reference by domain; length: fresh answers of a
+    stream, all domains together."""
 
     reference: Mapping[str, int]
     length: int
@@ -39,7 +41,8 @@ class Plan:
 
 
 class Streams:
-    """Draws streams and says after how many answers each raised an alarm. known, fresh: pools by domain."""
+    """Draws streams and says after how many answers each raised an alarm. known, fresh: pools by
+    domain."""
 
     def __init__(self, grid: Grid, most: int, known: Pools, fresh: Pools, plan: Plan) -> None:
         self.plan, self.domains = plan, sorted(plan.reference)
@@ -88,7 +91,8 @@ class Streams:
         return None if first == self.plan.length else int(first) + 1
 
     def evidence(self, name: str, known: np.ndarray, fresh: np.ndarray) -> Floats:
-        """Logarithm of the evidence [T'] that a domain's acceptance has fallen, after each of its fresh answers."""
+        """Logarithm of the evidence [T'] that a domain's acceptance has fallen, after each of its
+        fresh answers."""
         above = log_mean(self.above[name][known].sum(0))  # [G]
         below = self.below[name][fresh].cumsum(0)  # [T', C, G + 1]
         return np.asarray((above + log_mean(below.swapaxes(0, 1))[:, self.at]).min(1))

@@ -151,7 +151,7 @@ class PartSeconds:
             write_json(self.path, self.seconds)
 
 
-# ---- the parts ---------------------------------------------------------------------------------
+# The parts
 
 
 def answer(

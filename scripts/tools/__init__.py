@@ -1,1 +1,2 @@
-"""What users run besides the stages: searching, fitting and benchmarks (`python -m scripts.tools.NAME`)."""
+"""What users run besides the stages: searching, fitting and benchmarks (`python -m
+scripts.tools.NAME`)."""

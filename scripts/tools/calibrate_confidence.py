@@ -1,11 +1,12 @@
-"""Calibrate a block drafter's confidence: fit a temperature per depth to the drafts that were accepted.
+"""Calibrate a block drafter's confidence: fit a temperature per depth to the drafts that were
+accepted.
 
     python -m scripts.tools.calibrate_confidence outputs/families/train/dspark@0.001/best \\
         --out outputs/dspark_calibrated
 
-Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark, 2607.05147;
-heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the calibration error of the survival up
-to each depth on them, before and after.
+Writes a copy of the checkpoint with the temperatures (sequential temperature scaling, DSpark,
+2607.05147; heads/nn/block/confidence.py). Every fifth prompt is held out: printed is the
+calibration error of the survival up to each depth on them, before and after.
 
 Legend: M recorded chains, K depths.
 """
@@ -42,13 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> None:
-    """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is on the rest."""
+    """Fit on four fifths of the prompts, write the checkpoint, and say how good the confidence is
+    on the rest."""
     target, drafter = load(given)
     head = getattr(drafter, "confidence_head", None)
     if head is None:
         raise UserError(
-            f"'{given.drafter}' (kind '{drafter.kind}') has no confidence to calibrate. Train one with head=dspark, or with "
-            "head.confidence=true; other drafters get an estimate from scripts/tools/fit_acceptance.py."
+            f"'{given.drafter}' (kind '{drafter.kind}') has no confidence to calibrate. Train one "
+            "with head=dspark, or with head.confidence=true; other drafters get an estimate from "
+            "scripts/tools/fit_acceptance.py."
         )
     decode = DecodeConfig(
         temperature=given.temperature,
@@ -80,9 +83,11 @@ def rounded(values: list[float]) -> list[float]:
 def recorded(
     target: TargetModel, drafter: Any, decode: DecodeConfig, requests: list[Request]
 ) -> tuple[Tensor, Tensor]:
-    """Log-odds [M, K] of the confidence (its temperatures being 1) and accepted drafts [M] int64 of the passes over `requests`.
+    """Log-odds [M, K] of the confidence (its temperatures being 1) and accepted drafts [M] int64 of
+    the passes over `requests`.
 
-    An answer's last pass is left out: it may have been cut by the answer's end and not by a refusal.
+    An answer's last pass is left out: it may have been cut by the answer's end and not by a
+    refusal.
     """
     said: list[Tensor] = []
     kept: list[Tensor] = []
@@ -100,7 +105,8 @@ def recorded(
 
 @contextmanager
 def watched(drafter: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """While it lasts, every pass appends the confidences [1, K] of its chain and how many drafts [1] were accepted."""
+    """While it lasts, every pass appends the confidences [1, K] of its chain and how many drafts
+    [1] were accepted."""
     passes: list[tuple[Tensor, Tensor]] = []
     propose, commit, last = drafter.propose, drafter.commit, list[Tensor]()
 

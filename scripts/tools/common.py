@@ -1,4 +1,5 @@
-"""What scripts with a command line of their own share: options, errors, and sections of pages that they write."""
+"""What scripts with a command line of their own share: options, errors, and sections of pages that
+they write."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def run(
     work: Callable[[argparse.Namespace], int | None],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parse the arguments and call `work`; returns its exit status, or 2 with a `UserError`'s message.
+    """Parse the arguments and call `work`; returns its exit status, or 2 with a `UserError`'s
+    message.
 
     The namespace has the whole command line as `command`, for the report.
     """
@@ -71,7 +73,8 @@ class Section:
         return f"<!-- end of {self.name} -->"
 
     def put(self, text: str, content: str) -> str:
-        """`text` with `content` as the section; raises `UserError` without both lines, once each."""
+        """`text` with `content` as the section; raises `UserError` without both lines, once
+        each."""
         begin, end = self.begin, self.end
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise UserError(

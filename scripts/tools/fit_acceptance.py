@@ -3,9 +3,10 @@
     python -m scripts.tools.fit_acceptance outputs/demo/train/distilled/best --depth 8 \\
         --out outputs/demo/acceptance.json
 
-The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. Every fifth
-prompt is held out: printed is the mean of |estimate - outcome| in ten equally filled bins (calibration
-error) and the area under the ROC curve, for the head and for the drafter's largest probability.
+The file goes into `decode.adaptive_head`. It belongs to that drafter and that temperature. Every
+fifth prompt is held out: printed is the mean of |estimate - outcome| in ten equally filled bins
+(calibration error) and the area under the ROC curve, for the head and for the drafter's largest
+probability.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def fit_head(given: argparse.Namespace) -> None:
     """Fit on four fifths of the prompts, write the head, print its quality on the rest."""
     target, drafter = load(given)
     decode = DecodeConfig(
-        temperature=given.temperature, depth=given.depth, max_new_tokens=given.tokens,
-        adaptive="confidence", adaptive_threshold=0.0,
-    )  # fmt: skip
+        temperature=given.temperature,
+        depth=given.depth,
+        max_new_tokens=given.tokens,
+        adaptive="confidence",
+        adaptive_threshold=0.0,
+    )
     fitted_on, held_out = split_requests(given, target, decode)
     head = fit(recorded(target, drafter, decode, fitted_on), given.refusal_weight)
     given.out.parent.mkdir(parents=True, exist_ok=True)

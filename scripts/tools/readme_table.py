@@ -1,4 +1,5 @@
-"""Write the README's results table from the committed demo report: `python -m scripts.tools.readme_table`.
+"""Write the README's results table from the committed demo report: `python -m
+scripts.tools.readme_table`.
 
 The table stands between two markers. It is the table that `headstart report` writes; `--check` only
 compares.
@@ -33,7 +34,8 @@ def write(given: argparse.Namespace) -> int:
 
 
 def table(report_file: Path) -> str:
-    """A report's results table with what it was measured on, or a line that says that there is none."""
+    """A report's results table with what it was measured on, or a line that says that there is
+    none."""
     if not report_file.is_file():
         return (
             "No report is committed yet: `make demo`, then copy outputs/demo/report.json to "

@@ -1,13 +1,14 @@
-"""Search which of the target's layers should draft for it, on a domain's prompts; checked on others.
+"""Search which of the target's layers should draft for it, on a domain's prompts; checked on
+others.
 
-    python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers
-    python -m scripts.tools.search_layers --domain code --sublayers
-    python -m scripts.tools.search_layers --kind distilled   # layers to start a distilled drafter from
+    python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers python -m
+    scripts.tools.search_layers --domain code --sublayers python -m scripts.tools.search_layers
+    --kind distilled   # layers to start a distilled drafter from
 
-Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma c), with c
-the share of the target's weights that a drafted token reads (or the best by tau within a largest c), is
-written as a head's recipe for `head=` or `measure.heads`, with a report of every trial. The prompts of
-the search are not those that the result is judged on.
+Sets of layers are tried by decoding (`inference.tune.layer_search`). The best by tau / (1 + gamma
+c), with c the share of the target's weights that a drafted token reads (or the best by tau within a
+largest c), is written as a head's recipe for `head=` or `measure.heads`, with a report of every
+trial. The prompts of the search are not those that the result is judged on.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def settings(kind: str, parts: Sequence[SkippablePart], kept: Chosen) -> dict[st
     return values
 
 
-def judge(found: SearchResult, tau: Callable[[Chosen], float], config: SearchConfig) -> dict[str, Any]:
+def judge(
+    found: SearchResult, tau: Callable[[Chosen], float], config: SearchConfig
+) -> dict[str, Any]:
     """The found set on held-out prompts, and two sets of no higher cost that need no search."""
     layers = max(part.layer for part in found.parts) + 1
 

@@ -4,10 +4,11 @@
     HEADSTART_CONF=outputs/trees headstart measure decode=medusa_26 \\
         measure.drafters=[outputs/demo/train/medusa]
 
-Chains on validation prompts show at every depth which of the drafter's candidates the target picks; the
-tree takes the likeliest nodes first (`inference.tune.tree_search`; Medusa, 2401.10774). It is written as an
-option of the group `decode`, <out>/decode/<name>.yaml, with a report: the rates, the tau that they
-promise, and the tau of the tree and of a chain on prompts that the search has not seen.
+Chains on validation prompts show at every depth which of the drafter's candidates the target picks;
+the tree takes the likeliest nodes first (`inference.tune.tree_search`; Medusa, 2401.10774). It is
+written as an option of the group `decode`, <out>/decode/<name>.yaml, with a report: the rates, the
+tau that they promise, and the tau of the tree and of a chain on prompts that the search has not
+seen.
 """
 
 from __future__ import annotations

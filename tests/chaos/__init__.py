@@ -1,1 +1,2 @@
-"""Faults, injected from outside into real stages: `python -m tests.chaos`, and kills of a loop of rounds."""
+"""Faults, injected from outside into real stages: `python -m tests.chaos`, and kills of a loop of
+rounds."""

@@ -5,8 +5,8 @@
     python -m tests.chaos --only train_killed --update   some, and their rows of the report
 
 A fault is survived when the rerun (or the restart) has the result of a run without the fault, or
-refused when one clear message names the cause and nothing that was written is lost. Full-disk faults
-mount a small tmpfs and therefore need root.
+refused when one clear message names the cause and nothing that was written is lost. Full-disk
+faults mount a small tmpfs and therefore need root.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def inject(names: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
             rows.append(row)
             what_was_seen = "" if row["ok"] else row["words"]
             console.print(
-                f"{'ok ' if row['ok'] else 'BAD'} {name} {time.monotonic() - begun:.0f} s {what_was_seen}"
+                f"{'ok ' if row['ok'] else 'BAD'} {name} {time.monotonic() - begun:.0f} s "
+                f"{what_was_seen}"
             )
     finally:
         if folder is None:
@@ -99,9 +100,16 @@ def row_of(name: str, injected: Fault, ground: Ground) -> dict[str, Any]:
     words = found.words.replace(str(ground.folder), "...")
     values = asdict(found)
     return {
-        "name": name, "what": injected.what, "where": injected.where, "outcome": values["outcome"], "samples_lost": values["lost"],
-        "samples_doubled": values["doubled"], "identical": values["identical"], "ok": found.ok, "words": words,
-    }  # fmt: skip
+        "name": name,
+        "what": injected.what,
+        "where": injected.where,
+        "outcome": values["outcome"],
+        "samples_lost": values["lost"],
+        "samples_doubled": values["doubled"],
+        "identical": values["identical"],
+        "ok": found.ok,
+        "words": words,
+    }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

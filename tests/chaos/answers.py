@@ -127,7 +127,8 @@ def answers_truncated(ground: Ground) -> Outcome:
 
 
 def damaged(ground: Ground, name: str, how: Damage) -> Outcome:
-    """Train on a damaged copy of the answers: it must be refused by name, and the undamaged one then be accepted."""
+    """Train on a damaged copy of the answers: it must be refused by name, and the undamaged one
+    then be accepted."""
     copy = ground.folder / f"answers_{name}"
     shutil.copytree(ground.answers, copy)
     shard = next(path for path in sorted(copy.rglob("*.parquet")))

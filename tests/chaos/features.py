@@ -78,7 +78,8 @@ def store_killed(ground: Ground) -> Outcome:
 def store_writer_killed(ground: Ground) -> Outcome:
     """The other one takes the dead writer's shard over and writes all that is missing.
 
-    Whichever claims a shard first is held there until the other one has written some, so that both are at work when it dies.
+    Whichever claims a shard first is held there until the other one has written some, so that both
+    are at work when it dies.
     """
     store = ground.folder / "store_writer_killed"
     writers = {
@@ -108,7 +109,8 @@ def store_writer_killed(ground: Ground) -> Outcome:
 
 
 def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) -> None:
-    """Wait until `ready`; raises `UnsurvivedError` when a writer ends before that, or it takes too long."""
+    """Wait until `ready`; raises `UnsurvivedError` when a writer ends before that, or it takes too
+    long."""
     deadline = time.monotonic() + LONGEST
     while not ready():
         for process in writers.values():
@@ -122,7 +124,8 @@ def until(ready: Callable[[], bool], writers: dict[int, subprocess.Popen[str]]) 
 
 
 def hold(pid: int, store: Path) -> None:
-    """Stop a writer where it stands, but not while it holds the store's lock, for which the other one would wait."""
+    """Stop a writer where it stands, but not while it holds the store's lock, for which the other
+    one would wait."""
     while True:
         os.kill(pid, signal.SIGSTOP)
         with (store / ".lock").open("a") as file:
@@ -136,7 +139,8 @@ def hold(pid: int, store: Path) -> None:
 
 @fault("full disk", "features, while shards are written")
 def store_full_disk(ground: Ground) -> Outcome:
-    """Somebody else fills the disk, which had room at the start: one message; with room again the same command continues."""
+    """Somebody else fills the disk, which had room at the start: one message; with room again the
+    same command continues."""
     with small_disk(ground.folder / "small_store", DISK_KIB) as disk:
         command = store_command(ground, disk / "store")
         writer = ground.start(command)
@@ -223,9 +227,14 @@ def free_port() -> int:
 def asking(ground: Ground, name: str, port: int, retries: int) -> list[str]:
     """The calm training, from a server."""
     return ground.train(
-        f"run.name={name}", "features=remote", "features.format=fp32", f"features.servers=[http://127.0.0.1:{port}]",
-        "features.timeout_seconds=3", f"features.retries={retries}", "features.ahead=1",
-    )  # fmt: skip
+        f"run.name={name}",
+        "features=remote",
+        "features.format=fp32",
+        f"features.servers=[http://127.0.0.1:{port}]",
+        "features.timeout_seconds=3",
+        f"features.retries={retries}",
+        "features.ahead=1",
+    )
 
 
 @fault("hangs", "feature server")

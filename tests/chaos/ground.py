@@ -1,8 +1,9 @@
-"""What all faults share: a folder, stages as processes of their own, and comparisons with calm runs.
+"""What all faults share: a folder, stages as processes of their own, and comparisons with calm
+runs.
 
-A stage is killed, starved of disk or given broken files from outside; nothing inside it is replaced.
-Its result is compared with that of the same stage without a fault: answers by their ids and bytes,
-trainings by the steps in their log and the bytes of their best weights.
+A stage is killed, starved of disk or given broken files from outside; nothing inside it is
+replaced. Its result is compared with that of the same stage without a fault: answers by their ids
+and bytes, trainings by the steps in their log and the bytes of their best weights.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The error message: the last line that a stage printed in its own name, without the path of the test folder."""
+        """The error message: the last line that a stage printed in its own name, without the path
+        of the test folder."""
         lines = [
             line
             for line in self.words.replace("\r", "\n").splitlines()
@@ -120,15 +122,39 @@ class Ground:
 
     def generate(self, *more: str) -> list[str]:
         """The command line of a short generate."""
-        return ["generate", "data=jsonl", f"data.path={self.prompts}", "run.threads=1", "sampling.max_new_tokens=24",
-                "sampling.temperature=0.0", "sampling.batch_size=2", "generate.flush_rows=2", *more]  # fmt: skip
+        return [
+            "generate",
+            "data=jsonl",
+            f"data.path={self.prompts}",
+            "run.threads=1",
+            "sampling.max_new_tokens=24",
+            "sampling.temperature=0.0",
+            "sampling.batch_size=2",
+            "generate.flush_rows=2",
+            *more,
+        ]
 
     def train(self, *more: str) -> list[str]:
         """The command line of a short training on the calm answers."""
-        return ["train", "head=medusa", "engine=torch", "engine.precision=float32", "run.threads=1", f"run.answers={self.answers}",
-                f"train.max_steps={STEPS}", f"train.global_batch={BATCH}", "train.micro_batch=1", "train.sequence_length=96",
-                "train.save_every=2", "train.eval_every=5", "train.eval_prompts=3", "train.eval_tokens=8", "decode.depth=2",
-                "train.tracker.wandb=disabled", *more]  # fmt: skip
+        return [
+            "train",
+            "head=medusa",
+            "engine=torch",
+            "engine.precision=float32",
+            "run.threads=1",
+            f"run.answers={self.answers}",
+            f"train.max_steps={STEPS}",
+            f"train.global_batch={BATCH}",
+            "train.micro_batch=1",
+            "train.sequence_length=96",
+            "train.save_every=2",
+            "train.eval_every=5",
+            "train.eval_prompts=3",
+            "train.eval_tokens=8",
+            "decode.depth=2",
+            "train.tracker.wandb=disabled",
+            *more,
+        ]
 
     @cached_property
     def answers(self) -> Path:
@@ -142,7 +168,7 @@ class Ground:
         self.must(self.run(self.train("run.name=calm")))
         return self.folder / "outputs" / "calm" / "train" / "medusa"
 
-    # ---- processes -------------------------------------------------------------------------------------------------------
+    # Processes
 
     def start(
         self,
@@ -151,7 +177,8 @@ class Ground:
         launch: Sequence[str] = (),
         wrapper: Sequence[str] = ("-m", "scripts.cli"),
     ) -> subprocess.Popen[str]:
-        """Start a stage; several processes under torchrun, with further options `launch`. wrapper: what python is told to run."""
+        """Start a stage; several processes under torchrun, with further options `launch`. wrapper:
+        what python is told to run."""
         launcher = [
             "-m",
             "torch.distributed.run",
@@ -169,8 +196,13 @@ class Ground:
         }
         return subprocess.Popen(
             [sys.executable, *(launcher if processes > 1 else []), *wrapper, *command],
-            cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def run(self, command: Sequence[str], **options: Any) -> Ended:
         """Run a stage to its end."""
@@ -194,7 +226,8 @@ class Ground:
         victim: Callable[[int], int] = lambda pid: pid,
         **options: Any,
     ) -> Ended:
-        """Start a stage and send it a signal as soon as `ready`; raises `UnsurvivedError` when it ends before that.
+        """Start a stage and send it a signal as soon as `ready`; raises `UnsurvivedError` when it
+        ends before that.
 
         victim: from the started process's id to that of the one that is hit.
         """
@@ -213,19 +246,21 @@ class Ground:
         return self.end(process)
 
     def must(self, ended: Ended, status: int = 0) -> Ended:
-        """`ended`, if it ended with `status` and without a traceback; raises `UnsurvivedError` otherwise."""
+        """`ended`, if it ended with `status` and without a traceback; raises `UnsurvivedError`
+        otherwise."""
         if ended.status != status or (status and "Traceback" in ended.words):
             raise UnsurvivedError(f"ended with {ended.status}, not {status}: {ended.words[-600:]}")
         return ended
 
     def refused(self, command: Sequence[str], name: str) -> Ended:
-        """Run a stage that must refuse what it is given, with `name` in its words; raises `UnsurvivedError` otherwise."""
+        """Run a stage that must refuse what it is given, with `name` in its words; raises
+        `UnsurvivedError` otherwise."""
         ended = self.must(self.run(command), 2)
         if name not in ended.words:
             raise UnsurvivedError(f"the message does not name '{name}': {ended.words[-400:]}")
         return ended
 
-    # ---- what is left ----------------------------------------------------------------------------------------------------
+    # What is left
 
     def compare_answers(self, folder: Path, outcome: str, words: str = "") -> Outcome:
         """A finished generate folder against the calm one."""
@@ -318,7 +353,8 @@ def truncate(path: Path, share: float = 0.5) -> None:
 
 @contextmanager
 def small_disk(at: Path, kib: int) -> Iterator[Path]:
-    """A file system of `kib` KiB in memory, mounted at `at`; raises `UnsurvivedError` where mounting is not allowed."""
+    """A file system of `kib` KiB in memory, mounted at `at`; raises `UnsurvivedError` where
+    mounting is not allowed."""
     at.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(at)],

@@ -1,8 +1,8 @@
 """Kill a loop of rounds again and again: it must end like the same loop without a kill.
 
-`kill_and_compare` runs one loop twice. One copy gets SIGKILL at random points, each after the progress
-of the one before it, and is repeated after each; then both results are compared: the weights of the
-best drafter bit by bit, and loop.json without its times.
+`kill_and_compare` runs one loop twice. One copy gets SIGKILL at random points, each after the
+progress of the one before it, and is repeated after each; then both results are compared: the
+weights of the best drafter bit by bit, and loop.json without its times.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ FEW = [
 def kill_and_compare(
     overrides: Sequence[str], folder: Path, kills: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Play `headstart loop` with `overrides` calmly and killed `kills` times, below `folder`: killed where, and what is the same.
+    """Play `headstart loop` with `overrides` calmly and killed `kills` times, below `folder`:
+    killed where, and what is the same.
 
-    overrides must leave run.root and run.name alone, and give paths that hold in any working directory.
+    overrides must leave run.root and run.name alone, and give paths that hold in any working
+    directory.
     """
     draw = random.Random(seed)
     calm, killed = folder / "calm", folder / "killed"
@@ -81,7 +83,8 @@ def play(overrides: list[str], folder: str) -> None:
 
 
 def started(overrides: Sequence[str], folder: Path) -> Any:
-    """A process that plays the loop. It is forked from one that has imported everything and run nothing."""
+    """A process that plays the loop. It is forked from one that has imported everything and run
+    nothing."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__, "train.run", "train.generate.run"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +104,9 @@ def finish(overrides: Sequence[str], folder: Path) -> None:
 def kill(
     overrides: Sequence[str], folder: Path, kept: set[str], more: int, delay: float
 ) -> str | None:
-    """Kill the loop `delay` seconds after it has written `more` further files of `kept`, those that stay; so that points are spread
-    over its work however fast the machine is. Returns where it was, or None if it ended before.
+    """Kill the loop `delay` seconds after it has written `more` further files of `kept`, those that
+    stay; so that points are spread over its work however fast the machine is. Returns where it was,
+    or None if it ended before.
     """
     reached = len(files(folder) & kept) + more
     process = started(overrides, folder)

@@ -173,7 +173,8 @@ sys.exit(main(sys.argv[1:]))
 
 @fault("NaN in a batch", "train")
 def nan_in_a_batch(ground: Ground) -> Outcome:
-    """The one fault that no one can cause from outside: the loss is spoilt once, as a faulty memory cell would."""
+    """The one fault that no one can cause from outside: the loss is spoilt once, as a faulty memory
+    cell would."""
     command, folder = ground.train("run.name=not_a_number"), out(ground, "not_a_number")
     ended = ground.run(command, wrapper=["-c", NAN_AT_STEP_6.format(call=11)])
     if ended.status == 0:

@@ -1,4 +1,5 @@
-"""Decoder layers one row and one head at a time, by their definitions: what the tests of feature drafters compare with.
+"""Decoder layers one row and one head at a time, by their definitions: what the tests of feature
+drafters compare with.
 
 Legend: T rows, H hidden, D head size.
 """
@@ -46,7 +47,8 @@ def turn(x: Tensor, position: int) -> Tensor:
 def project(attn: Any, x: Tensor, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Queries, keys and values of one row, per head."""
     q, k, v = (
-        list((part.weight @ x).split(attn.head_dim)) for part in (attn.q_proj, attn.k_proj, attn.v_proj)
+        list((part.weight @ x).split(attn.head_dim))
+        for part in (attn.q_proj, attn.k_proj, attn.v_proj)
     )
     return [turn(each, position) for each in q], [turn(each, position) for each in k], v
 
@@ -56,7 +58,9 @@ def attend(attn: Any, query: list[Tensor], seen: Rows) -> Tensor:
     groups = attn.q_proj.out_features // attn.k_proj.out_features
     found = []
     for head, q in enumerate(query):
-        scores = torch.stack([q @ keys[head // groups] for keys, _ in seen]) / math.sqrt(attn.head_dim)
+        scores = torch.stack([q @ keys[head // groups] for keys, _ in seen]) / math.sqrt(
+            attn.head_dim
+        )
         parts = zip(scores.softmax(0), seen, strict=True)
         found.append(sum(weight * values[head // groups] for weight, (_, values) in parts))
     return attn.o_proj.weight @ torch.cat(found)
@@ -78,7 +82,9 @@ def shake_norms(drafter: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "norm" in name:
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                noise = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
                 parameter += 0.3 * noise
 
 
@@ -86,7 +92,8 @@ def shake_norms(drafter: torch.nn.Module) -> None:
 def check_paths_of_a_tree(
     target: MicroTarget, drafter: Any, choices: Sequence[Sequence[int]], ids: Tensor
 ) -> None:
-    """A node's token depends on its ancestors alone: drafting each path as a forced chain shows the same siblings.
+    """A node's token depends on its ancestors alone: drafting each path as a forced chain shows the
+    same siblings.
 
     ids [V']: target ids of the logits' columns.
     """
@@ -106,12 +113,17 @@ def check_paths_of_a_tree(
 
 @torch.no_grad()
 def check_pieces_equal_the_whole(target: MicroTarget, drafter: Any, tree: TokenTree) -> None:
-    """Committing in ragged pieces, with proposals in between, leaves nothing behind: as if it had been read at once."""
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 3), (0, 1)]), tree, 32)
+    """Committing in ragged pieces, with proposals in between, leaves nothing behind: as if it had
+    been read at once."""
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 3), (0, 1)]), tree, 32
+    )
     for spans in ([(3, 7), (1, 2)], [(7, 8), (2, 6)]):
         drafter.propose(state, PlainNoise())
         state = drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS[:2], spans))
-    whole = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 6)]), tree, 32)
+    whole = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 6)]), tree, 32
+    )
     shown = []
     for each in (state, whole):
         noise = ForcedNoise([[0], [0]])

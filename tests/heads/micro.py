@@ -1,5 +1,5 @@
-"""A micro target for drafter tests: a random Llama of Hugging Face in float64, its features, and a Noise that
-is told what wins.
+"""A micro target for drafter tests: a random Llama of Hugging Face in float64, its features, and a
+Noise that is told what wins.
 
 Legend: B rows, T positions, H hidden, V vocabulary, n taps.
 """
@@ -20,7 +20,8 @@ from heads.api.target_info import TargetInfo, TargetWeights
 
 @dataclass
 class MicroTarget:
-    """What drafters are told of a target, computed by plain transformers calls, one document at a time."""
+    """What drafters are told of a target, computed by plain transformers calls, one document at a
+    time."""
 
     model: LlamaForCausalLM
     info: TargetInfo
@@ -85,7 +86,10 @@ def micro_target(
         parameters=sum(p.numel() for p in model.parameters()),
     )
     weights = TargetWeights(
-        model.model.embed_tokens.weight, model.lm_head.weight, model.lm_head, dict(model.state_dict())
+        model.model.embed_tokens.weight,
+        model.lm_head.weight,
+        model.lm_head,
+        dict(model.state_dict()),
     )
     return MicroTarget(model, info, weights, dtype)
 
@@ -93,7 +97,8 @@ def micro_target(
 def packed_batch(
     target: MicroTarget, needs: FeatureSpec, rows: list[list[list[int]]], prompt: int = 2
 ) -> TrainBatch:
-    """A training batch from rows of documents; the first `prompt` tokens of each are not supervised."""
+    """A training batch from rows of documents; the first `prompt` tokens of each are not
+    supervised."""
     width = max(sum(len(document) for document in row) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     positions, mask = torch.zeros_like(tokens), torch.zeros(len(rows), width, dtype=torch.bool)
@@ -113,10 +118,13 @@ def packed_batch(
 
 
 def seen_states(
-    target: MicroTarget, needs: FeatureSpec, documents: list[list[int]], spans: list[tuple[int, int]]
+    target: MicroTarget,
+    needs: FeatureSpec,
+    documents: list[list[int]],
+    spans: list[tuple[int, int]],
 ) -> TargetStates:
-    """States of positions [first, end) of each document, right-padded with nonsense; documents must reach one
-    token further.
+    """States of positions [first, end) of each document, right-padded with nonsense; documents must
+    reach one token further.
     """
     width = max(end - first for first, end in spans)
     batch = packed_batch(target, needs, [[document] for document in documents])
@@ -139,7 +147,8 @@ def seen_states(
 
 
 class ForcedNoise:
-    """Makes chosen tokens win and remembers the logits it was shown: logits[(row, position)] -> [V']."""
+    """Makes chosen tokens win and remembers the logits it was shown: logits[(row, position)] ->
+    [V']."""
 
     keeps_logits = False
 

@@ -1,7 +1,9 @@
-"""Every recipe of conf/head/ as a drafter of a tiny random target: what the tests that hold for every kind run over.
+"""Every recipe of conf/head/ as a drafter of a tiny random target: what the tests that hold for
+every kind run over.
 
-A micro drafter is the recipe's own YAML with the few changes that a target of three layers needs, so that the
-recipes themselves are tested and not look-alikes. `test_contract.py` checks that no recipe and no kind is missing.
+A micro drafter is the recipe's own YAML with the few changes that a target of three layers needs,
+so that the recipes themselves are tested and not look-alikes. `test_contract.py` checks that no
+recipe and no kind is missing.
 """
 
 from __future__ import annotations
@@ -50,14 +52,15 @@ MICRO: dict[str, dict[str, Any]] = {
     "pard": {"from_target_layers": [0, 1], "depth": 5},
     "suffix": {},
 }
-"""Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target: 3 layers, hidden 32, 97 tokens).
-All must draft at least 4 deep.
+"""Recipe -> changes for tiny targets (micro_target: 5 layers, hidden 16, 41 tokens; random_target:
+3 layers, hidden 32, 97 tokens). All must draft at least 4 deep.
 """
 
 
 @cache
 def recipe(name: str, whole_vocabulary: bool = False) -> tuple[str, Any]:
-    """(kind, configuration) of a recipe with its micro changes, through the same conversion as the command line's."""
+    """(kind, configuration) of a recipe with its micro changes, through the same conversion as the
+    command line's."""
     values = yaml.safe_load((RECIPE_FILES / f"{name}.yaml").read_text(encoding="utf-8"))
     kind = values.pop("kind")
     values |= MICRO.get(name, {})
@@ -75,11 +78,14 @@ RECIPES = recipe_names()
 TRAINED = [name for name in RECIPES if get_kind(recipe(name)[0]).needs_training(recipe(name)[1])]
 """Recipes that have to be trained: their loss must reach every weight."""
 WITH_WEIGHTS = [name for name in RECIPES if get_kind(recipe(name)[0]).trainable]
-"""Recipes whose kind is a module: they have the training contract, even if some need no training."""
+"""Recipes whose kind is a module: they have the training contract, even if some need no
+training."""
 REMEMBERING = ["suffix"]
-"""Recipes that learn from one request for the next, so that what they draft depends on the rows beside and before."""
+"""Recipes that learn from one request for the next, so that what they draft depends on the rows
+beside and before."""
 UNREACHED: dict[str, tuple[str, ...]] = {}
-"""Parameters that a recipe's loss does not reach at the start; each needs a comment that says why."""
+"""Parameters that a recipe's loss does not reach at the start; each needs a comment that says
+why."""
 SENSELESS: dict[str, list[dict[str, Any]]] = {
     "quantized_self": [
         {"bits": 3},
@@ -93,7 +99,8 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"mode": "sideways"},
         {"parts": [{"kind": "ngram"}]},
         {"parts": [{"kind": "ngram"}, {"kind": "ngram"}]},  # cannot judge tokens
-        {"parts": [{"kind": "early_exit"}, {"kind": "early_exit"}]},  # reads states that do not exist
+        # reads states that do not exist
+        {"parts": [{"kind": "early_exit"}, {"kind": "early_exit"}]},
         {"parts": [{"kind": "ngram"}, {"kind": "ngram"}, {"kind": "ngram"}]},
         {"parts": [{"kind": "ngram"}, {"checkpoint": "x", "kind": "ngram"}], "mode": "join"},
         {"parts": [{"kind": "ngram"}, {"kind": "jacobi"}], "mode": "join"},
@@ -178,7 +185,8 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
     ],
     "ngram": [{"min_n": 0}, {"min_n": 3, "max_n": 2}],
 }
-"""Per kind: configurations that must be refused, if not when they are built then when a chain of 4 is asked for."""
+"""Per kind: configurations that must be refused, if not when they are built then when a chain of 4
+is asked for."""
 
 
 def build(
@@ -202,7 +210,9 @@ def build(
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in drafter.parameters():
-                parameter += shaken * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter += shaken * torch.randn(parameter.shape, generator=generator).to(
+                    parameter.dtype
+                )
     return drafter
 
 

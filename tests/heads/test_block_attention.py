@@ -10,7 +10,9 @@ from torch import Tensor
 
 from heads.nn.block.attention import Anchors, View, attend_blocks
 
-SEGMENTS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32)
+SEGMENTS = torch.tensor(
+    [[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32
+)
 LAST = torch.tensor([[0, 3, 6], [2, 6, 8]])
 SLOTS, HEADS, KV_HEADS, SIZE = 4, 4, 2, 6
 
@@ -39,7 +41,9 @@ def one_at_a_time(
                 inside = range(slot + 1) if causal else range(SLOTS)
                 for head in range(HEADS):
                     g = head // (HEADS // KV_HEADS)
-                    keys = [context[0][row, j, g] for j in past] + [own[0][row, block, i, g] for i in inside]
+                    keys = [context[0][row, j, g] for j in past] + [
+                        own[0][row, block, i, g] for i in inside
+                    ]
                     values = [context[1][row, j, g] for j in past] + [
                         own[1][row, block, i, g] for i in inside
                     ]

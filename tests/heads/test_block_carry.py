@@ -23,11 +23,14 @@ def embeddings(count: int = 600) -> Tensor:
 
 
 def carried(own_context: bool, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the started layer makes of blocks behind random contexts: (slots [R, b, H], mask embedding [H], the directions [g, D, H]
-    that its value heads hold).
+    """What the started layer makes of blocks behind random contexts: (slots [R, b, H], mask
+    embedding [H], the directions [g, D, H] that its value heads hold).
     """
     generator = torch.Generator().manual_seed(1)
-    layer, mask = BlockLayer(LayerShape(HIDDEN, 4, 2, 64, 96, 1e-6), own_context), torch.empty(HIDDEN)
+    layer, mask = (
+        BlockLayer(LayerShape(HIDDEN, 4, 2, 64, 96, 1e-6), own_context),
+        torch.empty(HIDDEN),
+    )
     initialise_blocks(layer, generator)
     table = embeddings()
     rope, count = Rope(64, 10000.0), len(roots)
@@ -37,7 +40,9 @@ def carried(own_context: bool, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features, rope.at(torch.arange(CONTEXT).expand(count, -1), torch.float32)
     )
     last = torch.full((count, 1), CONTEXT - 1)
-    view = View.of(torch.ones(count, CONTEXT, dtype=torch.int32), last, SLOTS, causal=False, flex=False)
+    view = View.of(
+        torch.ones(count, CONTEXT, dtype=torch.int32), last, SLOTS, causal=False, flex=False
+    )
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (part[:, None] for part in (query, key, value))
@@ -62,12 +67,15 @@ def test_the_first_slot_holds_the_root_and_later_ones_a_part_of_it() -> None:
         likeness = F.cosine_similarity(slots[:, 1] - mask, words, dim=-1)
         assert float((likeness > 0.95).float().mean()) > 0.95
         looked_for, before = ((slots - mask) @ part.T for part in directions)
-        likeness = F.cosine_similarity(looked_for[:, 1:], (words @ directions[0].T)[:, None], dim=-1)
+        likeness = F.cosine_similarity(
+            looked_for[:, 1:], (words @ directions[0].T)[:, None], dim=-1
+        )
         assert float((likeness > 0.95).float().mean()) > 0.95
         likeness = F.cosine_similarity(
             before[:, 3:], (mask @ directions[1].T).expand_as(before[:, 3:]), dim=-1
         )
-        assert float(likeness.abs().median()) > 0.9  # behind the first slot the one before is a mask
+        # behind the first slot the one before is a mask
+        assert float(likeness.abs().median()) > 0.9
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from heads.nn.block.confidence import (
 
 
 def recorded(temperatures: list[float], chains: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-odds that are too extreme (or too timid) by these factors, and how many drafts of each chain were accepted."""
+    """Log-odds that are too extreme (or too timid) by these factors, and how many drafts of each
+    chain were accepted."""
     generator = torch.Generator().manual_seed(0)
     said = 2.0 * torch.randn(chains, len(temperatures), generator=generator) + 0.5
     chances = (said / torch.tensor(temperatures)).sigmoid()

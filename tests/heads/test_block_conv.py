@@ -26,7 +26,10 @@ def test_convolution_equals_its_definition_and_stays_within_the_block() -> None:
             for channel in range(12):
                 for side, (inputs, found) in enumerate(((states, mixed), (output, after))):
                     expected = sum(
-                        (conv.base_kernel[side, tap, channel] + delta[block, slot, side, tap, channel // 4])
+                        (
+                            conv.base_kernel[side, tap, channel]
+                            + delta[block, slot, side, tap, channel // 4]
+                        )
                         * inputs[block, slot - tap, channel]
                         for tap in range(TAPS)
                         if slot >= tap

@@ -1,4 +1,5 @@
-"""What slots know of drafted tokens: every rule by its formula, along given tokens and step by step."""
+"""What slots know of drafted tokens: every rule by its formula, along given tokens and step by
+step."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def make(target: MicroTarget, name: str) -> Dependency:
     for part in rule.modules().values():
         part.double()
         for parameter in part.parameters():
-            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = 0.5 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
     return rule
 
 
@@ -37,7 +40,9 @@ def example(target: MicroTarget) -> tuple[Tensor, Tensor, Tensor]:
     """Parents [M, K], states [M, K, H] and base logits [M, K, V]."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, target.info.vocab_size, (BLOCKS, DEPTHS), generator=generator)
-    states = torch.randn(BLOCKS, DEPTHS, target.info.hidden_size, generator=generator, dtype=torch.float64)
+    states = torch.randn(
+        BLOCKS, DEPTHS, target.info.hidden_size, generator=generator, dtype=torch.float64
+    )
     return tokens, states, target.weights.logits(states)
 
 
@@ -61,9 +66,14 @@ def expected(
                 gate = tables.gate_proj.weight @ torch.cat([h, words]) + tables.gate_proj.bias
                 words = torch.sigmoid(gate) * words
             if tables.joint_proj is not None:
-                joint = tables.joint_proj.weight @ torch.cat([memory, words, h]) + tables.joint_proj.bias
+                joint = (
+                    tables.joint_proj.weight @ torch.cat([memory, words, h])
+                    + tables.joint_proj.bias
+                )
                 gate, fresh, out = joint.split(RANK)
-                memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(fresh)
+                memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(
+                    fresh
+                )
                 words = torch.tanh(out)
             found.append(u + tables.markov_w2.weight @ words)
         elif "prefix_gru" in parts:
@@ -80,15 +90,22 @@ def expected(
         elif "candidate_selector" in parts:
             tables = parts["candidate_selector"]
             edge = tables.predecessor_codebook[token] * (tables.hidden_projection.weight @ h)
-            scores, worst = u + tables.successor_codebook @ edge, u.sort(descending=True).values[TOP - 1]
+            scores, worst = (
+                u + tables.successor_codebook @ edge,
+                u.sort(descending=True).values[TOP - 1],
+            )
             found.append(
-                torch.stack([s if v >= worst else v - OUTSIDE for s, v in zip(scores, u, strict=True)])
+                torch.stack(
+                    [s if v >= worst else v - OUTSIDE for s, v in zip(scores, u, strict=True)]
+                )
             )
         else:
             mixer: Any = parts["parent_mixer"]
             word = target.weights.embedding[token]
             word = (
-                word / (word.square().mean() + target.info.rms_norm_eps).sqrt() * mixer.embedding_norm.weight
+                word
+                / (word.square().mean() + target.info.rms_norm_eps).sqrt()
+                * mixer.embedding_norm.weight
             )
             both = torch.cat([word, F.rms_norm(h, h.shape)])
             inner = F.silu(mixer.gate_proj.weight @ both) * (mixer.up_proj.weight @ both)
@@ -118,7 +135,9 @@ def test_every_rule_equals_its_formula(target: MicroTarget, name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @torch.no_grad()
-def test_reading_level_by_level_equals_reading_along_the_text(target: MicroTarget, name: str) -> None:
+def test_reading_level_by_level_equals_reading_along_the_text(
+    target: MicroTarget, name: str
+) -> None:
     rule, (tokens, states, _) = make(target, name), example(target)
     whole = rule.unroll(tokens, states, embed(target))
     carry = states.new_zeros(BLOCKS, rule.size)
@@ -143,7 +162,8 @@ def test_every_rule_starts_as_none(target: MicroTarget, name: str) -> None:
 
 @torch.no_grad()
 def test_the_selectors_walk_is_the_best_choice_at_every_step(target: MicroTarget) -> None:
-    """Walking by its logits picks, from the candidates alone, what enumerating unary plus edge finds."""
+    """Walking by its logits picks, from the candidates alone, what enumerating unary plus edge
+    finds."""
     rule, (_, states, base) = make(target, "selector"), example(target)
     tables: Any = rule.modules()["candidate_selector"]
     for block in range(BLOCKS):
@@ -163,11 +183,14 @@ def test_the_selectors_walk_is_the_best_choice_at_every_step(target: MicroTarget
 
 @torch.no_grad()
 def test_a_close_call_moves_the_selectors_logits_little(target: MicroTarget) -> None:
-    """Rounding that swaps the worst candidate with the next token must not swap their logits' rank by more than itself."""
+    """Rounding that swaps the worst candidate with the next token must not swap their logits' rank
+    by more than itself."""
     rule, (tokens, states, base) = make(target, "selector"), example(target)
     carry = rule.unroll(tokens, states, embed(target))
     nudge = 1e-3 * torch.sin(torch.arange(base.numel(), dtype=torch.float64)).view(base.shape)
-    found, moved = (rule.logits(u, states, carry, target.weights.logits) for u in (base, base + nudge))
+    found, moved = (
+        rule.logits(u, states, carry, target.weights.logits) for u in (base, base + nudge)
+    )
     assert float((found - moved).abs().max()) < 0.2
 
 
@@ -189,5 +212,6 @@ def test_projected_rows_keep_what_is_alike_alike(size: int) -> None:
     assert float(turned.square().mean()) == pytest.approx(1.0, rel=0.35)
     near = float((turned[0] - turned[1]).norm())
     assert all(
-        near < float((turned[a] - turned[b]).norm()) for a, b in itertools.combinations(range(2, 12), 2)
+        near < float((turned[a] - turned[b]).norm())
+        for a, b in itertools.combinations(range(2, 12), 2)
     )

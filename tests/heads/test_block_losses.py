@@ -12,7 +12,9 @@ from heads.nn.block.losses import Objective, Weighting, d_pace, log_probability
 
 
 def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:
-    right = torch.log(torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    right = torch.log(
+        torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     valid = torch.ones(4, 5, dtype=torch.bool)
     valid[1, 3:] = False
     valid[2, 1] = False  # what lies behind a gap is never reached
@@ -31,15 +33,21 @@ def test_d_pace_is_the_gradient_of_the_expected_accepted_length() -> None:
 
 
 def test_d_pace_spelt_out() -> None:
-    weights = d_pace(torch.log(torch.tensor([[0.5, 0.8, 0.25]])), torch.ones(1, 3, dtype=torch.bool))
+    weights = d_pace(
+        torch.log(torch.tensor([[0.5, 0.8, 0.25]])), torch.ones(1, 3, dtype=torch.bool)
+    )
     torch.testing.assert_close(weights, torch.tensor([[0.5 + 0.4 + 0.1, 0.4 + 0.1, 0.1]]))
 
 
 @pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (7, 4.0)])
 def test_exponential_weights_have_the_published_decay(size: int, gamma: float) -> None:
-    weights = Weighting("exponential", 0.0, size)(torch.zeros(1, 6), torch.ones(1, 6, dtype=torch.bool))
+    weights = Weighting("exponential", 0.0, size)(
+        torch.zeros(1, 6), torch.ones(1, 6, dtype=torch.bool)
+    )
     assert weights[0].tolist() == pytest.approx([math.exp(-k / gamma) for k in range(6)])
-    given = Weighting("exponential", 2.0, size)(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    given = Weighting("exponential", 2.0, size)(
+        torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    )
     assert given[0].tolist() == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.0)])
 
 

@@ -1,4 +1,5 @@
-"""Cascades: the sped-up chain is the upper level's own, joined trees hold all parts, and a checkpoint needs no other folder."""
+"""Cascades: the sped-up chain is the upper level's own, joined trees hold all parts, and a
+checkpoint needs no other folder."""
 
 from __future__ import annotations
 
@@ -38,11 +39,13 @@ NGRAM = {"kind": "ngram"}
 
 
 def cascade(target: Any, *parts: dict[str, Any], **settings: Any) -> Drafter:
-    made: Drafter = new_drafter("cascade", Config(parts=parts, **settings), target.info, target.weights, 0)
+    made: Drafter = new_drafter(
+        "cascade", Config(parts=parts, **settings), target.info, target.weights, 0
+    )
     return made
 
 
-# --- two tables --------------------------------------------------------------------------------------------------
+# Two tables
 
 
 @dataclass
@@ -52,7 +55,8 @@ class TableState:
 
 
 class Table:
-    """A drafter and a reader whose next token follows from the last one by a table of logits [V, V]."""
+    """A drafter and a reader whose next token follows from the last one by a table of logits [V,
+    V]."""
 
     def __init__(self, table: Tensor, depth: int = 3) -> None:
         self.table, self.depth, self.reads = table, depth, 0
@@ -67,7 +71,9 @@ class Table:
     def propose(self, state: TableState, noise: Any) -> Proposal:
         tokens = [state.root]
         for step in range(1, self.depth + 1):
-            tokens.append(noise.pick(self.table[tokens[-1]][:, None], state.position[:, None] + step)[:, 0])
+            tokens.append(
+                noise.pick(self.table[tokens[-1]][:, None], state.position[:, None] + step)[:, 0]
+            )
         return Proposal(torch.stack(tokens, 1), TokenTree.chain(self.depth))
 
     def commit(self, state: TableState, accepted: TargetStates) -> TableState:
@@ -78,16 +84,21 @@ class Table:
 
 
 class TwoTables(Toy):
-    """The toy of the rules' tests, drafted by a cascade: the toy's drafter above, another table below."""
+    """The toy of the rules' tests, drafted by a cascade: the toy's drafter above, another table
+    below."""
 
     lower: Tensor
     rounds: int = 2
 
-    def propose(self, plan: Any, root: Tensor, root_position: Tensor, noise: SharedNoise) -> Proposal:
+    def propose(
+        self, plan: Any, root: Tensor, root_position: Tensor, noise: SharedNoise
+    ) -> Proposal:
         states = [TableState(root.clone(), root_position.clone()) for _ in range(2)]
         upper, lower = Table(self.drafter), Table(self.lower, depth=2)
         keep = noise.keeps_logits or plan.max_rank > 0
-        found = draft_chain(lower, states[0], upper, states[1], root, root_position, self.rounds, noise, keep)  # type: ignore[arg-type]
+        found = draft_chain(
+            lower, states[0], upper, states[1], root, root_position, self.rounds, noise, keep
+        )  # type: ignore[arg-type]
         return fill_tree(plan, found, root_position, noise)
 
 
@@ -107,7 +118,9 @@ def test_a_perfect_lower_level_fills_every_round_and_a_hopeless_one_adds_one_tok
     upper = Table(toy.drafter)
     lower = Table(toy.drafter if below == 0 else toy.drafter.roll(1, 1) * below, depth=2)
     states = [TableState(root.clone(), root * 0) for _ in range(2)]
-    found = draft_chain(lower, states[0], upper, states[1], root, root * 0, 2, PlainNoise(), keep=True)  # type: ignore[arg-type]
+    found = draft_chain(
+        lower, states[0], upper, states[1], root, root * 0, 2, PlainNoise(), keep=True
+    )  # type: ignore[arg-type]
     assert upper.reads == 2
     # the rolled table is right where an argmax happens to be followed by itself
     assert (found.live == live).sum() >= 4
@@ -134,7 +147,8 @@ def test_a_perfect_lower_level_fills_every_round_and_a_hopeless_one_adds_one_tok
     ids=lambda value: value if isinstance(value, str) else f"{value.num_nodes}nodes",
 )
 def test_every_lossless_rule_keeps_the_targets_law(rule: str, shape: TokenTree) -> None:
-    """Chains that end early for reasons that depend on the drafts: dead nodes must be neither kept nor weighed."""
+    """Chains that end early for reasons that depend on the drafts: dead nodes must be neither kept
+    nor weighed."""
     settings = SamplingSettings(temperature=1.0)
     toy = two_tables()
     found = decode(toy, get_rule(rule, shape), shape, settings, rows=40_000, tokens=3)
@@ -150,19 +164,25 @@ def test_a_dead_node_that_were_weighed_would_bias_the_text() -> None:
     def forget(proposal: Proposal) -> None:
         proposal.limit = None
 
-    found = decode(toy, get_rule("rejection", shape), shape, settings, rows=40_000, tokens=4, tamper=forget)
+    found = decode(
+        toy, get_rule("rejection", shape), shape, settings, rows=40_000, tokens=4, tamper=forget
+    )
     assert p_value(found.text, toy.law(settings, 4)) < 1e-9
     right = decode(toy, get_rule("rejection", shape), shape, settings, rows=40_000, tokens=4)
     assert p_value(right.text, toy.law(settings, 4)) > 1e-4
 
 
-# --- real kinds --------------------------------------------------------------------------------------------------
+# Real kinds
 
 
-def walked(target: MicroTarget, drafter: Any, noise: Any, shape: Any, steps: int = 4) -> list[Proposal]:
+def walked(
+    target: MicroTarget, drafter: Any, noise: Any, shape: Any, steps: int = 4
+) -> list[Proposal]:
     """Proposals of a ragged batch along two documents."""
     ends = [5, 3]
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 5), (0, 3)]), shape, 40)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS, [(0, 5), (0, 3)]), shape, 40
+    )
     found = []
     for step in range(steps):
         found.append(copy.deepcopy(drafter.propose(state, noise)))
@@ -178,9 +198,13 @@ def walked(target: MicroTarget, drafter: Any, noise: Any, shape: Any, steps: int
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @torch.no_grad()
-def test_the_chain_is_the_upper_levels_own_as_far_as_it_gets(rounds: int, temperature: float) -> None:
+def test_the_chain_is_the_upper_levels_own_as_far_as_it_gets(
+    rounds: int, temperature: float
+) -> None:
     target = micro_target()
-    alone = new_drafter("early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0)
+    alone = new_drafter(
+        "early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0
+    )
     noise = SharedNoise(SamplingSettings(temperature=temperature), torch.tensor([3, 4]), 41)
     noise.keeps_logits = True
     drafter = cascade(target, NGRAM, EARLY, rounds=rounds, proposed=2)
@@ -203,7 +227,9 @@ def test_proposing_leaves_the_lower_level_as_it_was() -> None:
     )
     before = [value.clone() for value in state_tensors(state.parts[0])]
     first = drafter.propose(state, PlainNoise())
-    assert all(torch.equal(a, b) for a, b in zip(before, state_tensors(state.parts[0]), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, state_tensors(state.parts[0]), strict=True)
+    )
     second = drafter.propose(state, PlainNoise())
     assert torch.equal(first.tokens, second.tokens)
     assert state.passes.tolist() == [6, 6] and first.limit is not None
@@ -214,14 +240,18 @@ def test_proposing_leaves_the_lower_level_as_it_was() -> None:
 def test_second_choices_stand_beside_the_chain() -> None:
     target = micro_target()
     drafter = cascade(target, NGRAM, EARLY, rounds=3)
-    alone = new_drafter("early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0)
+    alone = new_drafter(
+        "early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0
+    )
     tree = TokenTree.from_choices(TREE)
-    for one, two in zip(*(walked(target, d, PlainNoise(), tree) for d in (alone, drafter)), strict=True):
+    for one, two in zip(
+        *(walked(target, d, PlainNoise(), tree) for d in (alone, drafter)), strict=True
+    ):
         same = [node for node, path in enumerate([(), *choices_of(tree)]) if not any(path[:-1])]
         assert two.tokens[:, same].tolist() == one.tokens[:, same].tolist()
 
 
-# --- joined ------------------------------------------------------------------------------------------------------
+# Joined
 
 
 @pytest.mark.parametrize(
@@ -238,7 +268,10 @@ def test_a_joined_tree_holds_what_each_part_drafts_alone(shape: Any) -> None:
     joined = walked(target, drafter, PlainNoise(), shape)
     separate = [walked(target, d, PlainNoise(), s) for d, s in parts]
     for step, proposal in enumerate(joined):
-        assert proposal.tokens.shape[1] <= shape.num_nodes and proposal.tree.max_depth <= shape.max_depth
+        assert (
+            proposal.tokens.shape[1] <= shape.num_nodes
+            and proposal.tree.max_depth <= shape.max_depth
+        )
         checked = TokenTree.from_parents(proposal.tree.parents, proposal.tree.max_depth)
         assert torch.equal(checked.ancestors, proposal.tree.ancestors)
         assert torch.equal(checked.depth, proposal.tree.depth)
@@ -278,35 +311,50 @@ def test_shares_of_the_nodes_stay_within_the_shape() -> None:
         assert sum(part.num_nodes - 1 for part in parts) == shape.num_nodes - 1
         assert parts[0].num_nodes - 1 >= (shape.num_nodes - 1) / 2
         assert max(part.max_depth for part in parts) == shape.max_depth
-    assert [part.num_nodes for part in split_shape(TokenTree.chain(5), (5,), torch.device("cpu"))] == [6, 1]
+    assert [
+        part.num_nodes for part in split_shape(TokenTree.chain(5), (5,), torch.device("cpu"))
+    ] == [6, 1]
 
 
-# --- checkpoints, depth, refusals -------------------------------------------------------------------------------
+# Checkpoints, depth, refusals
 
 
 def saved(target: Any, kind: str, folder: Path, **settings: Any) -> dict[str, Any]:
     counts = torch.arange(target.info.vocab_size).flip(0)
     config = get_kind(kind).config_class(**settings)
-    save_drafter(new_drafter(kind, config, target.info, target.weights, 5, counts), folder, target.info)
+    save_drafter(
+        new_drafter(kind, config, target.info, target.weights, 5, counts), folder, target.info
+    )
     return {"checkpoint": str(folder)}
 
 
 def tokens_of(target: Any, drafter: Any, **settings: Any) -> dict[int, Any]:
     config = DecodeConfig(batch_size=2, **settings)
-    return {c.request.index: (c.tokens, c.passes) for c in Engine(target, drafter, config).run(requests(3))}
+    return {
+        c.request.index: (c.tokens, c.passes)
+        for c in Engine(target, drafter, config).run(requests(3))
+    }
 
 
 def test_a_saved_cascade_needs_no_other_folder(tmp_path: Path) -> None:
     target = random_target()
     part = saved(target, "eagle3", tmp_path / "part", draft_vocab_size=31)
-    inner = saved(target, "cascade", tmp_path / "inner", mode="join", parts=(part, NGRAM), branches=(2,))
+    inner = saved(
+        target, "cascade", tmp_path / "inner", mode="join", parts=(part, NGRAM), branches=(2,)
+    )
     drafter = cascade(target, inner, {"kind": "ngram", "max_n": 2}, mode="join", branches=(1,))
     save_drafter(drafter, tmp_path / "all", target.info)
     shutil.rmtree(tmp_path / "part")
     shutil.rmtree(tmp_path / "inner")
     assert "checkpoint" not in (tmp_path / "all" / "config.json").read_text()
     loaded = load_drafter(tmp_path / "all", target.info, target.weights)
-    settings: dict[str, Any] = {"shape": "dynamic", "nodes": 9, "depth": 3, "width": 3, "temperature": 0.7}
+    settings: dict[str, Any] = {
+        "shape": "dynamic",
+        "nodes": 9,
+        "depth": 3,
+        "width": 3,
+        "temperature": 0.7,
+    }
     found = tokens_of(target, loaded, **settings)
     assert found == tokens_of(target, drafter, **settings)
     assert loaded.state_dict().keys() == drafter.state_dict().keys()
@@ -335,7 +383,10 @@ def test_a_cascade_within_a_cascade_is_lossless() -> None:
     inner = {"kind": "cascade", "parts": [NGRAM, EARLY], "rounds": 2}
     drafter = cascade(target, inner, NGRAM, mode="join", branches=(2,))
     plain = {i: tokens for i, (tokens, _) in tokens_of(target, None, temperature=0.8).items()}
-    for shape in ({"shape": "chain", "depth": 4}, {"shape": "dynamic", "nodes": 9, "depth": 3, "width": 3}):
+    for shape in (
+        {"shape": "chain", "depth": 4},
+        {"shape": "dynamic", "nodes": 9, "depth": 3, "width": 3},
+    ):
         found = tokens_of(target, drafter, temperature=0.8, **shape)
         assert {i: tokens for i, (tokens, _) in found.items()} == plain
 
@@ -359,24 +410,31 @@ def test_training_a_cascade_says_what_to_train_instead() -> None:
         ([NGRAM, {"kind": "early_exit", "exit": 2}], "does not fit kind 'early_exit'"),
     ],
 )
-def test_parts_that_cannot_do_what_is_asked_are_refused(parts: list[dict[str, Any]], message: str) -> None:
+def test_parts_that_cannot_do_what_is_asked_are_refused(
+    parts: list[dict[str, Any]], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         cascade(micro_target(), *parts)
 
 
 @torch.no_grad()
 def test_a_sped_up_language_model_speeds_up_another_one() -> None:
-    """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches put back without a copy."""
+    """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches put
+    back without a copy."""
     target = micro_target()
     small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
     inner = {"kind": "cascade", "parts": [NGRAM, small], "proposed": 2, "rounds": 2}
-    alone = new_drafter("early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0)
+    alone = new_drafter(
+        "early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0
+    )
     noise = SharedNoise(SamplingSettings(temperature=1.0), torch.tensor([3, 4]), 41)
     wanted = walked(target, alone, noise, TokenTree.chain(6))
     reached = []
     for lower in (small, inner):
         drafter = cascade(target, lower, EARLY, rounds=2, proposed=3)
-        for one, two in zip(wanted, walked(target, drafter, noise, TokenTree.chain(6)), strict=True):
+        for one, two in zip(
+            wanted, walked(target, drafter, noise, TokenTree.chain(6)), strict=True
+        ):
             assert two.limit is not None
             for row, live in enumerate(two.limit.tolist()):
                 assert two.tokens[row, : live + 1].tolist() == one.tokens[row, : live + 1].tolist()
@@ -386,7 +444,8 @@ def test_a_sped_up_language_model_speeds_up_another_one() -> None:
 
 @torch.no_grad()
 def test_caches_that_are_not_copied_still_draft_the_same_afterwards() -> None:
-    """`behind_root`: after a draft the small model must propose what it would have proposed before."""
+    """`behind_root`: after a draft the small model must propose what it would have proposed
+    before."""
     target = micro_target()
     small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
     drafter = cascade(target, small, EARLY, rounds=3, proposed=2)

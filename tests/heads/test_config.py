@@ -1,4 +1,5 @@
-"""Plain values to configuration classes: what fits is built, all else is refused with path, value and what is allowed."""
+"""Plain values to configuration classes: what fits is built, all else is refused with path, value
+and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any, Literal
 
 import pytest
 
-from heads.api.config import Fraction, NonEmpty, OpenFraction, PositiveInt, UnitInterval, build, config
+from heads.api.config import (
+    Fraction,
+    NonEmpty,
+    OpenFraction,
+    PositiveInt,
+    UnitInterval,
+    build,
+    config,
+)
 from heads.api.errors import UserError
 
 
@@ -82,9 +91,20 @@ def test_every_type_is_built() -> None:
     }
     built = build(Outer, values, "outer")
     assert built == Outer(
-        3, 2.0, "1234567", True, "slow", 5, 2.5, ((0,), (0, 1)), (4, "b"), Path("some/where"),
-        {"anything": [1, "two"]}, {"code": 1.0}, Inner(0.25),
-    )  # fmt: skip
+        3,
+        2.0,
+        "1234567",
+        True,
+        "slow",
+        5,
+        2.5,
+        ((0,), (0, 1)),
+        (4, "b"),
+        Path("some/where"),
+        {"anything": [1, "two"]},
+        {"code": 1.0},
+        Inner(0.25),
+    )
     assert isinstance(built.rate, float)
     assert isinstance(built.weights["code"], float)
     hash((built.paths, built.pair))  # tuples all the way down, as frozen configurations need
@@ -113,18 +133,33 @@ def test_defaults_and_null() -> None:
             r"outer\.mode 'fsat' is unknown\. Did you mean 'fast'\? Allowed: fast, slow",
         ),
         ({"count": 1, "limit": "all"}, r"outer\.limit: expected a whole number, given 'all'"),
-        ({"count": 1, "size": "big"}, r"outer\.size: expected a whole number or a number, given 'big'"),
-        ({"count": 1, "paths": [[0], ["x"]]}, r"outer\.paths\[1\]\[0\]: expected a whole number, given 'x'"),
+        (
+            {"count": 1, "size": "big"},
+            r"outer\.size: expected a whole number or a number, given 'big'",
+        ),
+        (
+            {"count": 1, "paths": [[0], ["x"]]},
+            r"outer\.paths\[1\]\[0\]: expected a whole number, given 'x'",
+        ),
         ({"count": 1, "paths": 3}, r"outer\.paths: expected a list .* given 3"),
         ({"count": 1, "pair": [1]}, r"outer\.pair: expected a list"),
-        ({"count": 1, "weights": {"code": "x"}}, r"outer\.weights\.code: expected a number, given 'x'"),
-        ({"count": 1, "weights": [1]}, r"outer\.weights: expected keys with a number each, given \[1\]"),
+        (
+            {"count": 1, "weights": {"code": "x"}},
+            r"outer\.weights\.code: expected a number, given 'x'",
+        ),
+        (
+            {"count": 1, "weights": [1]},
+            r"outer\.weights: expected keys with a number each, given \[1\]",
+        ),
         (
             {"count": 1, "inner": {"rat": 1}},
             r"outer\.inner\.rat: there is no such key\. Did you mean 'rate'\?",
         ),
         ({"count": 1, "inner": 3}, r"outer\.inner: expected keys of Inner, given 3"),
-        ({"count": "???"}, r"outer\.count is missing\. Give it as outer\.count=\.\.\. \(a whole number\)"),
+        (
+            {"count": "???"},
+            r"outer\.count is missing\. Give it as outer\.count=\.\.\. \(a whole number\)",
+        ),
         ({}, r"outer\.count is missing and has no default"),
         ({"count": -1}, r"outer: count must be 0 or more; given: -1"),
         ({"count": 1, "steps": 0}, r"outer\.steps must be at least 1; given: 0\."),
@@ -152,7 +187,9 @@ def test_what_does_not_fit_is_refused_with_its_path(values: dict[str, Any], mess
         ({}, r"head\.count is missing and has no default"),
     ],
 )
-def test_a_plain_dataclass_is_checked_when_it_is_built(values: dict[str, Any], message: str) -> None:
+def test_a_plain_dataclass_is_checked_when_it_is_built(
+    values: dict[str, Any], message: str
+) -> None:
     built = build(Plain, {"count": 1, "paths": [[1], [2]], "inner": {"rate": 1}}, "head")
     assert built == Plain(1, "fast", ((1,), (2,)), PlainInner(1.0)) and type(built) is Plain
     with pytest.raises(UserError, match=message):

@@ -1,5 +1,6 @@
-"""What holds for every recipe of conf/head/ and so for every kind: lossless decoding, steps without host synchronisation, training
-equal to decoding, complete checkpoints, own gradients only, errors for settings that make no sense.
+"""What holds for every recipe of conf/head/ and so for every kind: lossless decoding, steps without
+host synchronisation, training equal to decoding, complete checkpoints, own gradients only, errors
+for settings that make no sense.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ DRAFTS: dict[str, DraftShape] = {
     "dynamic": DynamicShape(9, 3, 3),
 }
 NAMED_BY_THE_FIELD = (
-    "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 distilled pard early_exit "
-    "quantized_self ngram suffix lookahead jacobi cascade"
+    "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 distilled "
+    "pard early_exit quantized_self ngram suffix lookahead jacobi cascade"
 ).split()
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 
@@ -63,20 +64,26 @@ def test_no_kind_and_no_recipe_is_left_out() -> None:
     assert set(SENSELESS) == set(kind_names())
 
 
-# --- decoding -----------------------------------------------------------------------------------------------------
+# Decoding
 
 
 def requests() -> list[Request]:
     generator = torch.Generator().manual_seed(2)
     prompts = [
-        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (9, 1, 5, 12, 3)
+        torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        for length in (9, 1, 5, 12, 3)
     ]
-    return [Request(i, tuple(prompt), seed=40 + i, max_new_tokens=20) for i, prompt in enumerate(prompts)]
+    return [
+        Request(i, tuple(prompt), seed=40 + i, max_new_tokens=20)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def texts(drafter: Any, **settings: Any) -> dict[int, list[int]]:
     target = random_target()
-    found = Engine(target, None if drafter is None else build(drafter, target), DecodeConfig(**settings))
+    found = Engine(
+        target, None if drafter is None else build(drafter, target), DecodeConfig(**settings)
+    )
     return {c.request.index: c.tokens for c in found.run(requests())}
 
 
@@ -98,7 +105,8 @@ def build_or_refusal(name: str, target: TargetModel) -> Any:
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_other_families_are_served_losslessly_or_refused_by_name(name: str, family: str) -> None:
-    """A window and no rotary positions at all: what cannot use them says so, nothing drafts nonsense in silence."""
+    """A window and no rotary positions at all: what cannot use them says so, nothing drafts
+    nonsense in silence."""
     target = random_target(family)
     drafter = build_or_refusal(name, target)
     if isinstance(drafter, UserError):
@@ -106,7 +114,9 @@ def test_other_families_are_served_losslessly_or_refused_by_name(name: str, fami
         return
     settings = DecodeConfig(temperature=1.0, batch_size=3, depth=3)
     plain = {c.request.index: c.tokens for c in Engine(target, None, settings).run(requests())}
-    assert {c.request.index: c.tokens for c in Engine(target, drafter, settings).run(requests())} == plain
+    assert {
+        c.request.index: c.tokens for c in Engine(target, drafter, settings).run(requests())
+    } == plain
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,8 @@ def test_greedy_text_is_the_same_under_every_rule(name: str, rule: str, shape: s
 
 
 class Recorder:
-    """Temperature 1 with noise that follows from token and position, and a record of the logits shown for every position."""
+    """Temperature 1 with noise that follows from token and position, and a record of the logits
+    shown for every position."""
 
     keeps_logits = True
 
@@ -150,7 +161,8 @@ class Recorder:
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_what_drafts_were_drawn_from_is_what_the_rules_are_told(name: str, shape: str) -> None:
-    """Rules that weigh drafts rely on `Proposal.logits`: each row must have been shown to the noise for just that position."""
+    """Rules that weigh drafts rely on `Proposal.logits`: each row must have been shown to the noise
+    for just that position."""
     target = micro_target()
     drafter = build(name, target)
     seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)])
@@ -165,7 +177,10 @@ def test_what_drafts_were_drawn_from_is_what_the_rules_are_told(name: str, shape
             if proposal.limit is not None and depth[row, node] > proposal.limit[row]:
                 continue  # a dead node, which nobody judges
             drawn_from = proposal.logits[row, parents[row, node]]
-            if drawn_from.isfinite().sum() == 1 and drawn_from.argmax() == proposal.tokens[row, node]:
+            if (
+                drawn_from.isfinite().sum() == 1
+                and drawn_from.argmax() == proposal.tokens[row, node]
+            ):
                 continue  # a certain draft
             shown = noise.shown.get((row, last + int(depth[row, node])), [])
             assert any(torch.equal(drawn_from, logits) for logits in shown), (row, node)
@@ -177,7 +192,9 @@ def test_what_drafts_were_drawn_from_is_what_the_rules_are_told(name: str, shape
 def test_steps_do_not_wait_for_the_host(name: str, shape: str) -> None:
     target, draft = micro_target(), DRAFTS[shape]
     drafter = build(name, target)
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), draft, 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), draft, 32
+    )
     accepted = seen_states(target, drafter.needs, DOCUMENTS, [(7, 9), (5, 6)])
     with NoHost():
         first = drafter.propose(state, PlainNoise())
@@ -203,7 +220,8 @@ def test_refilled_row_drafts_like_a_fresh_one(name: str) -> None:
     tokens = drafter.propose(state, PlainNoise()).tokens
     assert tokens[1].tolist() == untouched
     assert (
-        tokens[0].tolist() == drafter.propose(drafter.start(fresh, tree, 32), PlainNoise()).tokens[0].tolist()
+        tokens[0].tolist()
+        == drafter.propose(drafter.start(fresh, tree, 32), PlainNoise()).tokens[0].tolist()
     )
 
 
@@ -242,7 +260,7 @@ def test_weights_are_unset_until_initialised_and_the_same_for_a_seed(name: str) 
         assert not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
-# --- training -----------------------------------------------------------------------------------------------------
+# Training
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -253,7 +271,8 @@ def test_loss_reaches_every_weight_and_nothing_of_the_target(name: str) -> None:
     unreached = {
         weight
         for weight, parameter in drafter.named_parameters()
-        if parameter.requires_grad and (parameter.grad is None or not bool(parameter.grad.abs().sum() > 0))
+        if parameter.requires_grad
+        and (parameter.grad is None or not bool(parameter.grad.abs().sum() > 0))
     }
     assert unreached == set(UNREACHED.get(name, ()))
     assert all(value.grad is None for value in target.model.parameters())
@@ -281,7 +300,8 @@ def test_packed_documents_do_not_see_each_other(name: str, order: int) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_loss_draws_from_its_rows_seeds_alone(name: str) -> None:
-    """Same seeds, same loss, whatever the global generator did; and rows may be dealt to processes in any way."""
+    """Same seeds, same loss, whatever the global generator did; and rows may be dealt to processes
+    in any way."""
     target = micro_target()
     drafter = build(name, target)
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[1]]])
@@ -320,7 +340,9 @@ def test_lower_precision_stays_close(name: str, dtype: torch.dtype) -> None:
         drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum.item()
         for drafter, target in zip(drafters, (exact, rounded), strict=True)
     ]
-    assert losses[1] == pytest.approx(losses[0], rel={torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype])
+    assert losses[1] == pytest.approx(
+        losses[0], rel={torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype]
+    )
     seen = seen_states(rounded, drafters[1].needs, DOCUMENTS, [(0, 7), (0, 5)])
     with torch.no_grad():
         state = drafters[1].start(seen, TokenTree.chain(3), 32)
@@ -329,7 +351,8 @@ def test_lower_precision_stays_close(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_micro_batch_can_be_learnt_by_heart(name: str) -> None:
-    """The first drafted token is right at four of five places after enough steps on two documents (chance: one in forty)."""
+    """The first drafted token is right at four of five places after enough steps on two documents
+    (chance: one in forty)."""
     target = micro_target(torch.float32)
     drafter = build(name, target, whole_vocabulary=True).train()
     batch = packed_batch(target, drafter.needs, [DOCUMENTS])
@@ -356,7 +379,7 @@ def test_training_computes_what_decoding_computes(name: str) -> None:
     assert report.compared > 0 and len(report.worst) == 4
 
 
-# --- the rest of the contract -------------------------------------------------------------------------------------
+# The rest of the contract
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -391,9 +414,12 @@ def test_the_stored_configuration_rebuilds_the_drafter(name: str, tmp_path: Path
     assert passes[0] == passes[1]
 
 
-@pytest.mark.parametrize(("kind", "values"), [(kind, v) for kind, many in SENSELESS.items() for v in many])
+@pytest.mark.parametrize(
+    ("kind", "values"), [(kind, v) for kind, many in SENSELESS.items() for v in many]
+)
 def test_settings_that_make_no_sense_are_refused(kind: str, values: dict[str, Any]) -> None:
-    """At the latest when the drafter is built and asked to draft, in one sentence that names a setting."""
+    """At the latest when the drafter is built and asked to draft, in one sentence that names a
+    setting."""
     with pytest.raises(UserError, match=r"(head|decode|measure)\."):
         built_and_started(kind, values)
 
@@ -401,6 +427,8 @@ def test_settings_that_make_no_sense_are_refused(kind: str, values: dict[str, An
 def built_and_started(kind: str, values: dict[str, Any]) -> None:
     target = micro_target()
     config = to_dataclass(get_kind(kind).config_class, values, "head")
-    drafter = new_drafter(kind, config, target.info, target.weights, 0, torch.arange(target.info.vocab_size))
+    drafter = new_drafter(
+        kind, config, target.info, target.weights, 0, torch.arange(target.info.vocab_size)
+    )
     seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)])
     drafter.start(seen, TokenTree.chain(4), 32)

@@ -1,4 +1,5 @@
-"""Block drafters: the network one block at a time, training against drafting, what slots may see, starting from the target."""
+"""Block drafters: the network one block at a time, training against drafting, what slots may see,
+starting from the target."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from heads.nn import losses
 from heads.nn.block.attention import Anchors
 from heads.nn.block.config import Config
 from inference.parity import check_parity
-from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.micro import (
+    ForcedNoise,
+    MicroTarget,
+    PlainNoise,
+    micro_target,
+    packed_batch,
+    seen_states,
+)
 
 DOCUMENTS = [
     [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
@@ -30,7 +38,12 @@ DOCUMENTS = [
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"in_block": "causal", "taps": (1, 4)},
-    "anchor": {"sample_from_anchor": True, "num_layers": 3, "num_key_value_heads": 4, "start_from": "random"},
+    "anchor": {
+        "sample_from_anchor": True,
+        "num_layers": 3,
+        "num_key_value_heads": 4,
+        "start_from": "random",
+    },
     "mask_token": {"mask_token_id": 9},
     "fusion": {"layer_fusion": True, "taps": (0, 2, 4)},
     "convolution": {"convolution": True, "conv_group_size": 4},
@@ -40,7 +53,12 @@ DEPENDENT: dict[str, dict[str, Any]] = {
     "gated": {"dependency": "gated"},
     "rnn": {"dependency": "rnn", "in_block": "causal"},
     "gru": {"dependency": "gru"},
-    "selector": {"dependency": "selector", "selector_top_k": 5, "convolution": True, "conv_group_size": 8},
+    "selector": {
+        "dependency": "selector",
+        "selector_top_k": 5,
+        "convolution": True,
+        "conv_group_size": 8,
+    },
     "parent": {"dependency": "parent"},
 }
 
@@ -61,7 +79,7 @@ def make(target: MicroTarget, **options: Any) -> Drafter:
     return drafter.eval()
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
+# The network
 
 
 def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
@@ -80,18 +98,21 @@ def turn(x: Tensor, position: int) -> Tensor:
 
 
 def convolve(conv: Any, rows: list[Tensor], kernels: list[Tensor], side: int) -> list[Tensor]:
-    """out[i] = (base[0] + delta[i, 0]) x[i] + (base[1] + delta[i, 1]) x[i-1]; kernels [2, 2, C] per row."""
+    """out[i] = (base[0] + delta[i, 0]) x[i] + (base[1] + delta[i, 1]) x[i-1]; kernels [2, 2, C] per
+    row."""
     found = []
     for i, row in enumerate(rows):
         taps = [
-            conv.base_kernel[side, t] + kernels[i][side, t].repeat_interleave(conv.group_size) for t in (0, 1)
+            conv.base_kernel[side, t] + kernels[i][side, t].repeat_interleave(conv.group_size)
+            for t in (0, 1)
         ]
         found.append(taps[0] * row + (taps[1] * rows[i - 1] if i else 0.0))
     return found
 
 
 def one_block(drafter: Drafter, document: list[int], taps: Tensor, t: int) -> list[Tensor]:
-    """States before the final norm of all slots of the block behind position t, one head vector at a time."""
+    """States before the final norm of all slots of the block behind position t, one head vector at
+    a time."""
     slots, target = drafter.config.block_size, drafter._target
     assert target is not None
     mask = (
@@ -134,7 +155,9 @@ def one_block(drafter: Drafter, document: list[int], taps: Tensor, t: int) -> li
                 scores = torch.stack([query @ key[h // groups] for key in keys[:seen]]) / math.sqrt(
                     attn.head_dim
                 )
-                parts.append(scores.softmax(0) @ torch.stack([value[h // groups] for value in values[:seen]]))
+                parts.append(
+                    scores.softmax(0) @ torch.stack([value[h // groups] for value in values[:seen]])
+                )
             outputs.append(attn.o_proj.weight @ torch.cat(parts))
         if conv is not None:
             outputs = convolve(conv, outputs, kernels, 1)
@@ -160,7 +183,8 @@ def test_training_blocks_equal_one_block_at_a_time(target: MicroTarget, name: st
     drafter = make(target, **VARIANTS[name])
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     logits = drafter.train_logits(batch, drafter.depths)
-    places = {(0, 0, 2): 0, (0, 13, 4): 1, (1, 0, 7): 2}  # (row, start of the document, t) -> document
+    # (row, start of the document, t) -> document
+    places = {(0, 0, 2): 0, (0, 13, 4): 1, (1, 0, 7): 2}
     for (row, first, t), number in places.items():
         document = DOCUMENTS[number]
         states = one_block(drafter, document, batch.taps[row, first : first + len(document)], t)
@@ -180,7 +204,8 @@ def test_drafting_computes_what_training_did(target: MicroTarget, name: str) -> 
 @pytest.mark.parametrize("name", [*VARIANTS, *DEPENDENT])
 @torch.no_grad()
 def test_nothing_behind_the_root_is_seen(target: MicroTarget, name: str) -> None:
-    """Taps from the root on, and tokens behind those that a depth is conditioned on, may be anything; other documents too."""
+    """Taps from the root on, and tokens behind those that a depth is conditioned on, may be
+    anything; other documents too."""
     drafter = make(target, **(VARIANTS | DEPENDENT)[name])
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[1], DOCUMENTS[0]]])
     before = drafter.train_logits(batch, drafter.depths)
@@ -192,15 +217,20 @@ def test_nothing_behind_the_root_is_seen(target: MicroTarget, name: str) -> None
     for depth in range(drafter.depths, 0, -1):
         batch.tokens[:, t + depth + 1 :] = 2
         after = drafter.train_logits(batch, drafter.depths)
-        torch.testing.assert_close(after[depth - 1][0, t], before[depth - 1][0, t], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            after[depth - 1][0, t], before[depth - 1][0, t], rtol=1e-12, atol=1e-12
+        )
     batch.taps[:, t] += 1.0  # and what may be seen, is
     assert not torch.allclose(drafter.train_logits(batch, 1)[0][0, t], before[0][0, t])
 
 
 @pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
 @torch.no_grad()
-def test_a_shorter_draft_is_the_beginning_of_a_longer_one(target: MicroTarget, in_block: str) -> None:
-    """Slots that see each other are all run whatever is asked for; causal ones do not need the others."""
+def test_a_shorter_draft_is_the_beginning_of_a_longer_one(
+    target: MicroTarget, in_block: str
+) -> None:
+    """Slots that see each other are all run whatever is asked for; causal ones do not need the
+    others."""
     drafter = make(target, in_block=in_block)
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
     drafts = [
@@ -213,7 +243,8 @@ def test_a_shorter_draft_is_the_beginning_of_a_longer_one(target: MicroTarget, i
 @pytest.mark.parametrize("name", ["plain", *DEPENDENT])
 @torch.no_grad()
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, name: str) -> None:
-    """Children depend on their own parent (or on their depth alone): drafting a path as a forced chain gives the same siblings."""
+    """Children depend on their own parent (or on their depth alone): drafting a path as a forced
+    chain gives the same siblings."""
     drafter = make(target, **(VARIANTS | DEPENDENT)[name])
     choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
@@ -232,18 +263,23 @@ def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, name: str) ->
 
 @torch.no_grad()
 def test_refused_drafts_leave_nothing_behind(target: MicroTarget) -> None:
-    """Proposing writes the block into the cache behind the context; the next commit must find it gone."""
+    """Proposing writes the block into the cache behind the context; the next commit must find it
+    gone."""
     drafter, tree = make(target), TokenTree.chain(4)
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 6), (0, 4)]), tree, 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 6), (0, 4)]), tree, 32
+    )
     for spans in ([(6, 7), (4, 6)], [(7, 9), (6, 7)]):
         drafter.propose(state, PlainNoise())
         state = drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS[:2], spans))
-    fresh = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 7)]), tree, 32)
+    fresh = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 7)]), tree, 32
+    )
     found, expected = (drafter.propose(s, PlainNoise()).tokens for s in (state, fresh))
     assert found.tolist() == expected.tolist()
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# Training
 
 
 def test_loss_is_the_weighted_sum_over_blocks_and_depths(target: MicroTarget) -> None:
@@ -261,14 +297,20 @@ def test_loss_is_the_weighted_sum_over_blocks_and_depths(target: MicroTarget) ->
                     if t + k + 1 >= len(document):
                         break
                     log_q = logits[k - 1][row, first + t].log_softmax(-1)
-                    log_p = target.weights.logits(batch.last_hidden[row, first + t + k]).log_softmax(-1)
+                    log_p = target.weights.logits(
+                        batch.last_hidden[row, first + t + k]
+                    ).log_softmax(-1)
                     kl = (log_p.exp() * (log_p - log_q)).sum()
-                    expected += math.exp(-(k - 1) / 3) * (0.7 * kl - 0.3 * log_q[document[t + k + 1]])
+                    expected += math.exp(-(k - 1) / 3) * (
+                        0.7 * kl - 0.3 * log_q[document[t + k + 1]]
+                    )
                     counts[k - 1] += 1
             first += len(document)
     output = drafter.loss(batch)
     torch.testing.assert_close(output.loss_sum, expected)
-    assert [int(output.metrics[f"accuracy/depth{k}"][1]) for k in range(1, drafter.depths + 1)] == counts
+    assert [
+        int(output.metrics[f"accuracy/depth{k}"][1]) for k in range(1, drafter.depths + 1)
+    ] == counts
 
 
 def test_few_anchors_estimate_the_loss_of_all(target: MicroTarget) -> None:
@@ -315,16 +357,27 @@ def test_the_loss_moves_from_base_to_final_logits(target: MicroTarget) -> None:
     assert not unused.any() and used.any()
 
 
-# --- where it starts --------------------------------------------------------------------------------------------------
+# Where it starts
 
 
 def test_layers_start_from_the_targets(target: MicroTarget) -> None:
-    config = Config(start_from="target", from_target_layers=(1, 4), layer_fusion=True, taps=(1, 4), carry_root=False)
+    config = Config(
+        start_from="target",
+        from_target_layers=(1, 4),
+        layer_fusion=True,
+        taps=(1, 4),
+        carry_root=False,
+    )
     drafter: Drafter = new_drafter("dflash", config, target.info, target.weights, seed=0)
     state, layer = target.weights.state, drafter.layers[1]
-    folded = state["model.layers.4.self_attn.k_proj.weight"] * state["model.layers.4.input_layernorm.weight"]
+    folded = (
+        state["model.layers.4.self_attn.k_proj.weight"]
+        * state["model.layers.4.input_layernorm.weight"]
+    )
     for projection in (layer.self_attn.k_proj, layer.self_attn.context_k_proj):
-        torch.testing.assert_close(projection.weight.double(), folded.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            projection.weight.double(), folded.double(), rtol=1e-6, atol=1e-6
+        )
     assert torch.equal(layer.input_layernorm.weight, torch.ones_like(layer.input_layernorm.weight))
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
     features = drafter.layer_fusion(batch.taps)
@@ -334,13 +387,18 @@ def test_layers_start_from_the_targets(target: MicroTarget) -> None:
     )
     assert float(F.cosine_similarity(features[1], own, dim=-1).min()) > 0.98
     norm = drafter.layers[0].self_attn.q_norm.weight
-    heads = state["model.layers.1.self_attn.q_proj.weight"] * state["model.layers.1.input_layernorm.weight"]
+    heads = (
+        state["model.layers.1.self_attn.q_proj.weight"]
+        * state["model.layers.1.input_layernorm.weight"]
+    )
     assert float(norm[0]) == pytest.approx(float(heads.square().sum(1).mean().sqrt()), rel=1e-5)
 
 
 def test_what_does_not_fit_is_refused_or_left_random(target: MicroTarget) -> None:
     state = {k: v for k, v in target.weights.state.items() if "layers.2.mlp" not in k}
-    weights = TargetWeights(target.weights.embedding, target.weights.lm_head, target.weights.logits, state)
+    weights = TargetWeights(
+        target.weights.embedding, target.weights.lm_head, target.weights.logits, state
+    )
     config = Config(start_from="target", from_target_layers=(0, 2))
     with pytest.raises(
         UserError, match=r"layer 2 of target 'micro' .* no model.layers.2.mlp.gate_proj.weight"
@@ -351,20 +409,30 @@ def test_what_does_not_fit_is_refused_or_left_random(target: MicroTarget) -> Non
             new_drafter("dflash", replace(config, start_from=name), target.info, weights, seed=0)
             for name in (start, like)
         )
-        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    normed = dict(target.weights.state) | {"model.layers.0.pre_feedforward_layernorm.weight": torch.ones(16)}
-    weights = TargetWeights(target.weights.embedding, target.weights.lm_head, target.weights.logits, normed)
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        )
+    normed = dict(target.weights.state) | {
+        "model.layers.0.pre_feedforward_layernorm.weight": torch.ones(16)
+    }
+    weights = TargetWeights(
+        target.weights.embedding, target.weights.lm_head, target.weights.logits, normed
+    )
     with pytest.raises(UserError, match="pre_feedforward_layernorm"):
         new_drafter("dflash", config, target.info, weights, seed=0)
     with pytest.raises(UserError, match="norms that add one"):
-        new_drafter("dflash", config, replace(target.info, model_type="gemma2"), target.weights, seed=0)
+        new_drafter(
+            "dflash", config, replace(target.info, model_type="gemma2"), target.weights, seed=0
+        )
 
 
 @pytest.mark.parametrize(
     ("layers", "draft", "taps"),
     [(3, 3, (1, 2)), (5, 3, (1, 2, 3)), (8, 5, (2, 3, 4, 5, 6)), (36, 5, (2, 10, 18, 26, 34))],
 )
-def test_sizes_follow_the_target(target: MicroTarget, layers: int, draft: int, taps: tuple[int, ...]) -> None:
+def test_sizes_follow_the_target(
+    target: MicroTarget, layers: int, draft: int, taps: tuple[int, ...]
+) -> None:
     """36 layers: the taps of the published checkpoints."""
     drafter = Drafter(Config(), replace(target.info, num_layers=layers))
     assert (len(drafter.layers), drafter.needs.taps) == (draft, taps)
@@ -381,11 +449,13 @@ def test_a_tree_deeper_than_the_block_is_refused(target: MicroTarget) -> None:
             drafter.start(seen, TokenTree.chain(depth + 1), 32)
 
 
-# --- confidence -------------------------------------------------------------------------------------------------------
+# Confidence
 
 
 @torch.no_grad()
-def test_confidence_is_that_of_every_nodes_slot_and_parent(target: MicroTarget, tmp_path: Any) -> None:
+def test_confidence_is_that_of_every_nodes_slot_and_parent(
+    target: MicroTarget, tmp_path: Any
+) -> None:
     drafter = make(target, dependency="markov", sample_from_anchor=True, confidence=True)
     assert drafter.confidence_head is not None
     odds, accepted = (
@@ -398,13 +468,17 @@ def test_confidence_is_that_of_every_nodes_slot_and_parent(target: MicroTarget, 
     tree = TokenTree.from_choices([[0], [1], [0, 0], [1, 0], [1, 0, 0]])
     proposal = drafter.propose(drafter.start(seen, tree, 32), PlainNoise())
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
-    states = [rms(s, drafter.norm.weight) for s in one_block(drafter, DOCUMENTS[0], batch.taps[0], 7)]
+    states = [
+        rms(s, drafter.norm.weight) for s in one_block(drafter, DOCUMENTS[0], batch.taps[0], 7)
+    ]
     assert proposal.confidence is not None and proposal.confidence.dtype == torch.float32
     assert float(proposal.confidence[0, 0]) == 1.0
     head, words = drafter.confidence_head, drafter.markov_head.markov_w1.weight
     for node in range(1, 6):
         depth, parent = int(tree.depth[0, node]), int(proposal.tokens[0, tree.parents[0, node]])
-        value = head.proj.weight[0] @ torch.cat([states[depth - 1], words[parent]]) + head.proj.bias[0]
+        value = (
+            head.proj.weight[0] @ torch.cat([states[depth - 1], words[parent]]) + head.proj.bias[0]
+        )
         expected = torch.sigmoid(value / head.temperatures[depth - 1])
         assert float(proposal.confidence[0, node]) == pytest.approx(float(expected), abs=1e-6)
     save_drafter(drafter, tmp_path, target.info)

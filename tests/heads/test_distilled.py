@@ -1,4 +1,5 @@
-"""The distilled drafter: its network is a Hugging Face Llama, its objectives, drafting against training."""
+"""The distilled drafter: its network is a Hugging Face Llama, its objectives, drafting against
+training."""
 
 from __future__ import annotations
 
@@ -75,11 +76,14 @@ def test_network_is_a_hugging_face_llama(target: MicroTarget, options: dict) -> 
         }
     result = model.load_state_dict(state, strict=False)
     assert not result.unexpected_keys
-    assert set(result.missing_keys) <= ({"lm_head.weight"} if drafter.config.tie_embeddings else set())
+    assert set(result.missing_keys) <= (
+        {"lm_head.weight"} if drafter.config.tie_embeddings else set()
+    )
     model.tie_weights()
     logits = drafter.train_logits(packed_batch(target, drafter.needs, [DOCUMENTS[:1]]), 1)[0]
     expected = model(torch.tensor(DOCUMENTS[:1])).logits
-    torch.testing.assert_close(logits[0, :-1], expected[0, 1:], rtol=1e-3, atol=1e-5)  # its norms are float32
+    # its norms are float32
+    torch.testing.assert_close(logits[0, :-1], expected[0, 1:], rtol=1e-3, atol=1e-5)
 
 
 def test_all_layers_of_the_target_are_the_target(target: MicroTarget) -> None:
@@ -122,7 +126,9 @@ def mean_rates(target: MicroTarget, drafter: Drafter) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("options", MIXES)
-def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, options: dict) -> None:
+def test_loss_is_the_mix_summed_over_supervised_positions(
+    target: MicroTarget, options: dict
+) -> None:
     drafter = make(target, **options)
     config = drafter.config
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
@@ -133,16 +139,22 @@ def test_loss_is_the_mix_summed_over_supervised_positions(target: MicroTarget, o
         states = drafter.sequence(alone)[0]
         for t in range(1, len(document) - 1):
             raw, teacher = drafter.logits(states[t]), target.weights.logits(alone.last_hidden[0, t])
-            q, p = (raw / config.temperature).softmax(-1), (teacher / config.temperature).softmax(-1)
+            q, p = (
+                (raw / config.temperature).softmax(-1),
+                (teacher / config.temperature).softmax(-1),
+            )
             m = config.jsd_beta * p + (1 - config.jsd_beta) * q
             expected += (
-                config.forward_kl * (p * (p / q).log()).sum() + config.reverse_kl * (q * (q / p).log()).sum()
+                config.forward_kl * (p * (p / q).log()).sum()
+                + config.reverse_kl * (q * (q / p).log()).sum()
             )
             expected += config.jsd * config.jsd_beta * (p * (p / m).log()).sum()
             expected += config.jsd * (1 - config.jsd_beta) * (q * (q / m).log()).sum()
             rate, weight = torch.minimum(p, q).sum(), (-config.lk_eta * rates[number]).exp()
             expected += config.tv * (1 - rate) - config.lk * rate.log()
-            expected += config.lk_annealed * (weight * (p * (p / q).log()).sum() + (1 - weight) * (1 - rate))
+            expected += config.lk_annealed * (
+                weight * (p * (p / q).log()).sum() + (1 - weight) * (1 - rate)
+            )
             expected -= config.ce * raw.log_softmax(-1)[document[t + 1]]
             best = teacher.argmax() if config.soft else document[t + 1]
             right, count = right + int(raw.argmax() == best), count + 1
@@ -187,14 +199,19 @@ def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget) -> None:
 @torch.no_grad()
 def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
     drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32
+    )
     drafter.propose(state, PlainNoise())
     fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
     write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
     more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
     tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
     whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
-    assert tokens.tolist() == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+    assert (
+        tokens.tolist()
+        == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+    )
 
 
 def test_other_architectures_are_not_copied(target: MicroTarget) -> None:
@@ -235,10 +252,12 @@ def test_drafter_learns_its_target(target: MicroTarget) -> None:
     assert all(value.grad is None for value in (target.weights.lm_head, target.weights.embedding))
 
 
-# --- token selection ----------------------------------------------------------------------------------------
+# Token selection
 
 
-def selective(target: MicroTarget, folder: Path, share: float, **options: object) -> tuple[Drafter, Drafter]:
+def selective(
+    target: MicroTarget, folder: Path, share: float, **options: object
+) -> tuple[Drafter, Drafter]:
     """A drafter that is trained on a share of the tokens, and its reference."""
     reference = make(target, from_target_layers=(0, 2, 3))
     save_drafter(reference, folder, target.info)
@@ -249,7 +268,8 @@ def selective(target: MicroTarget, folder: Path, share: float, **options: object
 def test_tokens_furthest_behind_the_reference_are_trained_on(
     target: MicroTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """AdaSPEC's selection, document by document, against a plain sort; in one piece and in chunks."""
+    """AdaSPEC's selection, document by document, against a plain sort; in one piece and in
+    chunks."""
     drafter, reference = selective(target, tmp_path, share)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     expected, kept = torch.zeros((), dtype=torch.float64), 0
@@ -278,7 +298,9 @@ def test_the_reference_is_no_part_of_the_drafter(target: MicroTarget, tmp_path: 
     (tmp_path / "reference" / "model.safetensors").unlink()
     load_drafter(tmp_path / "drafter", target.info, target.weights)  # who drafts needs no reference
     fresh, _ = selective(target, tmp_path / "other", 0.5)
-    assert float(fresh.loss(packed_batch(target, fresh.needs, [DOCUMENTS], prompt=99)).loss_sum) == 0.0
+    assert (
+        float(fresh.loss(packed_batch(target, fresh.needs, [DOCUMENTS], prompt=99)).loss_sum) == 0.0
+    )
 
 
 def test_selection_needs_a_reference() -> None:

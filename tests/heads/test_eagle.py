@@ -1,4 +1,5 @@
-"""EAGLE and HASS: the unrolled layer against HASS's own definition, the losses, noise, names that engines read."""
+"""EAGLE and HASS: the unrolled layer against HASS's own definition, the losses, noise, names that
+engines read."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def make(target: MicroTarget, **options: object) -> Drafter:
 def harmonised(
     drafter: Drafter, document: list[int], true: Tensor, steps: int
 ) -> dict[tuple[int, int], Tensor]:
-    """The feature drafted at step n for position p, counted as HASS does: at step n, the row at p reads the feature of p that
-    is n-1 steps old, and sees the row at s with the feature that is n-1-(p-s) steps old, the target's own from 0 on.
+    """The feature drafted at step n for position p, counted as HASS does: at step n, the row at p
+    reads the feature of p that is n-1 steps old, and sees the row at s with the feature that is
+    n-1-(p-s) steps old, the target's own from 0 on.
     """
     layer, attn = drafter.layers[0], drafter.layers[0].self_attn
     features = {(0, p): true[p] for p in range(len(document))}
@@ -79,7 +81,9 @@ def test_unrolled_training_is_the_harmonised_context(target: MicroTarget) -> Non
             true = batch.last_hidden[row, first : first + len(document)]
             for (n, p), expected in harmonised(drafter, document, true, 3).items():
                 # Angles are computed in float32.
-                torch.testing.assert_close(outputs[n - 1][row, first + p - n], expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    outputs[n - 1][row, first + p - n], expected, rtol=1e-5, atol=1e-5
+                )
             first += len(document)
 
 
@@ -104,7 +108,9 @@ def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, optio
                 p_true = target.weights.logits(true[p]).softmax(-1)
                 log_q = target.weights.logits(drafted).log_softmax(-1)
                 best = p_true.topk(config.top_k).indices
-                value = config.feature_weight * distance - config.logit_weight * (p_true * log_q).sum()
+                value = (
+                    config.feature_weight * distance - config.logit_weight * (p_true * log_q).sum()
+                )
                 value -= config.top_k_weight * (p_true[best] * log_q[best]).sum()
                 expected += config.step_decay ** (n - 1) * value
                 if n == 1:
@@ -133,7 +139,9 @@ def test_noise_is_bounded_seeded_and_only_in_training(target: MicroTarget) -> No
     assert not torch.equal(moved[0, :5], moved[1, :5])
     quiet = make(target, noise=0.0)
     assert drafter.loss(batch).loss_sum != quiet.loss(batch).loss_sum
-    for noisy, plain in zip(drafter.train_logits(batch, 2), quiet.train_logits(batch, 2), strict=True):
+    for noisy, plain in zip(
+        drafter.train_logits(batch, 2), quiet.train_logits(batch, 2), strict=True
+    ):
         assert torch.equal(noisy, plain)
 
 
@@ -146,7 +154,9 @@ def test_trees_and_pieces(target: MicroTarget) -> None:
     drafter = make(target)
     choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
     check_paths_of_a_tree(target, drafter, choices, torch.arange(41))
-    check_pieces_equal_the_whole(target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]]))
+    check_pieces_equal_the_whole(
+        target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
+    )
 
 
 def test_weights_are_those_that_engines_load(target: MicroTarget) -> None:
@@ -154,22 +164,33 @@ def test_weights_are_those_that_engines_load(target: MicroTarget) -> None:
     names = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
     names |= {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     drafter = make(target)
-    assert set(drafter.state_dict()) == names | {"fc.weight", "layers.0.post_attention_layernorm.weight"}
+    assert set(drafter.state_dict()) == names | {
+        "fc.weight",
+        "layers.0.post_attention_layernorm.weight",
+    }
     assert drafter.fc.weight.shape == (16, 32)
 
 
 def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
     drafter = new_drafter("eagle", Config(from_target_layer=2), target.info, target.weights, seed=0)
     state = target.weights.state
-    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "post_attention_layernorm"):
+    for name in (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "post_attention_layernorm",
+    ):
         weight = drafter.layers[0].get_submodule(name).weight
         assert torch.equal(weight, state[f"model.layers.2.{name}.weight"])
-    with pytest.raises(UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"):
+    with pytest.raises(
+        UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"
+    ):
         new_drafter("eagle", Config(from_target_layer=7), target.info, target.weights, seed=0)
 
 
 def test_the_feature_is_learnt(target: MicroTarget) -> None:
-    """With the feature loss alone the drafted features come near the target's, and so do the tokens."""
+    """With the feature loss alone the drafted features come near the target's, and so do the
+    tokens."""
     drafter = make(target, logit_weight=0.0, noise=0.0).train()
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2]])
     optimiser = torch.optim.Adam(drafter.parameters(), lr=1e-2)
@@ -178,16 +199,21 @@ def test_the_feature_is_learnt(target: MicroTarget) -> None:
         drafter.loss(batch).loss_sum.backward()
         optimiser.step()
     drafted = drafter.chain.unroll(batch, 1)[0][0, 2:11]
-    assert F.mse_loss(drafted, batch.last_hidden[0, 3:12]) < 0.05 * batch.last_hidden[0].pow(2).mean()
+    assert (
+        F.mse_loss(drafted, batch.last_hidden[0, 3:12]) < 0.05 * batch.last_hidden[0].pow(2).mean()
+    )
     correct, count = drafter.loss(batch).metrics["accuracy/depth1"]
     assert correct / count > 0.8
 
 
 def test_a_fresh_drafter_hears_the_token_as_well_as_the_feature(target: MicroTarget) -> None:
-    """Embeddings of real targets are many times smaller than features; without a norm the token would go unheard."""
+    """Embeddings of real targets are many times smaller than features; without a norm the token
+    would go unheard."""
     small = target.weights.embedding * 0.01
     weights = dataclasses.replace(target.weights, embedding=small)
     drafter = new_drafter("eagle", Config(), target.info, weights, seed=0)
     heard = F.linear(small, drafter.fc.weight[:, :16])
     assert 0.5 < heard.pow(2).mean().sqrt() < 2.0
-    assert torch.allclose(drafter.fc.weight[:, 16:].diagonal().mean(), torch.tensor(1.0).double(), atol=0.1)
+    assert torch.allclose(
+        drafter.fc.weight[:, 16:].diagonal().mean(), torch.tensor(1.0).double(), atol=0.1
+    )

@@ -1,4 +1,5 @@
-"""EAGLE-3: training-time test against an explicit loop, drafting against training, the reduced vocabulary."""
+"""EAGLE-3: training-time test against an explicit loop, drafting against training, the reduced
+vocabulary."""
 
 from __future__ import annotations
 
@@ -23,13 +24,7 @@ from tests.heads.explicit import (
     project,
     rms,
 )
-from tests.heads.micro import (
-    MicroTarget,
-    PlainNoise,
-    micro_target,
-    packed_batch,
-    seen_states,
-)
+from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 
 VARIANTS = [
     {},
@@ -50,7 +45,9 @@ def make(target: MicroTarget, **options: object) -> Drafter:
         torch.arange(target.info.vocab_size) % 3 == 0
     )
     config = Config(**{"ttt_steps": 3, **options})
-    drafter = new_drafter("eagle3", config, target.info, target.weights, seed=0, token_counts=counts)
+    drafter = new_drafter(
+        "eagle3", config, target.info, target.weights, seed=0, token_counts=counts
+    )
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "norm" in name:
@@ -63,8 +60,8 @@ def make(target: MicroTarget, **options: object) -> Drafter:
 def explicit_outputs(
     drafter: Drafter, document: list[int], taps: Tensor, steps: int
 ) -> dict[tuple[int, int], Tensor]:
-    """Normalised output of step k (1-based) at row t, one row and one head at a time, along the document's
-    own tokens.
+    """Normalised output of step k (1-based) at row t, one row and one head at a time, along the
+    document's own tokens.
     """
     layer, attn = drafter.midlayer, drafter.midlayer.self_attn
     context: Rows = []
@@ -72,7 +69,9 @@ def explicit_outputs(
     for t in range(len(document) - 1):
         parts = [taps[t, i] for i in range(taps.shape[1])]
         if drafter.fc_norm:
-            parts = [rms(norm.weight, part) for norm, part in zip(drafter.fc_norm, parts, strict=True)]
+            parts = [
+                rms(norm.weight, part) for norm, part in zip(drafter.fc_norm, parts, strict=True)
+            ]
         feature = drafter.fc.weight @ torch.cat(parts)
         seen = list(context)
         for k in range(1, steps + 1):
@@ -99,7 +98,9 @@ def test_unrolled_training_equals_the_explicit_loop(target: MicroTarget, options
         first = 0
         for document in documents:
             span = slice(first, first + len(document))
-            for (k, t), expected in explicit_outputs(drafter, document, batch.taps[row, span], 3).items():
+            for (k, t), expected in explicit_outputs(
+                drafter, document, batch.taps[row, span], 3
+            ).items():
                 torch.testing.assert_close(outputs[k - 1][row, first + t], expected)
             first += len(document)
 
@@ -123,7 +124,9 @@ def test_attention_in_recomputed_chunks_changes_nothing(
 def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, options: dict) -> None:
     drafter = make(target, **options)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
-    ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    ids = (
+        drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    )
     expected, right, count = torch.zeros((), dtype=torch.float64), [0] * 3, [0] * 3
     for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
         first = 0
@@ -156,8 +159,12 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
 
 def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:
     drafter = make(target)
-    alone = drafter.loss(packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])).loss_sum
-    packed = drafter.loss(packed_batch(target, drafter.needs, [[DOCUMENTS[0], DOCUMENTS[2]]])).loss_sum
+    alone = drafter.loss(
+        packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[2]]])
+    ).loss_sum
+    packed = drafter.loss(
+        packed_batch(target, drafter.needs, [[DOCUMENTS[0], DOCUMENTS[2]]])
+    ).loss_sum
     torch.testing.assert_close(packed, alone)
 
 
@@ -165,14 +172,18 @@ def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, options: dict) -> None:
     drafter = make(target, **options)
     choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    ids = drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    ids = (
+        drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
+    )
     check_paths_of_a_tree(target, drafter, choices, ids)
 
 
 @torch.no_grad()
 def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
     drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32
+    )
     drafter.propose(state, PlainNoise())
     fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
     write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
@@ -182,7 +193,10 @@ def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
     more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
     tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
     whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
-    assert tokens.tolist() == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+    assert (
+        tokens.tolist()
+        == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+    )
 
 
 @torch.no_grad()
@@ -196,7 +210,8 @@ def test_reduced_vocabulary_is_kept_with_the_weights(target: MicroTarget, tmp_pa
     loaded = load_drafter(tmp_path, target.info, target.weights)
     seen = seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 9)])
     drafts = [
-        d.propose(d.start(seen, TokenTree.chain(4), 32), PlainNoise()).tokens for d in (drafter, loaded)
+        d.propose(d.start(seen, TokenTree.chain(4), 32), PlainNoise()).tokens
+        for d in (drafter, loaded)
     ]
     assert drafts[0].tolist() == drafts[1].tolist()
     assert set(drafts[0][0, 1:].tolist()) <= set(frequent)
@@ -212,8 +227,12 @@ def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
     drafter = new_drafter("eagle3", config, target.info, target.weights, seed=0)
     state, attn = target.weights.state, drafter.midlayer.self_attn
     assert torch.equal(attn.k_proj.weight[:, 16:], state["model.layers.1.self_attn.k_proj.weight"])
-    assert torch.equal(drafter.midlayer.mlp.down_proj.weight, state["model.layers.1.mlp.down_proj.weight"])
-    with pytest.raises(UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"):
+    assert torch.equal(
+        drafter.midlayer.mlp.down_proj.weight, state["model.layers.1.mlp.down_proj.weight"]
+    )
+    with pytest.raises(
+        UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"
+    ):
         new_drafter("eagle3", Config(from_target_layer=7), target.info, target.weights, seed=0)
     config = Config(from_target_layer=1, intermediate_size=20)
     with pytest.raises(UserError, match=r"mlp.gate_proj.weight of shape \[20, 16\]"):

@@ -1,4 +1,5 @@
-"""Early exit: which layers are kept, what the adapter adds, where the loss goes. (What holds for every kind: test_contract.py.)"""
+"""Early exit: which layers are kept, what the adapter adds, where the loss goes. (What holds for
+every kind: test_contract.py.)"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_training_computes_what_decoding_computes(settings: dict[str, Any]) -> N
 
 @torch.no_grad()
 def test_the_tap_at_the_exit_is_what_the_layers_give() -> None:
-    """Whole first layers: the short way of training (one tap) equals running the layers along the chain."""
+    """Whole first layers: the short way of training (one tap) equals running the layers along the
+    chain."""
     target = micro_target()
     drafter = drafter_of(target, exit_layer=3)
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
@@ -99,7 +101,8 @@ def test_left_out_parts_change_the_draft_and_nothing_left_out_does_not() -> None
 
 @pytest.mark.parametrize("settings", [{"exit_layer": 2}, {"layers": (0, 3)}], ids=str)
 def test_without_an_adapter_the_loss_flows_into_the_taps(settings: dict[str, Any]) -> None:
-    """What a joint finetuning of the target asks of this kind: a loss in the taps, and none in the target's distribution."""
+    """What a joint finetuning of the target asks of this kind: a loss in the taps, and none in the
+    target's distribution."""
     target = micro_target()
     drafter = drafter_of(target, **settings)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS])
@@ -143,7 +146,10 @@ def test_only_an_adapter_needs_training() -> None:
 
 def test_a_fresh_adapter_drafts_nearly_like_the_plain_exit() -> None:
     target = micro_target()
-    plain, adapted = drafter_of(target, exit_layer=3), drafter_of(target, exit_layer=3, adapter="attention")
+    plain, adapted = (
+        drafter_of(target, exit_layer=3),
+        drafter_of(target, exit_layer=3, adapter="attention"),
+    )
     batch = packed_batch(target, adapted.needs, [DOCUMENTS])
     with torch.no_grad():
         one, other = plain.loss(batch).loss_sum, adapted.loss(batch).loss_sum
@@ -164,7 +170,8 @@ def test_settings_that_contradict_each_other_say_so() -> None:
 
 
 def test_an_adapter_copied_from_the_next_layer_continues_the_target() -> None:
-    """Exit after 4 of 5 layers into a copy of the fifth: the whole target, so its own distribution."""
+    """Exit after 4 of 5 layers into a copy of the fifth: the whole target, so its own
+    distribution."""
     target = micro_target()
     drafter = drafter_of(target, exit_layer=4, adapter="layer", adapter_from_target_layer=4)
     batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
@@ -175,12 +182,15 @@ def test_an_adapter_copied_from_the_next_layer_continues_the_target() -> None:
             found, target.weights.logits(batch.last_hidden).roll(-1, 1), rtol=1e-5, atol=1e-5
         )
         assert torch.equal(
-            drafter.adapter.mlp.down_proj.weight, target.weights.state["model.layers.4.mlp.down_proj.weight"]
+            drafter.adapter.mlp.down_proj.weight,
+            target.weights.state["model.layers.4.mlp.down_proj.weight"],
         )
 
 
 def test_layers_that_an_adapter_cannot_be_are_refused() -> None:
-    with pytest.raises(UserError, match=r"adapter_from_target_layer=9 does not fit .*llama, 5 layers"):
+    with pytest.raises(
+        UserError, match=r"adapter_from_target_layer=9 does not fit .*llama, 5 layers"
+    ):
         drafter_of(micro_target(), exit_layer=2, adapter="attention", adapter_from_target_layer=9)
     target = random_target("qwen3")
     config = Config(exit_layer=1, adapter="attention", adapter_from_target_layer=1)

@@ -1,8 +1,8 @@
-"""Growing dynamic trees: against EAGLE-2's pseudo-code written plainly, and against best-first enumeration
-with a heap.
+"""Growing dynamic trees: against EAGLE-2's pseudo-code written plainly, and against best-first
+enumeration with a heap.
 
-The drafter here is a table: logits drawn at random for every path, so that what it says depends on all
-ancestors.
+The drafter here is a table: logits drawn at random for every path, so that what it says depends on
+all ancestors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Path = tuple[int, ...]
 
 
 class SharedGumbel(PlainNoise):
-    """Noise that is the same for all nodes at one position, and logits kept for rules that want them."""
+    """Noise that is the same for all nodes at one position, and logits kept for rules that want
+    them."""
 
     keeps_logits = True
 
@@ -43,7 +44,9 @@ class SharedGumbel(PlainNoise):
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         rows = torch.arange(logits.shape[0])[:, None]
         noise = self.noise[rows, positions]
-        return logits.float().log_softmax(-1) + (noise if token_ids is None else noise[..., token_ids])
+        return logits.float().log_softmax(-1) + (
+            noise if token_ids is None else noise[..., token_ids]
+        )
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         return self.scores(logits, positions, token_ids).argmax(-1)
@@ -59,11 +62,15 @@ class TableDrafter:
     def logits(self, row: int, path: Path) -> Tensor:
         if (row, path) not in self.known:
             number = hash((self.seed, row, path)) % 10007
-            wave = torch.sin(12.9898 * torch.arange(self.columns, dtype=torch.float64) + 78.233 * number)
+            wave = torch.sin(
+                12.9898 * torch.arange(self.columns, dtype=torch.float64) + 78.233 * number
+            )
             self.known[row, path] = self.spread * 4 * ((43758.5453 * wave) % 1.0 - 0.5)
         return self.known[row, path]
 
-    def grow(self, plan: Plan, batch: int, noise: PlainNoise, token_ids: Tensor | None = None) -> Proposal:
+    def grow(
+        self, plan: Plan, batch: int, noise: PlainNoise, token_ids: Tensor | None = None
+    ) -> Proposal:
         def rows_of(paths: list[list[Path]]) -> tuple[Tensor, Tensor]:
             logits = [[self.logits(row, path) for path in found] for row, found in enumerate(paths)]
             carry = torch.tensor(
@@ -73,7 +80,10 @@ class TableDrafter:
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             paths = [
-                [(*(t for t in path if t >= 0), token) for path, token in zip(above, new, strict=True)]
+                [
+                    (*(t for t in path if t >= 0), token)
+                    for path, token in zip(above, new, strict=True)
+                ]
                 for above, new in zip(carry.tolist(), tokens.tolist(), strict=True)
             ]
             return rows_of(paths)
@@ -109,7 +119,8 @@ def gains_of(
 def slow_eagle2(
     children: Callable[[Path], list[tuple[int, float]]], shape: DynamicShape
 ) -> dict[Path, float]:
-    """EAGLE-2 (2406.16858, section 4): expand the k best nodes of the last level, then keep the best of all."""
+    """EAGLE-2 (2406.16858, section 4): expand the k best nodes of the last level, then keep the
+    best of all."""
     value: dict[Path, float] = {(): 0.0}
     level: list[Path] = [()]
     for _ in range(shape.max_depth):
@@ -152,7 +163,8 @@ def paths_of(proposal: Proposal, row: int) -> list[Path]:
 
 
 def check_tree(tree: TokenTree, batch: int, shape: DynamicShape) -> None:
-    """Parents before children, depth and ancestors as the parents say, nothing deeper than asked."""
+    """Parents before children, depth and ancestors as the parents say, nothing deeper than
+    asked."""
     assert tree.parents.shape == (batch, shape.nodes)
     assert tree.max_depth == shape.max_depth
     for row in range(batch):
@@ -201,7 +213,9 @@ def test_growth_is_eagle2(shape: DynamicShape, ranking: Ranking, seed: int, nois
             assert set(found) == set(expected)
 
 
-def drafter_candidates(drafter: TableDrafter, row: int, noise: PlainNoise, shape: DynamicShape) -> set[Path]:
+def drafter_candidates(
+    drafter: TableDrafter, row: int, noise: PlainNoise, shape: DynamicShape
+) -> set[Path]:
     """Every path whose tokens are among the `width` best at each of its nodes."""
     found: set[Path] = {()}
     level: list[Path] = [()]
@@ -210,7 +224,12 @@ def drafter_candidates(drafter: TableDrafter, row: int, noise: PlainNoise, shape
             (*path, token)
             for path in level
             for token, _ in gains_of(
-                drafter.logits(row, path), row, 11 + row + len(path), noise, Ranking.PROBABILITY, shape.width
+                drafter.logits(row, path),
+                row,
+                11 + row + len(path),
+                noise,
+                Ranking.PROBABILITY,
+                shape.width,
             )
         ]
         found |= set(level)
@@ -251,7 +270,9 @@ def test_equal_scores_still_make_a_tree() -> None:
     noise = PlainNoise()
     for nodes in range(2, 8):
         shape = DynamicShape(nodes, 3, 2)
-        proposal = fill(DynamicPlan(shape), torch.zeros(2, dtype=torch.int64), torch.zeros(2), sure, noise)
+        proposal = fill(
+            DynamicPlan(shape), torch.zeros(2, dtype=torch.int64), torch.zeros(2), sure, noise
+        )
         check_tree(proposal.tree, 2, shape)
         deepest = min(nodes - 1, 3)
         assert (4,) * deepest in paths_of(proposal, 0)
@@ -311,9 +332,13 @@ def test_run_rows_see_the_past_and_their_own_ancestors() -> None:
     base = torch.tensor([3, 5])
     frame = attention.GrowingFrame(attention.Memory(base, table, 20))
     lineages: list[list[list[int]]] = [[[] for _ in range(3)] for _ in range(2)]
-    for level, above in enumerate([[[0, 0, 0], [0, 0, 0]], [[0, 0, 2], [1, 2, 1]], [[2, 0, 1], [2, 2, 2]]]):
+    for level, above in enumerate(
+        [[[0, 0, 0], [0, 0, 0]], [[0, 0, 2], [1, 2, 1]], [[2, 0, 1], [2, 2, 2]]]
+    ):
         place = frame.next(torch.tensor(above))
-        grown = [[[*lineages[b][a], 3 * level + j] for j, a in enumerate(above[b])] for b in range(2)]
+        grown = [
+            [[*lineages[b][a], 3 * level + j] for j, a in enumerate(above[b])] for b in range(2)
+        ]
         lineages = grown
         for b, first in enumerate(base.tolist()):
             for j in range(3):

@@ -37,7 +37,9 @@ def trained(target: MicroTarget, **options: object) -> Drafter:
     drafter = new_drafter("hydra_heads", Config(**options), target.info, target.weights, seed=0)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(3)
+            )
     return drafter
 
 
@@ -63,7 +65,11 @@ def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, optio
     drafter = trained(target, num_heads=3, **options)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     output = drafter.loss(batch)
-    expected, count, hard = torch.zeros((), dtype=torch.float64), 0, drafter.config.hard_label_weight
+    expected, count, hard = (
+        torch.zeros((), dtype=torch.float64),
+        0,
+        drafter.config.hard_label_weight,
+    )
     for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
         first = 0
         for document in documents:
@@ -72,8 +78,12 @@ def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, optio
                     if not 2 <= t + k + 1 < len(document):
                         continue
                     hidden = batch.last_hidden[row, first + t]
-                    logits = slow_logits(drafter, target, hidden, document[t + 1 : t + k + 1]).log_softmax(-1)
-                    teacher = target.weights.logits(batch.last_hidden[row, first + t + k]).softmax(-1)
+                    logits = slow_logits(
+                        drafter, target, hidden, document[t + 1 : t + k + 1]
+                    ).log_softmax(-1)
+                    teacher = target.weights.logits(batch.last_hidden[row, first + t + k]).softmax(
+                        -1
+                    )
                     soft = -(teacher * logits).sum()
                     expected += 0.8**k * (hard * -logits[document[t + k + 1]] + (1 - hard) * soft)
                     count += 1
@@ -90,7 +100,9 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
     assert report.compared > 20
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "prefix_layer": True, "own_lm_head": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "prefix_layer": True, "own_lm_head": True}]
+)
 def test_training_starts_at_the_target_own_prediction(target: MicroTarget, options: dict) -> None:
     drafter = new_drafter("hydra_heads", Config(**options), target.info, target.weights, seed=0)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:1]])
@@ -99,7 +111,8 @@ def test_training_starts_at_the_target_own_prediction(target: MicroTarget, optio
 
 
 def test_every_node_follows_its_own_path(target: MicroTarget) -> None:
-    """What stands below a node depends on the node: the children of siblings differ, as they cannot in Medusa."""
+    """What stands below a node depends on the node: the children of siblings differ, as they cannot
+    in Medusa."""
     drafter = trained(target, num_heads=2)
     tree = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 6), (0, 4)])
@@ -109,7 +122,8 @@ def test_every_node_follows_its_own_path(target: MicroTarget) -> None:
         hidden, root = seen.last_hidden[row, t], DOCUMENTS[row][t + 1]
         first = slow_logits(drafter, target, hidden, [root]).topk(3).indices.tolist()
         below = [
-            slow_logits(drafter, target, hidden, [root, token]).topk(2).indices.tolist() for token in first
+            slow_logits(drafter, target, hidden, [root, token]).topk(2).indices.tolist()
+            for token in first
         ]
         assert tokens[row].tolist() == [root, *first, *below[0], below[1][0], below[2][0]]
         children.append({pair[0] for pair in below})
@@ -121,7 +135,8 @@ def test_the_prefix_layer_reads_the_whole_text_and_no_refused_token(target: Micr
     changed = [[8, *DOCUMENTS[0][1:]]]
     tree = TokenTree.chain(3)
     states = [
-        seen_states(target, drafter.needs, documents, [(0, 6)]) for documents in (DOCUMENTS[:1], changed)
+        seen_states(target, drafter.needs, documents, [(0, 6)])
+        for documents in (DOCUMENTS[:1], changed)
     ]
     states[1].last_hidden[0, 1:] = states[0].last_hidden[0, 1:]  # only the first state differs
     hidden = [drafter.start(seen, tree, 32).hidden for seen in states]

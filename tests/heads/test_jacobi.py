@@ -1,4 +1,5 @@
-"""Jacobi drafting: which guess goes where, that it is the fixed-point iteration, and that no text changes at any temperature."""
+"""Jacobi drafting: which guess goes where, that it is the fixed-point iteration, and that no text
+changes at any temperature."""
 
 from __future__ import annotations
 
@@ -26,18 +27,22 @@ def new(fill: str = "follow") -> Drafter:
 
 
 def after(drafter: Drafter, state: Any, picks: list[int], text: list[int], first: int) -> list[int]:
-    """The next proposal when the target picked `picks` after every node and `text` (root first, bonus last) was committed."""
+    """The next proposal when the target picked `picks` after every node and `text` (root first,
+    bonus last) was committed."""
     proposal = drafter.propose(state, PlainNoise())
     accepted = run([text], [first])
     depth = proposal.tree.max_depth
     path = torch.arange(depth + 1)[None]
     accepted.verified = Verified(proposal.tokens, torch.tensor([picks]), proposal.tree, path)
-    tokens: list[int] = drafter.propose(drafter.commit(state, accepted), PlainNoise()).tokens[0].tolist()
+    tokens: list[int] = (
+        drafter.propose(drafter.commit(state, accepted), PlainNoise()).tokens[0].tolist()
+    )
     return tokens
 
 
 def test_picks_move_to_the_positions_they_were_picked_for() -> None:
-    """Nothing accepted: the picks behind the bonus are the guesses; the tail repeats the last of them."""
+    """Nothing accepted: the picks behind the bonus are the guesses; the tail repeats the last of
+    them."""
     drafter = new("repeat")
     state = drafter.start(run([[5, 6, 7]], [0]), TokenTree.chain(4), capacity=32)
     assert drafter.propose(state, PlainNoise()).tokens.tolist() == [[7, 7, 7, 7, 7]]
@@ -60,24 +65,33 @@ def test_the_tail_follows_the_text() -> None:
 
 def test_the_tail_from_the_prompt_is_made_of_its_tokens() -> None:
     drafter = new("prompt")
-    state = drafter.start(run([[4, 5, 6, 8, 4], [9, 9, 3]], [0, 0]), TokenTree.chain(6), capacity=32)
+    state = drafter.start(
+        run([[4, 5, 6, 8, 4], [9, 9, 3]], [0, 0]), TokenTree.chain(6), capacity=32
+    )
     first, second = drafter.propose(state, PlainNoise()).tokens.tolist()
     assert set(first) <= {4, 5, 6, 8} and set(second) <= {9, 3} and len(set(first)) > 1
 
 
 @pytest.mark.parametrize(
     ("shape", "depth"),
-    [(DynamicShape(9, 3, 3), 3), (DynamicShape(3, 5, 3), 2), (TokenTree.from_choices([[0], [1], [0, 0]]), 2)],
+    [
+        (DynamicShape(9, 3, 3), 3),
+        (DynamicShape(3, 5, 3), 2),
+        (TokenTree.from_choices([[0], [1], [0, 0]]), 2),
+    ],
 )
 def test_every_shape_is_filled_with_a_chain_within_it(shape: Any, depth: int) -> None:
     drafter = new()
-    proposal = drafter.propose(drafter.start(run([[4, 5, 6]], [0]), shape, capacity=32), PlainNoise())
+    proposal = drafter.propose(
+        drafter.start(run([[4, 5, 6]], [0]), shape, capacity=32), PlainNoise()
+    )
     assert proposal.tree.is_chain and proposal.tree.max_depth == depth
     assert proposal.tokens.shape == (1, depth + 1)
 
 
 class Watched(Drafter):
-    """Compares every proposal with the definition: picks of the last pass, moved by what was committed."""
+    """Compares every proposal with the definition: picks of the last pass, moved by what was
+    committed."""
 
     def __init__(self, config: Config, info: Any) -> None:
         super().__init__(config, info)
@@ -115,13 +129,16 @@ def test_guesses_are_the_targets_own_picks_at_any_temperature(temperature: float
     watched = Watched(Config(), target.info)
     settings = DecodeConfig(temperature=temperature, depth=4)
     request = Request(0, (5, 9, 3), seed=3, max_new_tokens=24)
-    texts = [next(Engine(target, drafter, settings).run([request])).tokens for drafter in (None, watched)]
+    texts = [
+        next(Engine(target, drafter, settings).run([request])).tokens for drafter in (None, watched)
+    ]
     assert texts[0] == texts[1]
     assert watched.compared > 40
 
 
 class ByPosition:
-    """A target whose pick depends on the position alone: the iteration must reach its fixed point in one pass."""
+    """A target whose pick depends on the position alone: the iteration must reach its fixed point
+    in one pass."""
 
     def picks(self, tokens: Tensor, first: int) -> Tensor:
         return (torch.arange(tokens.shape[1])[None] + first + 1) % 7 + 20
@@ -143,7 +160,8 @@ def test_a_text_that_does_not_depend_on_guesses_is_found_in_one_pass() -> None:
         state = drafter.commit(state, states)
         first, root = first + count + 1, text[-1]
         accepted.append(count)
-    # The first guesses are wrong; then all picks that remain are right, until they are used up and new ones are guessed.
+    # The first guesses are wrong; then all picks that remain are right, until they are used up and
+    # new ones are guessed.
     assert accepted == [0, 4, 0, 4, 0, 4]
 
 
@@ -153,7 +171,9 @@ def test_a_verification_of_another_tree_teaches_nothing() -> None:
     other = TokenTree.chain(3)
     accepted, zeros = run([[7, 11]], [2]), torch.zeros(1, 4, dtype=torch.int64)
     accepted.verified = Verified(zeros, zeros + 1, other, zeros)
-    assert drafter.propose(drafter.commit(state, accepted), PlainNoise()).tokens.tolist() == [[11] * 4]
+    assert drafter.propose(drafter.commit(state, accepted), PlainNoise()).tokens.tolist() == [
+        [11] * 4
+    ]
 
 
 def test_a_placed_drafter_is_told_of_the_verification() -> None:
@@ -166,7 +186,10 @@ def test_a_placed_drafter_is_told_of_the_verification() -> None:
         if placed:
             drafter = PlacedDrafter(drafter, "cpu", "cpu")
         found.append(
-            {c.request.index: (c.tokens, c.passes) for c in Engine(target, drafter, settings).run(requests)}
+            {
+                c.request.index: (c.tokens, c.passes)
+                for c in Engine(target, drafter, settings).run(requests)
+            }
         )
     assert found[0] == found[1]
 

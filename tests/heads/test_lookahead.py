@@ -1,4 +1,5 @@
-"""Lookahead decoding against a slow one with lists and a dict; its tree; how it fits into the shapes asked for."""
+"""Lookahead decoding against a slow one with lists and a dict; its tree; how it fits into the
+shapes asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def new(**settings: Any) -> Drafter:
     return Drafter(Config(**settings), micro_target().info)
 
 
-# --- the tree ---------------------------------------------------------------------------------------------------
+# The tree
 
 
 def test_a_window_node_sees_level_0_up_to_its_column_and_its_own_column() -> None:
@@ -37,7 +38,11 @@ def test_a_window_node_sees_level_0_up_to_its_column_and_its_own_column() -> Non
     for level in range(levels):
         for column in range(columns):
             node = 1 + level * columns + column
-            seen = {0, *range(1, 2 + column), *(1 + above * columns + column for above in range(level + 1))}
+            seen = {
+                0,
+                *range(1, 2 + column),
+                *(1 + above * columns + column for above in range(level + 1)),
+            }
             assert set(tree.ancestors[0, node].nonzero()[:, 0].tolist()) == seen
             assert tree.depth[0, node] == column + 1 + level
     for gram in range(2):
@@ -67,11 +72,12 @@ def test_sizes_left_open_take_what_fits(
     assert layout.tree.num_nodes <= shape.num_nodes and layout.tree.max_depth <= shape.max_depth
 
 
-# --- the slow and obvious one -------------------------------------------------------------------------------------
+# The slow and obvious one
 
 
 class Slow:
-    """One row of lookahead decoding; collected n-grams are a dict from n-gram to the number of the write."""
+    """One row of lookahead decoding; collected n-grams are a dict from n-gram to the number of the
+    write."""
 
     def __init__(self, config: Config, columns: int, guesses: int, text: list[int]) -> None:
         self.config, self.columns, self.guesses, self.text = config, columns, guesses, list(text)
@@ -83,7 +89,9 @@ class Slow:
 
     def drawn(self) -> list[list[int]]:
         wanted = len(self.text) * self.levels * self.columns
-        places = [(wanted + k) * _SPREAD % len(self.text) for k in range(self.levels * self.columns)]
+        places = [
+            (wanted + k) * _SPREAD % len(self.text) for k in range(self.levels * self.columns)
+        ]
         tokens = [self.text[place] for place in places]
         return [tokens[level * self.columns :][: self.columns] for level in range(self.levels)]
 
@@ -95,7 +103,9 @@ class Slow:
 
     def starting_with(self, token: int) -> list[tuple[int, ...]]:
         known = [
-            g for g, number in self.pool.items() if g[0] == token and self.writes - number <= self.config.pool
+            g
+            for g, number in self.pool.items()
+            if g[0] == token and self.writes - number <= self.config.pool
         ]
         return sorted(known, key=lambda g: -self.pool[g])
 
@@ -142,7 +152,8 @@ class Slow:
 
 
 def verify(proposal: Proposal, lengths: list[int], step: int) -> TargetStates:
-    """A target whose pick follows from the two tokens before, most of the time; and what is committed then."""
+    """A target whose pick follows from the two tokens before, most of the time; and what is
+    committed then."""
     tokens, tree = proposal.tokens, proposal.tree
     parents = tree.parents.expand(tokens.shape[0], -1)
     positions = torch.tensor(lengths)[:, None] - 1 + tree.depth
@@ -160,11 +171,19 @@ def verify(proposal: Proposal, lengths: list[int], step: int) -> TargetStates:
 
 
 @pytest.mark.parametrize(
-    "shape", [WIDE, TREE, TokenTree.chain(5), TokenTree.chain(1)], ids=["wide", "tree", "chain", "one"]
+    "shape",
+    [WIDE, TREE, TokenTree.chain(5), TokenTree.chain(1)],
+    ids=["wide", "tree", "chain", "one"],
 )
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"ngram": 2}, {"ngram": 3, "from_text": False}, {"ngram": 3, "pool": 64}, {"from_text": False}],
+    [
+        {},
+        {"ngram": 2},
+        {"ngram": 3, "from_text": False},
+        {"ngram": 3, "pool": 64},
+        {"from_text": False},
+    ],
     ids=str,
 )
 def test_lookahead_equals_the_slow_one_in_a_ragged_refilled_batch(
@@ -191,7 +210,10 @@ def test_lookahead_equals_the_slow_one_in_a_ragged_refilled_batch(
         state = drafter.commit(state, states)
         for row, one in enumerate(rows):
             length = int(states.lengths[row])
-            text, picks = states.next_tokens[row, :length].tolist(), states.verified.picks[row].tolist()
+            text, picks = (
+                states.next_tokens[row, :length].tolist(),
+                states.verified.picks[row].tolist(),
+            )
             accepted += length - 1
             if shape.is_chain:
                 one.commit_chain(proposal.tokens[row].tolist(), text, picks)
@@ -200,11 +222,15 @@ def test_lookahead_equals_the_slow_one_in_a_ragged_refilled_batch(
         if step in (9, 22):
             fresh = torch.randint(0, 4, (4 + step,), generator=generator).tolist()
             rows[step % 3] = slow(fresh)
-            write_rows(state, torch.tensor([step % 3]), drafter.start(run([fresh], [0]), shape, capacity=300))
+            write_rows(
+                state,
+                torch.tensor([step % 3]),
+                drafter.start(run([fresh], [0]), shape, capacity=300),
+            )
     assert accepted > 10
 
 
-# --- the pool -----------------------------------------------------------------------------------------------------
+# The pool
 
 
 def test_a_pool_keeps_the_newest_and_each_once() -> None:
@@ -216,7 +242,8 @@ def test_a_pool_keeps_the_newest_and_each_once() -> None:
     assert known.tolist() == [[True, True, False]] * 2
     pool.add(torch.tensor([[[1, 3], [2, 9]], [[1, 1], [1, 2]]]), torch.ones(2, 2, dtype=torch.bool))
     assert pool.starting_with(torch.tensor([1, 5]), 3)[0][0, :2].tolist() == [[3], [2]]
-    # a fifth write into the ring of four: the oldest is gone, which was (5, 6) here and an outdated (1, 3) there
+    # a fifth write into the ring of four: the oldest is gone, which was (5, 6) here and an outdated
+    # (1, 3) there
     pool.add(torch.tensor([[[4, 4]], [[4, 4]]]), torch.ones(2, 1, dtype=torch.bool))
     found, known = pool.starting_with(torch.tensor([1, 5]), 3)
     assert known.tolist() == [[True, True, False], [True, False, False]]
@@ -233,12 +260,15 @@ def test_a_trajectory_is_drafted_when_its_first_token_comes_up() -> None:
         [[6, column[0]]], [1]
     )  # nothing drafted is accepted, but the bonus is the column's first token
     picks = torch.tensor([[column[0], 33, 34, 35, 36]])
-    accepted.verified = Verified(proposal.tokens, picks, proposal.tree, torch.zeros(1, 3, dtype=torch.int64))
+    accepted.verified = Verified(
+        proposal.tokens, picks, proposal.tree, torch.zeros(1, 3, dtype=torch.int64)
+    )
     after = drafter.propose(drafter.commit(state, accepted), PlainNoise()).tokens[0].tolist()
-    assert after == [column[0], column[1], 34, column[1], 34]  # root; window moved down; n-gram (column, 34)
+    # root; window moved down; n-gram (column, 34)
+    assert after == [column[0], column[1], 34, column[1], 34]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# What is refused
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -55,7 +55,8 @@ def test_gradient_equals_finite_differences(name: str) -> None:
 
 
 def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
-    """w = exp(-eta alpha) with alpha over all positions (SpecForge's reading of 2602.23881) or as given, and no gradient in w."""
+    """w = exp(-eta alpha) with alpha over all positions (SpecForge's reading of 2602.23881) or as
+    given, and no gradient in w."""
     drafted, target = logits()
     q, p = drafted.softmax(-1), target.softmax(-1)
     rates = torch.minimum(p, q).sum(-1)
@@ -68,7 +69,9 @@ def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
     fixed = torch.exp(-3.0 * rates.mean())
 
     def expected(x: Tensor) -> Tensor:
-        return (fixed * losses.forward_kl(x, target) + (1 - fixed) * losses.total_variation(x, target)).sum()
+        return (
+            fixed * losses.forward_kl(x, target) + (1 - fixed) * losses.total_variation(x, target)
+        ).sum()
 
     grads = [
         torch.autograd.grad(loss(drafted.requires_grad_()).sum(), drafted)[0]
@@ -91,7 +94,9 @@ def test_acceptance_nll_has_a_gradient_where_total_variation_has_none() -> None:
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv", "acceptance_nll"])
 def test_a_distribution_has_no_distance_from_itself(name: str) -> None:
     drafted, _ = logits()
-    torch.testing.assert_close(PAIRS[name][0](drafted, drafted + 2.5), torch.zeros(5, dtype=torch.float64))
+    torch.testing.assert_close(
+        PAIRS[name][0](drafted, drafted + 2.5), torch.zeros(5, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -106,7 +111,9 @@ def test_certain_distributions_stay_finite(name: str) -> None:
 def test_half_precision_is_computed_in_float32() -> None:
     drafted, target = (values.bfloat16() for values in logits())
     for name, (loss, _) in PAIRS.items():
-        value = loss(drafted, target) if name != "soft_cross_entropy" else loss(drafted, target.float())
+        value = (
+            loss(drafted, target) if name != "soft_cross_entropy" else loss(drafted, target.float())
+        )
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, loss(drafted.float(), target.float()))
     labels = torch.tensor([0, 1, 2, 3, 4])

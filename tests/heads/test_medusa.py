@@ -30,18 +30,24 @@ def trained(target: MicroTarget, **options: object) -> Drafter:
     drafter = new_drafter("medusa", Config(**options), target.info, target.weights, seed=0)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(3)
+            )
     return drafter
 
 
-def slow_logits(drafter: Drafter, target: MicroTarget, hidden: torch.Tensor, head: int) -> torch.Tensor:
+def slow_logits(
+    drafter: Drafter, target: MicroTarget, hidden: torch.Tensor, head: int
+) -> torch.Tensor:
     for layer in range(drafter.config.num_layers):
         weight, bias = drafter.residual_weight[layer, head], drafter.residual_bias[layer, head]
         hidden = hidden + F.silu(weight @ hidden + bias)
     return (target.weights.lm_head if drafter.lm_heads is None else drafter.lm_heads[head]) @ hidden
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"own_lm_head": True}, {"soft_labels": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2}, {"own_lm_head": True}, {"soft_labels": True}]
+)
 def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, options: dict) -> None:
     drafter = trained(target, num_heads=3, **options)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
@@ -57,7 +63,9 @@ def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, optio
                             drafter, target, batch.last_hidden[row, first + t], k - 1
                         ).log_softmax(-1)
                         if drafter.config.soft_labels:
-                            teacher = target.weights.logits(batch.last_hidden[row, first + t + k]).softmax(-1)
+                            teacher = target.weights.logits(
+                                batch.last_hidden[row, first + t + k]
+                            ).softmax(-1)
                             expected -= 0.8**k * (teacher * logits).sum()
                         else:
                             expected -= 0.8**k * logits[document[t + k + 1]]
@@ -87,9 +95,18 @@ def test_tree_takes_the_best_of_each_head(target: MicroTarget) -> None:
     tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
     for row, t in enumerate((5, 3)):
         hidden = seen.last_hidden[row, t]
-        best = [slow_logits(drafter, target, hidden, head).topk(3).indices.tolist() for head in range(3)]
+        best = [
+            slow_logits(drafter, target, hidden, head).topk(3).indices.tolist() for head in range(3)
+        ]
         root = DOCUMENTS[row][t + 1]
-        assert tokens[row].tolist() == [root, *best[0], best[1][0], best[1][1], best[1][0], best[2][0]]
+        assert tokens[row].tolist() == [
+            root,
+            *best[0],
+            best[1][0],
+            best[1][1],
+            best[1][0],
+            best[2][0],
+        ]
 
 
 def test_a_tree_deeper_than_the_heads_is_refused(target: MicroTarget) -> None:

@@ -1,4 +1,5 @@
-"""Multi-token prediction: own blocks and the recursed one against their definitions, drafting with committed columns alone."""
+"""Multi-token prediction: own blocks and the recursed one against their definitions, drafting with
+committed columns alone."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def joined(drafter: Drafter, block: MtpBlock, token: int, state: Tensor) -> Tens
 def output_of(block: MtpBlock, residual: Tensor, position: int, seen: Rows) -> Tensor:
     """Normalised output of one row; its own keys and values are appended to `seen`."""
     layer = block.layer
-    query, key, value = project(layer.self_attn, rms(layer.input_layernorm.weight, residual), position)
+    query, key, value = project(
+        layer.self_attn, rms(layer.input_layernorm.weight, residual), position
+    )
     seen.append((key, value))
     x = behind_attention(layer, residual, attend(layer.self_attn, query, seen))
     return rms(block.norm.weight, x)
@@ -60,9 +63,11 @@ def explicit(drafter: Drafter, document: list[int], true: Tensor) -> dict[tuple[
     return (explicit_shared if drafter.config.shared else explicit_own)(drafter, document, true)
 
 
-def explicit_own(drafter: Drafter, document: list[int], true: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Block by block over its rows: row s of block k reads h^{k-1}_s and the token at s+k. Blocks behind the first have rows
-    from -(k-1) on, the first of which reads zeros.
+def explicit_own(
+    drafter: Drafter, document: list[int], true: Tensor
+) -> dict[tuple[int, int], Tensor]:
+    """Block by block over its rows: row s of block k reads h^{k-1}_s and the token at s+k. Blocks
+    behind the first have rows from -(k-1) on, the first of which reads zeros.
     """
     states = {(0, s): true[s] for s in range(len(document))}
     for k, block in enumerate(drafter.blocks, start=1):
@@ -73,7 +78,9 @@ def explicit_own(drafter: Drafter, document: list[int], true: Tensor) -> dict[tu
     return {(k, s): value for (k, s), value in states.items() if k > 0 and s >= 0}
 
 
-def explicit_shared(drafter: Drafter, document: list[int], true: Tensor) -> dict[tuple[int, int], Tensor]:
+def explicit_shared(
+    drafter: Drafter, document: list[int], true: Tensor
+) -> dict[tuple[int, int], Tensor]:
     """Row by row: the true rows up to s, then the block's own chain behind them."""
     block, context, found = drafter.blocks[0], [], {}
     for s in range(len(document) - 1):
@@ -81,7 +88,9 @@ def explicit_shared(drafter: Drafter, document: list[int], true: Tensor) -> dict
         for k in range(1, drafter.config.depths + 1):
             if s + k >= len(document):
                 break
-            state = output_of(block, joined(drafter, block, document[s + k], state), s + k - 1, chain)
+            state = output_of(
+                block, joined(drafter, block, document[s + k], state), s + k - 1, chain
+            )
             found[k, s] = state
             if k == 1:
                 context.append(chain[-1])
@@ -102,7 +111,9 @@ def test_outputs_and_loss_equal_the_definition(target: MicroTarget, form: dict, 
         for document in documents:
             true = batch.last_hidden[row, first : first + len(document)]
             for (k, s), value in explicit(drafter, document, true).items():
-                torch.testing.assert_close(outputs[k - 1][row, first + s], value, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    outputs[k - 1][row, first + s], value, rtol=1e-5, atol=1e-5
+                )
                 if not 2 <= s + k + 1 < len(document):
                     continue
                 log_q = target.weights.logits(value).log_softmax(-1)
@@ -162,9 +173,13 @@ def test_weights_of_the_recursed_form_are_those_that_engines_load(target: MicroT
     """serving-formats.md, 3.8."""
     layer = {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
     layer |= {f"mtp.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-    layer |= {f"mtp.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
+    layer |= {
+        f"mtp.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")
+    }
     rest = {"fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"}
-    assert set(make(target, shared=True).state_dict()) == layer | {f"mtp.{name}.weight" for name in rest}
+    assert set(make(target, shared=True).state_dict()) == layer | {
+        f"mtp.{name}.weight" for name in rest
+    }
     own = make(target, shared=False).state_dict()
     assert len(own) == 3 * (len(layer) + len(rest)) and "mtp.2.fc.weight" in own
 

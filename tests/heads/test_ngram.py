@@ -25,7 +25,8 @@ def run(tokens: list[list[int]], first: list[int]) -> TargetStates:
 def slow_lookup(history: list[int], depth: int, min_n: int, max_n: int) -> list[int]:
     """The definition: longest n first, most recent occurrence, continuation cycled past the end."""
     for n in range(max_n, min_n - 1, -1):
-        for end in range(len(history) - 1, n - 1, -1):  # history[end] is what followed the occurrence
+        # history[end] is what followed the occurrence
+        for end in range(len(history) - 1, n - 1, -1):
             if len(history) > n and history[end - n : end] == history[-n:]:
                 follow = history[end:]
                 return [follow[i % len(follow)] for i in range(depth)]
@@ -39,7 +40,9 @@ def drafter() -> Drafter:
 
 def test_lookup_equals_its_definition_over_a_growing_ragged_batch(drafter: Drafter) -> None:
     generator = torch.Generator().manual_seed(0)
-    histories = [torch.randint(0, 3, (length,), generator=generator).tolist() for length in (4, 9, 13)]
+    histories = [
+        torch.randint(0, 3, (length,), generator=generator).tolist() for length in (4, 9, 13)
+    ]
     state = drafter.start(run(histories, [0, 0, 0]), TokenTree.chain(4), capacity=64)
     for _ in range(8):
         proposal = drafter.propose(state, PlainNoise())
@@ -47,7 +50,8 @@ def test_lookup_equals_its_definition_over_a_growing_ragged_batch(drafter: Draft
             assert proposal.tokens[row].tolist() == [history[-1], *slow_lookup(history, 4, 1, 3)]
         grown = [torch.randint(0, 3, (1 + row,), generator=generator).tolist() for row in range(3)]
         accepted = run(
-            [h[-1:] + g for h, g in zip(histories, grown, strict=True)], [len(h) - 1 for h in histories]
+            [h[-1:] + g for h, g in zip(histories, grown, strict=True)],
+            [len(h) - 1 for h in histories],
         )
         state = drafter.commit(state, accepted)
         histories = [h + g for h, g in zip(histories, grown, strict=True)]
@@ -73,5 +77,7 @@ def test_impossible_lengths_are_refused() -> None:
 
 def test_a_dynamic_shape_is_filled_with_a_chain_that_fits(drafter: Drafter) -> None:
     for shape, depth in ((DynamicShape(9, 4, 3), 4), (DynamicShape(3, 4, 3), 2)):
-        proposal = drafter.propose(drafter.start(run([[5, 6, 5]], [0]), shape, capacity=16), PlainNoise())
+        proposal = drafter.propose(
+            drafter.start(run([[5, 6, 5]], [0]), shape, capacity=16), PlainNoise()
+        )
         assert proposal.tokens.tolist() == [[5, 6, 5, 6, 5][: depth + 1]]

@@ -1,5 +1,5 @@
-"""The shared network parts: rotary positions, norms, attention, the draft vocabulary, tree plans, initial
-values.
+"""The shared network parts: rotary positions, norms, attention, the draft vocabulary, tree plans,
+initial values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from heads.api.errors import UserError
 from heads.api.features import default_taps
@@ -27,11 +31,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def test_rotation_equals_hugging_face() -> None:
     states, positions = random(2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 90, 3, 0, 411]])
-    config = LlamaConfig(hidden_size=24, num_attention_heads=3, head_dim=8, max_position_embeddings=512)
+    config = LlamaConfig(
+        hidden_size=24, num_attention_heads=3, head_dim=8, max_position_embeddings=512
+    )
     cosine, sine = LlamaRotaryEmbedding(config)(states, positions)
     expected, _ = apply_rotary_pos_emb(states.transpose(1, 2), states.transpose(1, 2), cosine, sine)
     rope = Rope(8, 10000.0)
-    torch.testing.assert_close(rotate(states, rope.at(positions, torch.float64)), expected.transpose(1, 2))
+    torch.testing.assert_close(
+        rotate(states, rope.at(positions, torch.float64)), expected.transpose(1, 2)
+    )
     table = rope.table(512, states.device, torch.float64)
     torch.testing.assert_close(rotate(states, look_up(table, positions)), expected.transpose(1, 2))
 
@@ -65,11 +73,18 @@ def slow_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> T
 def test_sequence_attention_keeps_to_its_document() -> None:
     query, key, value = random(1, 6, 4, 8), random(1, 6, 2, 8, seed=1), random(1, 6, 2, 8, seed=2)
     segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
-    found = attention.sequence_attention(query, key, value, attention.packed_mask(segments)).view(1, 6, 4, 8)
+    found = attention.sequence_attention(query, key, value, attention.packed_mask(segments)).view(
+        1, 6, 4, 8
+    )
     for t, sees in enumerate([[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]):
         for head in range(4):
-            keys, values = [key[0, s, head // 2] for s in sees], [value[0, s, head // 2] for s in sees]
-            torch.testing.assert_close(found[0, t, head], slow_attention(query[0, t, head], keys, values))
+            keys, values = (
+                [key[0, s, head // 2] for s in sees],
+                [value[0, s, head // 2] for s in sees],
+            )
+            torch.testing.assert_close(
+                found[0, t, head], slow_attention(query[0, t, head], keys, values)
+            )
 
 
 def test_single_document_needs_no_mask() -> None:
@@ -93,7 +108,9 @@ def test_cache_attention_sees_its_mask(queries: int, kv_heads: int) -> None:
             for head in range(4):
                 sees, kv = mask[row, q].nonzero().squeeze(1).tolist(), head // (4 // kv_heads)
                 expected = slow_attention(
-                    query[row, q, head], [key[row, s, kv] for s in sees], [value[row, s, kv] for s in sees]
+                    query[row, q, head],
+                    [key[row, s, kv] for s in sees],
+                    [value[row, s, kv] for s in sees],
                 )
                 torch.testing.assert_close(found[row, q, head], expected)
 

@@ -1,4 +1,5 @@
-"""PARD: masks see what they see when serving, conditional drop, one pass per draft, and what it starts from."""
+"""PARD: masks see what they see when serving, conditional drop, one pass per draft, and what it
+starts from."""
 
 from __future__ import annotations
 
@@ -35,15 +36,19 @@ def make(target: MicroTarget, counts: Tensor | None = None, **options: object) -
     return new_drafter("pard", Config(**options), target.info, target.weights, 0, counts).eval()
 
 
-def slow(drafter: Drafter, target: MicroTarget, document: list[int], place: int, step: int) -> Tensor:
-    """The normalised state [H] of mask `step` behind `place`, by writing the masks into the text itself."""
+def slow(
+    drafter: Drafter, target: MicroTarget, document: list[int], place: int, step: int
+) -> Tensor:
+    """The normalised state [H] of mask `step` behind `place`, by writing the masks into the text
+    itself."""
     text = [*document[: place + 1], *[int(drafter.pard_token)] * step]
     return drafter.sequence(packed_batch(target, drafter.needs, [[text]]))[0, -1]
 
 
 @torch.no_grad()
 def test_masks_see_their_past_and_the_masks_before_them(target: MicroTarget) -> None:
-    """Two documents packed into one row, every place, three deep: the same as masks written into the text."""
+    """Two documents packed into one row, every place, three deep: the same as masks written into
+    the text."""
     drafter = make(target)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     outputs = drafter._outputs(batch, Masks.everywhere(batch.tokens, 3))
@@ -67,8 +72,12 @@ def test_the_true_tokens_never_see_a_mask(target: MicroTarget) -> None:
     torch.testing.assert_close(outputs[:, : batch.tokens.shape[1]], drafter.sequence(batch))
 
 
-@pytest.mark.parametrize("options", [{"keep": 1.0, "keep_least": 1.0}, {"keep": 0.6, "keep_least": 0.3}])
-def test_loss_is_the_sum_over_text_and_kept_masks(target: MicroTarget, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"keep": 1.0, "keep_least": 1.0}, {"keep": 0.6, "keep_least": 0.3}]
+)
+def test_loss_is_the_sum_over_text_and_kept_masks(
+    target: MicroTarget, options: dict[str, float]
+) -> None:
     drafter = make(target, depth=4, jsd=0.5, **options)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     batch.seeds = torch.tensor([3, 4])
@@ -80,9 +89,16 @@ def test_loss_is_the_sum_over_text_and_kept_masks(target: MicroTarget, options: 
             teacher = target.model(torch.tensor([document])).logits[0]
             here = {(t, 0) for t in range(len(document))}
             pairs = zip(
-                masks.place[row].tolist(), masks.step[row].tolist(), masks.valid[row].tolist(), strict=True
+                masks.place[row].tolist(),
+                masks.step[row].tolist(),
+                masks.valid[row].tolist(),
+                strict=True,
             )
-            here |= {(t - first, k) for t, k, valid in pairs if valid and first <= t < first + len(document)}
+            here |= {
+                (t - first, k)
+                for t, k, valid in pairs
+                if valid and first <= t < first + len(document)
+            }
             for place, step in here:
                 ahead = place + step + 1
                 if ahead >= len(document) or ahead < 2:  # the first two tokens are the prompt
@@ -121,7 +137,8 @@ def test_conditional_drop_keeps_nested_shares_and_follows_the_seeds() -> None:
         eligible = 398 - 30 + 6  # a token ahead in the document, and a supervised one within reach
         for k, places in enumerate(by_step, 1):
             kept = math.ceil(max(0.7**k, 0.3) * eligible)
-            assert kept - 6 - 2 * k <= len(places) <= kept, (k, len(places))  # less at the ends of documents
+            # less at the ends of documents
+            assert kept - 6 - 2 * k <= len(places) <= kept, (k, len(places))
         assert bool(masks.supervised(batch)[row][valid].float().mean() > 0.9)
         assert place.max() < 399 and not any(
             t in (198, 199) and k > 0 for t, k in zip(place, step, strict=True)
@@ -141,16 +158,21 @@ def test_no_mask_stands_where_nothing_deeper_is_supervised() -> None:
     pairs = list(zip(masks.place[0].tolist(), masks.step[0].tolist(), supervised, strict=True))
     deepest = {place: max(k for p, k, _ in pairs if p == place) for place, _, _ in pairs}
     assert all(right for place, k, right in pairs if k == deepest[place])
-    assert not all(supervised), "masks in front of the answer carry the chain of those that are in it"
+    assert not all(supervised), (
+        "masks in front of the answer carry the chain of those that are in it"
+    )
 
 
 @torch.no_grad()
 def test_drafting_is_one_pass_over_the_text_and_its_masks(target: MicroTarget) -> None:
-    """Deeper than it was trained for, ragged, after a commit: every depth's token is that of masks written into the text."""
+    """Deeper than it was trained for, ragged, after a commit: every depth's token is that of masks
+    written into the text."""
     drafter = make(target, from_target_layers=(0, 2), depth=3)
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 4)])
     state = drafter.start(seen, TokenTree.chain(6), 32)
-    state = drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS[:2], [(8, 9), (4, 7)]))
+    state = drafter.commit(
+        state, seen_states(target, drafter.needs, DOCUMENTS[:2], [(8, 9), (4, 7)])
+    )
     found = drafter.logits(state.output)
     tokens = drafter.propose(state, PlainNoise()).tokens
     for row, root in ((0, 9), (1, 7)):
@@ -181,9 +203,17 @@ def test_it_starts_from_a_distilled_drafter_and_back(target: MicroTarget, tmp_pa
     save_drafter(first, tmp_path / "distilled", target.info)
     second = make(target, from_model=str(tmp_path / "distilled"))
     batch = packed_batch(target, first.needs, [DOCUMENTS[:2]])
-    torch.testing.assert_close(second.train_logits(batch, 1), first.train_logits(batch, 1), rtol=0, atol=0)
+    torch.testing.assert_close(
+        second.train_logits(batch, 1), first.train_logits(batch, 1), rtol=0, atol=0
+    )
     save_drafter(second, tmp_path / "pard", target.info)
     third = new_drafter(
-        "distilled", DistilledConfig(from_model=str(tmp_path / "pard")), target.info, target.weights, 0
+        "distilled",
+        DistilledConfig(from_model=str(tmp_path / "pard")),
+        target.info,
+        target.weights,
+        0,
     )
-    assert all(torch.equal(value, third.state_dict()[name]) for name, value in first.state_dict().items())
+    assert all(
+        torch.equal(value, third.state_dict()[name]) for name, value in first.state_dict().items()
+    )

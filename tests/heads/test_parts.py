@@ -1,5 +1,5 @@
-"""Parts computed again: the same loss and gradients to the last bit, in every kind, for less memory where there are layers. Parts
-compiled: the same up to the order of sums.
+"""Parts computed again: the same loss and gradients to the last bit, in every kind, for less memory
+where there are layers. Parts compiled: the same up to the order of sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def gradients(drafter: Any, batch: Any, on: bool) -> tuple[Tensor, dict[str, Ten
     with recomputing(on):
         loss = drafter.loss(batch).loss_sum
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -65,13 +67,19 @@ def test_compiled_parts_give_the_same_loss_and_gradients(recompute: bool) -> Non
     [
         ("eagle3", {"ttt_steps": 6, "intermediate_size": 256}, 0.6),
         ("distilled", {"num_layers": 6, "intermediate_size": 256}, 0.6),
-        ("dflash", {"num_layers": 6, "intermediate_size": 256, "block_size": 5, "num_anchors": 32}, 0.7),
+        (
+            "dflash",
+            {"num_layers": 6, "intermediate_size": 256, "block_size": 5, "num_anchors": 32},
+            0.7,
+        ),
     ],
 )
 def test_the_peak_of_memory_falls(kind: str, settings: dict[str, Any], most: float) -> None:
     target = micro_target(torch.float32)
     config = get_kind(kind).config_class(**settings)
-    drafter = new_drafter(kind, config, target.info, target.weights, 0, torch.ones(41, dtype=torch.int64)).float()
+    drafter = new_drafter(
+        kind, config, target.info, target.weights, 0, torch.ones(41, dtype=torch.int64)
+    ).float()
     batch = packed_batch(target, drafter.needs, [LONG])
     peaks = []
     for on in (False, True):

@@ -1,4 +1,5 @@
-"""P-EAGLE: all depths in one pass against rows computed one at a time, dropped anchors, one pass in drafting."""
+"""P-EAGLE: all depths in one pass against rows computed one at a time, dropped anchors, one pass in
+drafting."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def target() -> MicroTarget:
 def make(target: MicroTarget, **options: object) -> Drafter:
     config = Config(**{"depths": 4, "num_layers": 2, **options})
     counts = torch.arange(41).flip(0) + 100 * (torch.arange(41) % 3 == 0)
-    drafter = new_drafter("peagle", config, target.info, target.weights, seed=0, token_counts=counts)
+    drafter = new_drafter(
+        "peagle", config, target.info, target.weights, seed=0, token_counts=counts
+    )
     shake_norms(drafter)
     return drafter.eval()
 
@@ -50,9 +53,11 @@ def fused(drafter: Drafter, taps: Tensor) -> Tensor:
     return drafter.fc.weight @ torch.cat(parts)
 
 
-def explicit_output(drafter: Drafter, document: list[int], taps: Tensor, anchor: int, depth: int) -> Tensor:
-    """Normalised output of depth `depth` behind `anchor`: the true rows up to the anchor, then depth - 1 mask rows, as one plain
-    causal sequence.
+def explicit_output(
+    drafter: Drafter, document: list[int], taps: Tensor, anchor: int, depth: int
+) -> Tensor:
+    """Normalised output of depth `depth` behind `anchor`: the true rows up to the anchor, then
+    depth - 1 mask rows, as one plain causal sequence.
     """
     embedded = [drafter.target.embedding[token] for token in document[1 : anchor + 2]]
     states = [fused(drafter, taps[t]) for t in range(anchor + 1)]
@@ -64,7 +69,9 @@ def explicit_output(drafter: Drafter, document: list[int], taps: Tensor, anchor:
         after = []
         for position, (e, x) in enumerate(zip(embedded, states, strict=True)):
             if isinstance(layer, FusingLayer):
-                read = torch.cat([rms(layer.input_layernorm.weight, e), rms(layer.hidden_norm.weight, x)])
+                read = torch.cat(
+                    [rms(layer.input_layernorm.weight, e), rms(layer.hidden_norm.weight, x)]
+                )
             else:
                 read = rms(layer.input_layernorm.weight, x)
             query, key, value = project(layer.self_attn, read, position)
@@ -89,7 +96,9 @@ def test_one_pass_equals_plain_causal_sequences(target: MicroTarget, options: di
 
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 26, "hard_label_weight": 0.25}])
 @pytest.mark.parametrize("keep", [1.0, 0.5])
-def test_loss_equals_the_sum_over_kept_anchors(target: MicroTarget, options: dict, keep: float) -> None:
+def test_loss_equals_the_sum_over_kept_anchors(
+    target: MicroTarget, options: dict, keep: float
+) -> None:
     drafter = make(target, keep=keep, keep_at_least=0.3, decay=0.9, **options)
     batch = packed_batch(target, drafter.needs, PACKED)
     anchors = Anchors.dropped(batch, 4, keep, 0.3)
@@ -109,7 +118,10 @@ def test_loss_equals_the_sum_over_kept_anchors(target: MicroTarget, options: dic
             if teacher.argmax() in ids:
                 column = (ids == batch.tokens[row, t + depth + 1]).nonzero()
                 hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
-                soft, share = -(teacher[ids].softmax(-1) * log_q).sum(), drafter.config.hard_label_weight
+                soft, share = (
+                    -(teacher[ids].softmax(-1) * log_q).sum(),
+                    drafter.config.hard_label_weight,
+                )
                 expected += 0.9 ** (depth - 1) * ((1 - share) * soft + share * hard)
     output = drafter.loss(batch)
     torch.testing.assert_close(output.loss_sum, expected)
@@ -129,7 +141,9 @@ def test_anchors_thin_out_with_depth_and_stay_nested(target: MicroTarget) -> Non
     for row in range(2):
         count, kept = int(useful[row].sum()), [set(range(111))]
         for depth, share in enumerate(shares, start=1):
-            here = anchors.at(torch.arange(111).expand(2, -1), depth)[row][anchors.kept[depth - 1][row]]
+            here = anchors.at(torch.arange(111).expand(2, -1), depth)[row][
+                anchors.kept[depth - 1][row]
+            ]
             assert bool(useful[row, here].all())
             assert len(here) == -(-round(share * count, 9) // 1)
             assert set(here.tolist()) <= kept[-1]
@@ -166,7 +180,9 @@ def test_trees_and_pieces(target: MicroTarget) -> None:
     drafter = make(target)
     choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
     check_paths_of_a_tree(target, drafter, choices, torch.arange(41))
-    check_pieces_equal_the_whole(target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]]))
+    check_pieces_equal_the_whole(
+        target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
+    )
 
 
 @torch.no_grad()
@@ -176,7 +192,10 @@ def test_drafting_runs_no_layer(target: MicroTarget) -> None:
     seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
     for shape in (TokenTree.chain(6), DynamicShape(8, 3, 3)):
         state = drafter.start(seen, shape, 32)
-        handles = [layer.mlp.register_forward_hook(lambda *_: pytest.fail("ran")) for layer in drafter.layers]
+        handles = [
+            layer.mlp.register_forward_hook(lambda *_: pytest.fail("ran"))
+            for layer in drafter.layers
+        ]
         assert drafter.propose(state, PlainNoise()).tokens.shape == (2, shape.num_nodes)
         for handle in handles:
             handle.remove()

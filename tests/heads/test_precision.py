@@ -16,8 +16,14 @@ from tests.heads.recipes import WITH_WEIGHTS, build
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 PRODUCTS = {
-    "linear", "matmul", "__matmul__", "bmm", "baddbmm", "conv1d", "scaled_dot_product_attention",
-}  # fmt: skip
+    "linear",
+    "matmul",
+    "__matmul__",
+    "bmm",
+    "baddbmm",
+    "conv1d",
+    "scaled_dot_product_attention",
+}
 """Matrix products that a network is made of; autocast lowers no other of its operations."""
 CORRECTED = {"dspark", "domino", "dflash2"}
 """Recipes whose logits are a sum of two products, taken in bfloat16."""

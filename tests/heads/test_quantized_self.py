@@ -51,8 +51,12 @@ def test_every_weight_is_within_half_a_step(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_constant_and_zero_weights_survive(bits: int) -> None:
-    values = torch.cat([torch.zeros(16, 64), torch.full((16, 64), 0.37), torch.full((16, 64), -2.0)])
-    torch.testing.assert_close(packed(bits, values).unpacked(torch.float32), values, rtol=1e-2, atol=1e-3)
+    values = torch.cat(
+        [torch.zeros(16, 64), torch.full((16, 64), 0.37), torch.full((16, 64), -2.0)]
+    )
+    torch.testing.assert_close(
+        packed(bits, values).unpacked(torch.float32), values, rtol=1e-2, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -109,11 +113,16 @@ def test_it_picks_what_the_target_picks(family: str, bits: int, least: float) ->
 
 
 @pytest.mark.parametrize(
-    "settings", [{"bits": 8}, {"bits": 4}, {"bits": 4, "layers": (0, 3), "quantize_head": False}], ids=str
+    "settings",
+    [{"bits": 8}, {"bits": 4}, {"bits": 4, "layers": (0, 3), "quantize_head": False}],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_training_computes_what_decoding_computes(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """There is no training; the parity check still holds both ways of running the layers against each other."""
+def test_training_computes_what_decoding_computes(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """There is no training; the parity check still holds both ways of running the layers against
+    each other."""
     target = micro_target(dtype)
     report = check_parity(target, drafter_of(target, **settings), DOCUMENTS, depth=4)
     assert report.compared >= 24
@@ -125,14 +134,18 @@ def test_what_is_committed_has_the_targets_own_keys() -> None:
     exact, rounded = (drafter_of(target, bits=bits) for bits in (8, 4))
     seen = seen_states(target, exact.needs, DOCUMENTS, [(0, 7), (0, 7)])
     states = [drafter.start(seen, TokenTree.chain(3), 32) for drafter in (exact, rounded)]
-    for one, other in zip(states[0].keys + states[0].values, states[1].keys + states[1].values, strict=True):
+    for one, other in zip(
+        states[0].keys + states[0].values, states[1].keys + states[1].values, strict=True
+    ):
         assert torch.equal(one[:, :7], other[:, :7])
     assert not torch.equal(states[0].keys[1][:, 7], states[1].keys[1][:, 7]), "the root is drafted"
 
 
 def test_memory_counts_the_packed_weights() -> None:
     target = random_target()
-    shared = sum(p.numel() for n, p in target.model.named_parameters() if "proj" in n or "lm_head" in n)
+    shared = sum(
+        p.numel() for n, p in target.model.named_parameters() if "proj" in n or "lm_head" in n
+    )
     for bits, low, high in ((8, 1.0, 1.4), (4, 0.5, 2.6)):
         counted = Engine(target, drafter_of(target, bits=bits)).memory_bytes()["drafter"]
         assert low * shared <= counted <= high * shared
@@ -157,7 +170,9 @@ def test_there_is_nothing_to_train() -> None:
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match=r"group_size 32 does not divide the target's sizes \[16, 24\]"):
+    with pytest.raises(
+        UserError, match=r"group_size 32 does not divide the target's sizes \[16, 24\]"
+    ):
         drafter_of(micro_target(), group_size=32)
     assert drafter_of(micro_target(), group_size=32, bits=8).needs.taps == (0, 1, 2, 3, 4)
     with pytest.raises(UserError, match=r"knows those of llama"):

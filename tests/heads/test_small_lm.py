@@ -1,4 +1,5 @@
-"""The small language model behind `distilled` and `pard`: as a reader, in the families it knows, and from other models' folders."""
+"""The small language model behind `distilled` and `pard`: as a reader, in the families it knows,
+and from other models' folders."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def make(target: MicroTarget, **options: object) -> Drafter:
     return new_drafter("distilled", Config(**options), target.info, target.weights, seed=0).eval()
 
 
-# --- reading ------------------------------------------------------------------------------------------------
+# Reading
 
 
 def slow(drafter: Drafter, target: MicroTarget, document: list[int]) -> Tensor:
@@ -73,11 +74,14 @@ def slow(drafter: Drafter, target: MicroTarget, document: list[int]) -> Tensor:
 
 @torch.no_grad()
 def test_reading_equals_the_whole_sequence(target: MicroTarget) -> None:
-    """In two pieces, with another offset per row, with a refused reading replaced, and gone after the next commit."""
+    """In two pieces, with another offset per row, with a refused reading replaced, and gone after
+    the next commit."""
     drafter = make(target)
     ends = (8, 5)
     state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, e) for e in ends]), TokenTree.chain(6), 32
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, e) for e in ends]),
+        TokenTree.chain(6),
+        32,
     )
     drafts = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     expected = [
@@ -89,7 +93,9 @@ def test_reading_equals_the_whole_sequence(target: MicroTarget) -> None:
         torch.testing.assert_close(root[row], expected[row][0])
     drafter.read(state, drafts.flip(1), torch.tensor([0, 0]))  # is replaced below
     first = drafter.read(state, drafts[:, :2], torch.tensor([0, 0]))
-    second = drafter.read(state, torch.stack([drafts[0, 2:4], drafts[1, 1:3]]), torch.tensor([2, 1]))
+    second = drafter.read(
+        state, torch.stack([drafts[0, 2:4], drafts[1, 1:3]]), torch.tensor([2, 1])
+    )
     for row, offset in ((0, 2), (1, 1)):
         torch.testing.assert_close(first[row], expected[row][1:3])
         torch.testing.assert_close(second[row], expected[row][1 + offset : 3 + offset])
@@ -109,7 +115,7 @@ def test_reading_does_not_disturb_drafting(target: MicroTarget) -> None:
     assert torch.equal(drafter.propose(state, PlainNoise()).tokens, plain)
 
 
-# --- families -----------------------------------------------------------------------------------------------
+# Families
 
 
 def other_model(config: PreTrainedConfig, seed: int = 3) -> Any:
@@ -126,10 +132,16 @@ def as_target(target: MicroTarget, model: Any, rotary: bool = True) -> MicroTarg
     """A micro target of another family."""
     config = model.config
     info = replace(
-        target.info, model_type=config.model_type, hidden_size=config.hidden_size, num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim, intermediate_size=config.intermediate_size, rms_norm_eps=config.rms_norm_eps,
-    )  # fmt: skip
+        target.info,
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+    )
     weights = replace(
         target.weights,
         embedding=model.model.embed_tokens.weight,
@@ -150,8 +162,11 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_all_layers_of_a_target_of_any_family_are_the_target(target: MicroTarget, family: str) -> None:
-    """Norms of queries and keys, biases and Llama 3.1's rotary scaling included: nothing but rounding in between."""
+def test_all_layers_of_a_target_of_any_family_are_the_target(
+    target: MicroTarget, family: str
+) -> None:
+    """Norms of queries and keys, biases and Llama 3.1's rotary scaling included: nothing but
+    rounding in between."""
     theirs = as_target(target, other_model(FAMILIES[family]()))
     drafter = make(theirs, from_target_layers=(0, 1))
     document = [*DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
@@ -163,14 +178,16 @@ def test_all_layers_of_a_target_of_any_family_are_the_target(target: MicroTarget
 
 
 def test_scaled_frequencies_are_those_of_transformers() -> None:
-    config = LlamaConfig(**{**SIZES, "head_dim": 64}, rope_parameters={"rope_theta": 500000.0, **SCALING})
+    config = LlamaConfig(
+        **{**SIZES, "head_dim": 64}, rope_parameters={"rope_theta": 500000.0, **SCALING}
+    )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     torch.testing.assert_close(
         scaled_frequencies(500000.0, 64, (8.0, 1.0, 4.0, 16.0)).inverse_frequencies, expected
     )
 
 
-# --- from a folder ------------------------------------------------------------------------------------------
+# From a folder
 
 
 def write_model(folder: Path, model: Any, shards: int = 1) -> Path:
@@ -178,14 +195,18 @@ def write_model(folder: Path, model: Any, shards: int = 1) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tied = model.config.tie_word_embeddings
     tensors = {
-        n: v.contiguous() for n, v in model.state_dict().items() if not (tied and n == "lm_head.weight")
+        n: v.contiguous()
+        for n, v in model.state_dict().items()
+        if not (tied and n == "lm_head.weight")
     }
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
     names = sorted(tensors)
-    weight_map = {name: f"model-{index % shards + 1}.safetensors" for index, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{index % shards + 1}.safetensors" for index, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
         save_file({n: tensors[n] for n in names if weight_map[n] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -198,7 +219,8 @@ def write_model(folder: Path, model: Any, shards: int = 1) -> Path:
 def test_a_smaller_model_drafts_as_itself(
     target: MicroTarget, tmp_path: Path, family: str, vocab: int
 ) -> None:
-    """Its logits, with vocabulary rows trimmed or padded; and the checkpoint no longer needs the folder."""
+    """Its logits, with vocabulary rows trimmed or padded; and the checkpoint no longer needs the
+    folder."""
     config = FAMILIES[family]()
     config.vocab_size, config.tie_word_embeddings = vocab, vocab == 41
     model = other_model(config)
@@ -281,9 +303,13 @@ def test_the_tokenizer_decides(target: MicroTarget, tmp_path: Path, repository: 
 
 
 def test_llama_is_the_network(target: MicroTarget) -> None:
-    """A fresh drafter with norms and biases of its own initialises every weight and learns through them."""
+    """A fresh drafter with norms and biases of its own initialises every weight and learns through
+    them."""
     drafter = make(target, qk_norm=True, attention_bias=True)
     output = drafter.train().loss(packed_batch(target, drafter.needs, [DOCUMENTS]))
     output.loss_sum.backward()
-    assert all(float(parameter.grad.abs().sum()) > 0 for name, parameter in drafter.named_parameters()
-               if not name.endswith("k_proj.bias"))  # fmt: skip
+    assert all(
+        float(parameter.grad.abs().sum()) > 0
+        for name, parameter in drafter.named_parameters()
+        if not name.endswith("k_proj.bias")
+    )

@@ -1,5 +1,5 @@
-"""Suffix lookup against a trie in Python dicts: match length, counts, drafts and confidences; and what is remembered between
-requests.
+"""Suffix lookup against a trie in Python dicts: match length, counts, drafts and confidences; and
+what is remembered between requests.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def new(**settings: Any) -> Drafter:
     return Drafter(Config(**settings), micro_target().info)
 
 
-# --- the slow and obvious one -------------------------------------------------------------------------------------
+# The slow and obvious one
 
 
 class Trie:
-    """Nested dicts: the continuations of the occurrences, each node with its weight and the best occurrence through it."""
+    """Nested dicts: the continuations of the occurrences, each node with its weight and the best
+    occurrence through it."""
 
     def __init__(self) -> None:
         self.weight, self.first, self.children = 0.0, 1 << 60, dict[int, Trie]()
@@ -56,7 +57,11 @@ class Trie:
             self.children.setdefault(path[0], Trie()).add(path[1:], weight, number)
 
     def ranked(self, total: float, config: Config) -> list[tuple[int, Trie]]:
-        alive = [item for item in self.children.items() if item[1].weight >= config.min_probability * total]
+        alive = [
+            item
+            for item in self.children.items()
+            if item[1].weight >= config.min_probability * total
+        ]
         return sorted(alive, key=lambda item: (-item[1].weight, item[1].first))
 
 
@@ -69,13 +74,15 @@ def match_length(text: Sequence[int | None], end: int, newest: list[int], most: 
 
 
 class Ring:
-    """Everything a row wrote, in order, None between answers; `written` of it belong to the present answer."""
+    """Everything a row wrote, in order, None between answers; `written` of it belong to the present
+    answer."""
 
     def __init__(self, slots: int) -> None:
         self.slots, self.tokens, self.written = slots, list[int | None](), 0
 
     def write(self, before: list[int], tokens: list[int], context: int) -> None:
-        """An answer's tokens; the first ones come with a gap and the `context` tokens before them."""
+        """An answer's tokens; the first ones come with a gap and the `context` tokens before
+        them."""
         if self.written == 0:
             lead = [None] * context + before
             tokens = [None, *lead[len(lead) - context :], *tokens]  # type: ignore[list-item]
@@ -83,7 +90,9 @@ class Ring:
         self.written += len(tokens)
 
 
-def slow_trie(config: Config, text: list[int], rings: list[Ring], row: int, depth: int) -> tuple[int, Trie]:
+def slow_trie(
+    config: Config, text: list[int], rings: list[Ring], row: int, depth: int
+) -> tuple[int, Trie]:
     """The longest match and the trie of what followed."""
     found: list[tuple[int, tuple[int, ...], list[int]]] = []
     last = len(text) - 1
@@ -91,7 +100,9 @@ def slow_trie(config: Config, text: list[int], rings: list[Ring], row: int, dept
         follows = [text[end + 1 + k % (last - end)] for k in range(depth)]
         found.append((match_length(text, end, text, config.max_n), (0, -end), follows))
     for number, ring in enumerate(rings):
-        for end, token in enumerate(ring.tokens[: len(ring.tokens) - (ring.written if number == row else 0)]):
+        for end, token in enumerate(
+            ring.tokens[: len(ring.tokens) - (ring.written if number == row else 0)]
+        ):
             answer = ring.tokens[end + 1 :]
             answer = answer[: answer.index(None)] if None in answer else answer
             if token is not None and answer:
@@ -152,7 +163,8 @@ def slow_drafts(trie: Trie, shape: DraftShape, config: Config, longest: int) -> 
 
 
 def drafts(proposal: Proposal, row: int) -> Drafts:
-    """What a proposal drafts in a row; nodes without confidence are dead and must repeat the root."""
+    """What a proposal drafts in a row; nodes without confidence are dead and must repeat the
+    root."""
     assert proposal.confidence is not None and proposal.limit is not None
     tree, found = proposal.tree, Drafts()
     parents = tree.parents.expand(proposal.tokens.shape[0], -1)[row].tolist()
@@ -169,7 +181,7 @@ def drafts(proposal: Proposal, row: int) -> Drafts:
     return found
 
 
-# --- what is found --------------------------------------------------------------------------------------------
+# What is found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -188,8 +200,11 @@ def drafts(proposal: Proposal, row: int) -> Drafts:
     ],
     ids=str,
 )
-def test_lookup_equals_the_trie_over_a_growing_ragged_batch(shape: str, settings: dict[str, Any]) -> None:
-    """Three rows write answers and are refilled on the way; everything drafted is checked at every step."""
+def test_lookup_equals_the_trie_over_a_growing_ragged_batch(
+    shape: str, settings: dict[str, Any]
+) -> None:
+    """Three rows write answers and are refilled on the way; everything drafted is checked at every
+    step."""
     generator = torch.Generator().manual_seed(5)
 
     def random(length: int) -> list[int]:
@@ -205,7 +220,9 @@ def test_lookup_equals_the_trie_over_a_growing_ragged_batch(shape: str, settings
     for step in range(16):
         proposal = drafter.propose(state, PlainNoise())
         for row, text in enumerate(texts):
-            longest, trie = slow_trie(drafter.config, text, rings if budget else [], row, draft.max_depth)
+            longest, trie = slow_trie(
+                drafter.config, text, rings if budget else [], row, draft.max_depth
+            )
             expected = slow_drafts(trie, draft, drafter.config, longest)
             assert drafts(proposal, row) == pytest.approx(expected), (step, row)
             checked += len(expected)
@@ -248,7 +265,9 @@ def test_a_draft_ends_where_its_path_becomes_rare() -> None:
     limits = []
     for least in (0.0, 0.5, 0.8):
         drafter = new(min_probability=least)
-        proposal = drafter.propose(drafter.start(run([text], [0]), TokenTree.chain(4), 32), PlainNoise())
+        proposal = drafter.propose(
+            drafter.start(run([text], [0]), TokenTree.chain(4), 32), PlainNoise()
+        )
         assert proposal.limit is not None
         limits.append(int(proposal.limit[0]))
     # 2 followed always, 3 three times of four, what came then once each
@@ -268,7 +287,7 @@ def test_without_memory_a_batch_and_its_refills_draft_what_single_rows_draft() -
     assert found[0] == found[1]
 
 
-# --- across requests ------------------------------------------------------------------------------------------
+# Across requests
 
 
 def tau(drafter: Any, target: Any, requests: list[Request], **settings: Any) -> float:
@@ -290,7 +309,9 @@ def repeated(copies: int) -> list[Request]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_repeated_traffic_is_drafted_from_earlier_answers(batch_size: int, temperature: float) -> None:
+def test_repeated_traffic_is_drafted_from_earlier_answers(
+    batch_size: int, temperature: float
+) -> None:
     target, requests = random_target(), repeated(3)
     settings: dict[str, Any] = {"batch_size": batch_size, "temperature": temperature}
     shared = tau(Drafter(Config(), target.info), target, requests, **settings)
@@ -310,7 +331,9 @@ def test_a_wider_batch_takes_over_what_was_known_and_forgetting_empties_it() -> 
     assert tau(drafter, target, requests, batch_size=1) == first
 
 
-@pytest.mark.parametrize("place", ["in a cascade", "on another device", "in a cascade on another device"])
+@pytest.mark.parametrize(
+    "place", ["in a cascade", "on another device", "in a cascade on another device"]
+)
 def test_forgetting_reaches_a_drafter_within_another(place: str) -> None:
     target, requests = random_target(), repeated(1)
     drafter: Any = Drafter(Config(), target.info)
@@ -328,7 +351,9 @@ def test_forgetting_reaches_a_drafter_within_another(place: str) -> None:
 def test_the_oldest_answers_go_first() -> None:
     """A ring of 40 tokens holds the last answer and not the one before it."""
     target, requests = random_target(), repeated(1)
-    small, large = (Drafter(Config(history_tokens=tokens, context=2), target.info) for tokens in (40, 400))
+    small, large = (
+        Drafter(Config(history_tokens=tokens, context=2), target.info) for tokens in (40, 400)
+    )
     for drafter in (small, large):
         tau(drafter, target, requests)
     assert tau(large, target, requests[:1]) > 2
@@ -337,7 +362,7 @@ def test_the_oldest_answers_go_first() -> None:
     assert tau(small, target, requests[:1]) > 2
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -356,6 +381,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 def test_rings_too_small_for_a_step_are_refused() -> None:
     drafter = new(history_tokens=29)
     with pytest.raises(
-        UserError, match=r"head\.history_tokens=29 is too small: .* 4 deep .* head\.context=8 needs 30"
+        UserError,
+        match=r"head\.history_tokens=29 is too small: .* 4 deep .* head\.context=8 needs 30",
     ):
         drafter.start(run([[1, 2]] * 3, [0] * 3), TokenTree.chain(4), capacity=32)

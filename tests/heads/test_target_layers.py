@@ -39,19 +39,28 @@ def shaken_target(family: str, changes: Mapping[str, Any] | None = None) -> Targ
     generator = torch.Generator().manual_seed(5)
     for parameter in target.model.parameters():
         if parameter.ndim == 1:
-            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data += 0.2 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
     return target
 
 
 def requests(new: int = 22) -> list[Request]:
     generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (9, 1, 14, 3)]
-    return [Request(i, tuple(prompt), seed=40 + i, max_new_tokens=new) for i, prompt in enumerate(prompts)]
+    prompts = [
+        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (9, 1, 14, 3)
+    ]
+    return [
+        Request(i, tuple(prompt), seed=40 + i, max_new_tokens=new)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize(("family", "changes"), TARGETS, ids=NAMES)
 @torch.no_grad()
-def test_a_layer_computes_what_the_targets_own_computes(family: str, changes: dict[str, Any]) -> None:
+def test_a_layer_computes_what_the_targets_own_computes(
+    family: str, changes: dict[str, Any]
+) -> None:
     target = shaken_target(family, changes)
     info, weights = target.info, target.weights
     tokens = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -75,11 +84,14 @@ def test_a_layer_computes_what_the_targets_own_computes(family: str, changes: di
 def test_with_all_layers_the_drafts_are_the_targets_own_picks(
     family: str, changes: dict[str, Any], shape: str, temperature: float
 ) -> None:
-    """Every pass commits the deepest path and the bonus; windows, biases and norms of queries and keys included."""
+    """Every pass commits the deepest path and the bonus; windows, biases and norms of queries and
+    keys included."""
     target = shaken_target(family, changes)
     drafter = new_drafter("early_exit", Config(exit_layer=3), target.info, target.weights, 0)
     choices = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]
-    settings = {"shape": "tree", "choices": choices} if shape == "tree" else {"shape": "chain", "depth": 4}
+    settings = (
+        {"shape": "tree", "choices": choices} if shape == "tree" else {"shape": "chain", "depth": 4}
+    )
     decode = DecodeConfig(temperature=temperature, batch_size=3, **settings)  # type: ignore[arg-type]
     passes = 0
     for done in Engine(target, drafter, decode).run(requests()):
@@ -91,7 +103,8 @@ def test_with_all_layers_the_drafts_are_the_targets_own_picks(
 
 @torch.no_grad()
 def test_a_window_matters_to_the_drafts() -> None:
-    """Without the window the same layers see what the target does not: the test above would notice."""
+    """Without the window the same layers see what the target does not: the test above would
+    notice."""
     target = shaken_target("mistral")
     assert target.weights.windows == (9, 9, 9)
     assert random_target("qwen2").weights.windows == (0, 9, 9)
@@ -104,7 +117,8 @@ def test_a_window_matters_to_the_drafts() -> None:
 
 @torch.no_grad()
 def test_the_cache_of_committed_tokens_is_the_targets_own() -> None:
-    """Whatever layers are kept: keys and values of what the target has read come from the true streams."""
+    """Whatever layers are kept: keys and values of what the target has read come from the true
+    streams."""
     target = shaken_target("qwen3")
     tokens = torch.randint(0, VOCAB, (1, 7), generator=torch.Generator().manual_seed(4))
     positions = torch.arange(7)[None]
@@ -119,7 +133,9 @@ def test_the_cache_of_committed_tokens_is_the_targets_own() -> None:
         states = engine_states(tokens, taps)
         caches.append(drafter.start(states, engine.tree, 32))
     torch.testing.assert_close(caches[0].keys[2][:, :6], caches[1].keys[1][:, :6])
-    assert not torch.equal(caches[0].keys[2][:, 6], caches[1].keys[1][:, 6]), "the root is only drafted"
+    assert not torch.equal(caches[0].keys[2][:, 6], caches[1].keys[1][:, 6]), (
+        "the root is only drafted"
+    )
 
 
 def engine_states(tokens: Tensor, taps: Tensor | None) -> TargetStates:
@@ -134,7 +150,8 @@ def engine_states(tokens: Tensor, taps: Tensor | None) -> TargetStates:
 
 @torch.no_grad()
 def test_reading_is_what_the_target_would_say() -> None:
-    """With all layers kept the reader's logits are the target's; what is read again replaces what stood there."""
+    """With all layers kept the reader's logits are the target's; what is read again replaces what
+    stood there."""
     target = shaken_target("llama")
     drafter = new_drafter("early_exit", Config(exit_layer=3), target.info, target.weights, 0)
     generator = torch.Generator().manual_seed(6)
@@ -150,8 +167,12 @@ def test_reading_is_what_the_target_would_say() -> None:
     wrong = torch.randint(0, VOCAB, (2, 3), generator=generator)
     assert not torch.allclose(drafter.read(state, wrong, nowhere), expected[:, 8:11])
     torch.testing.assert_close(drafter.read(state, tokens[:, 8:10], nowhere), expected[:, 8:10])
-    torch.testing.assert_close(drafter.read(state, tokens[:, 10:12], nowhere + 2), expected[:, 10:12])
-    ragged = drafter.read(state, torch.stack([tokens[0, 9:11], tokens[1, 10:12]]), torch.tensor([1, 2]))
+    torch.testing.assert_close(
+        drafter.read(state, tokens[:, 10:12], nowhere + 2), expected[:, 10:12]
+    )
+    ragged = drafter.read(
+        state, torch.stack([tokens[0, 9:11], tokens[1, 10:12]]), torch.tensor([1, 2])
+    )
     torch.testing.assert_close(ragged, torch.stack([expected[0, 9:11], expected[1, 10:12]]))
     forced = ForcedNoise(tokens.tolist())
     drafter.propose(state, forced)
@@ -185,13 +206,19 @@ def test_layers_of_another_make_are_refused() -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     variants = {
         "self_attn.o_proj": {**state, name: state[name].to(torch.int8)},
-        "mlp.gate_proj": {key: value for key, value in state.items() if "layers.1.mlp.gate" not in key},
+        "mlp.gate_proj": {
+            key: value for key, value in state.items() if "layers.1.mlp.gate" not in key
+        },
         "self_attn.sinks": {**state, "model.layers.1.self_attn.sinks": torch.zeros(4)},
     }
     for what, changed in variants.items():
         with pytest.raises(UserError, match=rf"cannot run layer 1 .*{what}"):
             new_drafter(
-                "early_exit", Config(exit_layer=2), target.info, replace(target.weights, state=changed), 0
+                "early_exit",
+                Config(exit_layer=2),
+                target.info,
+                replace(target.weights, state=changed),
+                0,
             )
     del state["model.norm.weight"]
     with pytest.raises(UserError, match=r"has no model\.norm\.weight"):

@@ -1,4 +1,5 @@
-"""Weights of tokens and of drafts' roots, for every recipe that is trained: each loss is the sum that it says it is."""
+"""Weights of tokens and of drafts' roots, for every recipe that is trained: each loss is the sum
+that it says it is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
-ALL_PREDICTIONS = ["distilled", "eagle", "eagle3", "fastmtp", "hass", "hydra_heads", "kangaroo", "medusa", "mtp"]
+ALL_PREDICTIONS = [
+    "distilled",
+    "eagle",
+    "eagle3",
+    "fastmtp",
+    "hass",
+    "hydra_heads",
+    "kangaroo",
+    "medusa",
+    "mtp",
+]
 """Recipes whose loss looks at every supervised token, whatever else is supervised."""
 BLOCKS = ["dflash", "dspark", "domino"]
 
@@ -38,13 +49,16 @@ def ones(batch: TrainBatch) -> Tensor:
 @pytest.mark.parametrize("name", TRAINED)
 def test_weights_of_one_change_no_bit(name: str) -> None:
     drafter, batch = prepared(name)
-    assert torch.equal(loss(drafter, batch), loss(drafter, batch, weights=ones(batch), anchors=ones(batch)))
+    assert torch.equal(
+        loss(drafter, batch), loss(drafter, batch, weights=ones(batch), anchors=ones(batch))
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_token_of_weight_two_counts_twice(name: str) -> None:
     drafter, batch = prepared(name)
-    for place in range(3, 12):  # kinds with a draft vocabulary have no loss where the target's word is outside
+    # kinds with a draft vocabulary have no loss where the target's word is outside
+    for place in range(3, 12):
         at, alone = (0, place), torch.zeros_like(ones(batch))
         alone[at] = 1.0
         own = loss(drafter, batch, weights=alone)
@@ -64,7 +78,9 @@ def test_a_token_of_weight_zero_is_as_if_nobody_supervised_it(name: str) -> None
     mask, weights = batch.loss_mask.clone(), ones(batch)
     for at in ((0, 6), (1, 3), (1, 20)):
         mask[at], weights[at] = False, 0.0
-    torch.testing.assert_close(loss(drafter, batch, weights=weights), loss(drafter, batch, loss_mask=mask))
+    torch.testing.assert_close(
+        loss(drafter, batch, weights=weights), loss(drafter, batch, loss_mask=mask)
+    )
 
 
 @pytest.mark.parametrize("name", [*ALL_PREDICTIONS, *BLOCKS])
@@ -81,7 +97,8 @@ def test_the_drafts_of_all_roots_are_the_whole_loss(name: str) -> None:
 
 
 def test_a_root_weighs_all_depths_of_its_own_draft() -> None:
-    """A chain of two steps: the draft of the root at place 4 predicts the tokens at 5 and 6, and nothing else."""
+    """A chain of two steps: the draft of the root at place 4 predicts the tokens at 5 and 6, and
+    nothing else."""
     drafter, batch = prepared("hass")
     root = torch.zeros_like(ones(batch))
     root[0, 4] = 1.0

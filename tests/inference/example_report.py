@@ -19,8 +19,11 @@ class HandPass:
     rejected: bool
 
 
-def outcome(prompt: str, domain: str, accepted: Sequence[int], depth: int, seconds: float = 0.0) -> Outcome:
-    """A decoded prompt whose passes accepted the given numbers of drafted tokens; all time is verify time."""
+def outcome(
+    prompt: str, domain: str, accepted: Sequence[int], depth: int, seconds: float = 0.0
+) -> Outcome:
+    """A decoded prompt whose passes accepted the given numbers of drafted tokens; all time is
+    verify time."""
     passes = [HandPass(count, count + 1, count < depth) for count in accepted]
     return Outcome(prompt, domain, passes, {"verify": seconds})
 
@@ -77,7 +80,9 @@ REPORT: dict[str, Any] = {
     "command": "headstart measure",
     "versions": {"torch": "2.13.0"},
     "git": {"revision": "0" * 40, "dirty": False},
-    "run": {"arms": {"eagle3": {"speedup_ci95_by_domain": {"code": [1.9, 2.1], "explain": [1.5, 1.7]}}}},
+    "run": {
+        "arms": {"eagle3": {"speedup_ci95_by_domain": {"code": [1.9, 2.1], "explain": [1.5, 1.7]}}}
+    },
 }
 
 SETTING: dict[str, Any] = {
@@ -107,7 +112,14 @@ def profile_point(batch: int, depth: int, speedup: float) -> dict[str, Any]:
 
 def cost_point(nodes: int, seconds: float) -> dict[str, Any]:
     """A point of a cost curve."""
-    return {"nodes": nodes, "rows": 1, "length": 128, "seconds": seconds, "low": seconds, "high": seconds}
+    return {
+        "nodes": nodes,
+        "rows": 1,
+        "length": 128,
+        "seconds": seconds,
+        "low": seconds,
+        "high": seconds,
+    }
 
 
 LOOP: dict[str, Any] = {
@@ -133,7 +145,14 @@ BLOCKS: dict[str, Any] = {
         "points": [profile_point(1, 2, 1.5), profile_point(1, 4, 1.8), profile_point(8, 2, 0.9)],
         "best": [
             {**SETTING, "batch": 1, "depth": 4, "tokens_per_second": 180.0, "speedup": 1.8},
-            {**SETTING, "batch": 8, "shape": "none", "depth": 0, "tokens_per_second": 800.0, "speedup": 1.0},
+            {
+                **SETTING,
+                "batch": 8,
+                "shape": "none",
+                "depth": 0,
+                "tokens_per_second": 800.0,
+                "speedup": 1.0,
+            },
         ],
     },
     "costs": {
@@ -173,7 +192,8 @@ BLOCKS: dict[str, Any] = {
 
 
 def example_report(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A complete report. `entries`: changes to copies of the example drafter; `changes`: to the top level."""
+    """A complete report. `entries`: changes to copies of the example drafter; `changes`: to the top
+    level."""
     report = copy.deepcopy(REPORT)
     if entries:
         report["drafters"] = [merged(ENTRY, entry) for entry in entries]

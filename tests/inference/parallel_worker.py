@@ -1,6 +1,8 @@
-"""One process of a split target, started by torchrun from test_tensor_parallel.py: decodes and writes down what it found.
+"""One process of a split target, started by torchrun from test_tensor_parallel.py: decodes and
+writes down what it found.
 
-torchrun --nproc-per-node 2 -m tests.inference.parallel_worker <folder of models> <folder for results>
+torchrun --nproc-per-node 2 -m tests.inference.parallel_worker <folder of models> <folder for
+results>
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ TEMPERATURES = (0.0, 1.0)
 
 
 def texts_of(target: TargetModel) -> dict[str, list[list[int]]]:
-    """Tokens of every request by shape, drafter and temperature: a fake drafter that knows the text, and a real one."""
+    """Tokens of every request by shape, drafter and temperature: a fake drafter that knows the
+    text, and a real one."""
     found = {}
     items = requests(3, new=12)
     for temperature in TEMPERATURES:
@@ -56,10 +59,14 @@ def facts_of(target: TargetModel) -> dict[str, Any]:
     shape = cache.shapes()[0]
     assert shape is not None
     return {
-        "split": sorted(name for name, value in model.named_parameters() if isinstance(value, DTensor)),
+        "split": sorted(
+            name for name, value in model.named_parameters() if isinstance(value, DTensor)
+        ),
         "local keys": list((keys.to_local() if isinstance(keys, DTensor) else keys).shape),
         "cached heads": shape.heads,
-        "whole": [list(value.shape) for value in (target.weights.embedding, target.weights.lm_head)],
+        "whole": [
+            list(value.shape) for value in (target.weights.embedding, target.weights.lm_head)
+        ],
         "plain tensors": not isinstance(target.weights.embedding, DTensor)
         and not isinstance(target.weights.state["model.layers.0.self_attn.k_proj.weight"], DTensor),
         "key sum": float(gathered(keys).sum()),
@@ -75,7 +82,9 @@ def main() -> None:
     with only_main_prints(ranks):
         print(f"speaking: {ranks.rank}")
         for folder in sorted(models.iterdir()):
-            config = TargetConfig(path=str(folder), dtype="float64", device="cpu", tensor_parallel=True)
+            config = TargetConfig(
+                path=str(folder), dtype="float64", device="cpu", tensor_parallel=True
+            )
             target = TargetModel.load(config)
             texts = texts_of(target)
             for name, rows in texts.items():

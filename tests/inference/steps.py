@@ -1,4 +1,5 @@
-"""A batch in the middle of decoding, and a watch over what a step does: for the tests that steps can be captured."""
+"""A batch in the middle of decoding, and a watch over what a step does: for the tests that steps
+can be captured."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ ASKS_THE_DEVICE = {
     "aten::repeat_interleave",
     "aten::isin",
 }
-"""Operations whose result lies on the host or has a shape that depends on values (isin: sorts and uniques large inputs)."""
+"""Operations whose result lies on the host or has a shape that depends on values (isin: sorts and
+uniques large inputs)."""
 COPIES_FROM_HOST = {"aten::lift_fresh", "aten::lift_fresh_copy"}
-"""What `torch.tensor(...)` of Python values dispatches: on a GPU a blocking copy, and a constant that a graph would freeze."""
+"""What `torch.tensor(...)` of Python values dispatches: on a GPU a blocking copy, and a constant
+that a graph would freeze."""
 INDEXES = {
     "aten::index",
     "aten::index_put",
@@ -41,19 +44,27 @@ INDEXES = {
 
 
 class NoHost(TorchDispatchMode):
-    """Raises as soon as an operation asks the device for a value, gives a data-dependent shape, or brings a constant over."""
+    """Raises as soon as an operation asks the device for a value, gives a data-dependent shape, or
+    brings a constant over."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name in ASKS_THE_DEVICE or name in COPIES_FROM_HOST:
             raise AssertionError(f"{func} inside a step")
-        if name in INDEXES and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+        if name in INDEXES and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
             raise AssertionError(f"{func} with a mask inside a step: its shape depends on values")
         return func(*args, **(kwargs or {}))
 
 
 def under_way(
-    target: TargetModel, drafter: Any, decode: DecodeConfig, steps: int = 2, count: int = 3, first: int = 0
+    target: TargetModel,
+    drafter: Any,
+    decode: DecodeConfig,
+    steps: int = 2,
+    count: int = 3,
+    first: int = 0,
 ) -> Lanes:
     """The lanes of an engine after prefill and some steps: all rows active."""
     engine = Engine(target, drafter, decode, capacity=96)

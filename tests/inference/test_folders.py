@@ -36,13 +36,17 @@ def recorded(folder: Path, stage: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/", "../a", "a\\b", "a\0b", "a\nb", "train/medusa"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/", "../a", "a\\b", "a\0b", "a\nb", "train/medusa"]
+)
 def test_a_name_that_is_not_one_folder_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"(?s)measure\.name: .* must be a plain folder name"):
         require_folder_name("measure.name", name)
 
 
-@pytest.mark.parametrize("name", ["measure", "eagle3@0.001", "a b", ".hidden", "...", "grün", "lr=1e-3"])
+@pytest.mark.parametrize(
+    "name", ["measure", "eagle3@0.001", "a b", ".hidden", "...", "grün", "lr=1e-3"]
+)
 def test_other_names_are_folders(name: str) -> None:
     assert require_folder_name("measure.name", name) == name
 
@@ -71,7 +75,11 @@ def test_a_stage_deletes_its_own_folder_and_no_other(tmp_path: Path) -> None:
     delete_own(own, "measure", "run.overwrite")
     assert not own.exists()
     delete_own(own, "measure", "run.overwrite")  # absent: nothing to do
-    other, foreign, nested = recorded(tmp_path / "other", "train"), tmp_path / "foreign", recorded(tmp_path / "n", "measure")
+    other, foreign, nested = (
+        recorded(tmp_path / "other", "train"),
+        tmp_path / "foreign",
+        recorded(tmp_path / "n", "measure"),
+    )
     recorded(nested / "deep" / "medusa", "train")
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("ten years")
@@ -133,5 +141,8 @@ def test_a_file_that_the_record_does_not_list_keeps_its_folder(tmp_path: Path) -
 
 @pytest.mark.parametrize("out", [".", "..", "/"])
 def test_a_folder_without_a_name_is_not_replaced(out: str, in_folder: Path) -> None:
-    with pytest.raises(UserError, match="is not a name for a new folder"), replaced(Path(out), "export", "export.out"):
+    with (
+        pytest.raises(UserError, match="is not a name for a new folder"),
+        replaced(Path(out), "export", "export.out"),
+    ):
         pass

@@ -26,8 +26,11 @@ def test_round_trip_with_provenance(tmp_path):
     )
     content = manifest.read_manifest(tmp_path / "out", "generate")
     assert content == {
-        "format": 1, "stage": "generate", "counts": {"done": 3}, "provenance": {"command": "x"},
-    }  # fmt: skip
+        "format": 1,
+        "stage": "generate",
+        "counts": {"done": 3},
+        "provenance": {"command": "x"},
+    }
 
 
 def test_missing_manifest_names_the_stage_to_run(tmp_path):
@@ -99,14 +102,19 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     assert leftover.name.endswith(".partial")
     host = socket.gethostname()
     living = tmp_path / f"file.{os.getpid()}-0123abcd@{host}.partial"
-    elsewhere, long_ago = tmp_path / "file.1-0123abcd@node7.partial", tmp_path / "file.2-0123abcd@node7.partial"
+    elsewhere, long_ago = (
+        tmp_path / "file.1-0123abcd@node7.partial",
+        tmp_path / "file.2-0123abcd@node7.partial",
+    )
     other = tmp_path / "report.md.partial"
     for path in (living, elsewhere, long_ago, other):
         path.touch()
     os.utime(long_ago, (time.time() - 3600,) * 2)
     manifest.remove_leftovers(tmp_path)
     assert not leftover.exists()
-    assert sorted(path for path in tmp_path.iterdir() if path.is_file()) == sorted([living, elsewhere, other])
+    assert sorted(path for path in tmp_path.iterdir() if path.is_file()) == sorted(
+        [living, elsewhere, other]
+    )
 
 
 def test_a_write_that_the_disk_refuses_leaves_nothing(tmp_path):
@@ -126,9 +134,13 @@ def test_a_write_that_the_disk_refuses_leaves_nothing(tmp_path):
 def started(program, *arguments):
     """A Python program in a process of its own, with pipes to and from it."""
     return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)], cwd=REPOSITORY, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=REPOSITORY,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
 
 
 def test_listed_files_are_verified(tmp_path):
@@ -154,7 +166,9 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path, escape):
     (inside / "link").symlink_to(tmp_path)
     (tmp_path / "x").write_text("secret")
     with pytest.raises(UserError, match="outside its folder"):
-        manifest.verify_file(inside, {"file": escape, "sha256": manifest.file_sha256(tmp_path / "x")})
+        manifest.verify_file(
+            inside, {"file": escape, "sha256": manifest.file_sha256(tmp_path / "x")}
+        )
 
 
 def test_json_keeps_unicode_readable(tmp_path):

@@ -1,5 +1,5 @@
-"""The parity check passes for every kind on real targets, and catches drafters that decode otherwise than
-they train.
+"""The parity check passes for every kind on real targets, and catches drafters that decode
+otherwise than they train.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ KINDS: list[tuple[str, Any]] = [
 def documents(count: int = 3) -> list[list[int]]:
     generator = torch.Generator().manual_seed(4)
     return [
-        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (20, 13, 31)[:count]
+        torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        for length in (20, 13, 31)[:count]
     ]
 
 
@@ -38,7 +39,9 @@ def make(kind: str, config: Any, target: Any) -> Any:
     )
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter += 0.05 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
     return drafter
 
 
@@ -73,7 +76,8 @@ class LateTaps(eagle3.Drafter):
 
 
 class StaleChain(eagle3.Drafter):
-    """Feeds every drafted step the committed feature instead of its own output: wrong from depth 3 on."""
+    """Feeds every drafted step the committed feature instead of its own output: wrong from depth 3
+    on."""
 
     def propose(self, state: eagle3.State, noise: Any) -> Any:
         advance = self.chain._advance
@@ -131,7 +135,9 @@ class WrongRoot(medusa.Drafter):
         (HeadsSwapped, medusa.Config(num_heads=3), 1),
     ],
 )
-def test_a_drafter_that_serves_something_else_is_caught(broken: type, config: Any, depth: int) -> None:
+def test_a_drafter_that_serves_something_else_is_caught(
+    broken: type, config: Any, depth: int
+) -> None:
     target = random_target()
     drafter = make(broken.kind, config, target)
     check_parity(target, drafter, documents(), depth=3)

@@ -1,4 +1,5 @@
-"""Records of verifications: they say what really happened, stop at their size, hide what is to be hidden, and can be read back."""
+"""Records of verifications: they say what really happened, stop at their size, hide what is to be
+hidden, and can be read back."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.models import random_model, random_target
 FACTS = {"target": {"id": "t", "revision": "r"}, "drafter": {"kind": "k"}}
 
 
-def decoded(kind: str, shape: str, temperature: float) -> list[tuple[Request, list[int], PassRecord]]:
+def decoded(
+    kind: str, shape: str, temperature: float
+) -> list[tuple[Request, list[int], PassRecord]]:
     """Verifications with the text before each: prompt and answer up to its root."""
     target = random_target()
     config = DecodeConfig(batch_size=3, temperature=temperature, **SHAPES[shape])  # type: ignore[arg-type]
@@ -44,7 +47,9 @@ def decoded(kind: str, shape: str, temperature: float) -> list[tuple[Request, li
             found.append((request, list(text), record))
         text += tokens
 
-    with Session(Engine(target, drafter_of(kind, target), config), 60, note, details=True) as session:
+    with Session(
+        Engine(target, drafter_of(kind, target), config), 60, note, details=True
+    ) as session:
         for item in requests(3):
             session.add(item)
         while session.unfinished:
@@ -55,7 +60,9 @@ def decoded(kind: str, shape: str, temperature: float) -> list[tuple[Request, li
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
-def test_details_say_what_was_drafted_and_how_likely_it_was(kind: str, shape: str, temperature: float) -> None:
+def test_details_say_what_was_drafted_and_how_likely_it_was(
+    kind: str, shape: str, temperature: float
+) -> None:
     """Against the model's own forward pass over the text and the drafted path."""
     model = random_model()
     found = decoded(kind, shape, temperature)
@@ -64,11 +71,17 @@ def test_details_say_what_was_drafted_and_how_likely_it_was(kind: str, shape: st
         details = record.details
         assert details is not None
         drafted = list(details.drafted)
-        logs = model(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0].log_softmax(-1)
+        logs = (
+            model(input_ids=torch.tensor([text + drafted]), use_cache=False)
+            .logits[0]
+            .log_softmax(-1)
+        )
         at = len(text) - 1
         expected = [float(logs[at + i, token]) for i, token in enumerate(drafted)]
         assert list(details.log_p) == pytest.approx(expected, abs=1e-4)
-        assert details.pick_log_p == pytest.approx(float(logs[at + record.accepted, details.pick]), abs=1e-4)
+        assert details.pick_log_p == pytest.approx(
+            float(logs[at + record.accepted, details.pick]), abs=1e-4
+        )
         if record.rejected:
             assert drafted[record.accepted] != details.pick
         if temperature == 0 and record.committed == record.accepted + 1:
@@ -76,13 +89,19 @@ def test_details_say_what_was_drafted_and_how_likely_it_was(kind: str, shape: st
         if kind == "ngram":
             assert set(details.log_q) <= {None} and details.pick_log_q is None
         else:
-            assert len(details.log_q) == len(drafted) and all(value is not None and value < 0 for value in details.log_q)
+            assert len(details.log_q) == len(drafted) and all(
+                value is not None and value < 0 for value in details.log_q
+            )
 
 
 def test_what_is_recorded_changes_no_text() -> None:
     target, texts = random_target(), []
     for details in (False, True):
-        with Session(Engine(target, drafter_of("medusa", target), DecodeConfig(batch_size=2)), 60, details=details) as session:
+        with Session(
+            Engine(target, drafter_of("medusa", target), DecodeConfig(batch_size=2)),
+            60,
+            details=details,
+        ) as session:
             for item in requests(3):
                 session.add(item)
             done = {}
@@ -92,18 +111,22 @@ def test_what_is_recorded_changes_no_text() -> None:
     assert texts[0] == texts[1]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def record(number: int = 0, rejected: bool = True) -> PassRecord:
-    details = PassDetails((5, 6, 7), (-0.5, None, -1.5), (-0.25, -2.0, -9.0), 40 + number, None, -0.125)
+    details = PassDetails(
+        (5, 6, 7), (-0.5, None, -1.5), (-0.25, -2.0, -9.0), 40 + number, None, -0.125
+    )
     return PassRecord(1, 2, rejected, 4, 3, details)
 
 
 def filled(folder: Path, rows: int = 10, **more: Any) -> VerificationLog:
     log = VerificationLog(folder, FACTS, more.pop("max_bytes", 10**8), **more)
     for number in range(rows):
-        log.verification(f"s{number // 4}", 100 + number, "code", record(number, number % 2 == 0), 0.5)
+        log.verification(
+            f"s{number // 4}", 100 + number, "code", record(number, number % 2 == 0), 0.5
+        )
         if number % 4 == 3:
             log.sequence(f"s{number // 4}", "code", [1, 2, 3], [4, 5], 77, 0.5, "stop")
     log.flush()
@@ -116,15 +139,25 @@ def test_what_was_added_is_read_back(tmp_path: Path) -> None:
     assert len(rows) == 10 and log.written == 12 and log.dropped == 0
     first = rows[0]
     expected = {
-        "sequence": "s0", "position": 100, "domain": "code", "drafted": [5, 6, 7], "accepted": 1, "error_depth": 2, "pick": 40,
+        "sequence": "s0",
+        "position": 100,
+        "domain": "code",
+        "drafted": [5, 6, 7],
+        "accepted": 1,
+        "error_depth": 2,
+        "pick": 40,
         "temperature": 0.5,
-    }  # fmt: skip
+    }
     assert {key: first[key] for key in expected} == expected
     assert first["log_q"] == [-0.5, None, -1.5] and first["log_p"] == [-0.25, -2.0, -9.0]
     assert first["pick_log_q"] is None and first["pick_log_p"] == -0.125 and first["time"] > 1.7e9
     assert rows[1]["error_depth"] == 0
     (one, two) = read_table(tmp_path, SEQUENCES).to_pylist()
-    assert one["tokens"] == [1, 2, 3, 4, 5] and (one["prompt_length"], one["answer_length"], one["seed"]) == (3, 2, 77)
+    assert one["tokens"] == [1, 2, 3, 4, 5] and (
+        one["prompt_length"],
+        one["answer_length"],
+        one["seed"],
+    ) == (3, 2, 77)
     assert one["prompt_hash"] == two["prompt_hash"]
     assert read_facts(tmp_path) == {"format": 1, "redacted": False, **FACTS}
     loaded = read_dataset(tmp_path)
@@ -139,7 +172,10 @@ def test_redacted_records_hold_no_token(tmp_path: Path) -> None:
         assert row["error_depth"] in (0, 2) and row["log_p"] == [-0.25, -2.0, -9.0]
     for row in read_table(tmp_path / "redacted", SEQUENCES).to_pylist():
         assert row["tokens"] is None and row["seed"] is None and row["prompt_length"] == 3
-    hashes = [read_table(tmp_path / name, SEQUENCES)["prompt_hash"][0].as_py() for name in ("open", "redacted")]
+    hashes = [
+        read_table(tmp_path / name, SEQUENCES)["prompt_hash"][0].as_py()
+        for name in ("open", "redacted")
+    ]
     assert hashes[0] != hashes[1]  # keyed anew by every process: no list of prompts can be tried
 
 
@@ -189,4 +225,6 @@ def test_a_folder_is_continued_by_the_same_and_refused_to_others(tmp_path: Path)
 def test_shards_are_plain_parquet(tmp_path: Path) -> None:
     filled(tmp_path)
     table = pq.read_table(next(tmp_path.glob("verifications-*.parquet")))
-    assert table.num_rows == 10 and str(table.schema.field("drafted").type) == "list<element: int32>"
+    assert (
+        table.num_rows == 10 and str(table.schema.field("drafted").type) == "list<element: int32>"
+    )

@@ -1,5 +1,5 @@
-"""Real, small tokenizers for tests: a byte-level BPE trained on a few lines, with the chat templates of
-several families."""
+"""Real, small tokenizers for tests: a byte-level BPE trained on a few lines, with the chat
+templates of several families."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ LLAMA3 = (
     "| trim }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# Reasoning models' way: the thinking of a turn is dropped from the text as soon as another turn follows.
+# Reasoning models' way: the thinking of a turn is dropped from the text as soon as another turn
+# follows.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% "
@@ -31,15 +32,20 @@ FORGETFUL = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor "
-    "%}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.content "
+    "}}<|im_end|>{% endfor %}"
 )
 
 FAMILIES = {
     "marked": (MARKED, "<s>", "<|end|>", ["<|user|>", "<|assistant|>", "<|system|>"]),
     "chatml": (CHATML, None, "<|im_end|>", ["<|im_start|>"]),
-    "llama3": (LLAMA3, "<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+    "llama3": (
+        LLAMA3,
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>"],
+    ),
     "forgetful": (FORGETFUL, None, "<|im_end|>", ["<|im_start|>"]),
     "alternating": (ALTERNATING, None, "<|im_end|>", ["<|im_start|>"]),
     "plain": (None, "<s>", "</s>", []),
@@ -57,7 +63,9 @@ TEXT = [
 def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer of a few hundred entries with the named family's template and special tokens."""
     template, bos, eos, extra = FAMILIES[family]
-    named = {key: token for key, token in (("bos_token", bos), ("eos_token", eos)) if token is not None}
+    named = {
+        key: token for key, token in (("bos_token", bos), ("eos_token", eos)) if token is not None
+    }
     base = Tokenizer(models.BPE())
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()

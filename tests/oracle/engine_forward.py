@@ -187,7 +187,7 @@ def to_target(logits: Tensor, weights: Weights, context: Context) -> Tensor:
     return wide
 
 
-# --- one layer, recursed --------------------------------------------------------------------------
+# One layer, recursed
 
 
 def eagle(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor:
@@ -269,7 +269,7 @@ def eagle3(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tenso
     return to_target(torch.cat(found), weights, context)
 
 
-# --- without the target's layers ------------------------------------------------------------------
+# Without the target's layers
 
 
 def medusa(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor:
@@ -303,7 +303,7 @@ def language_model(folder: Folder, context: Context, chain: Tensor, depth: int) 
     return out @ (embedding if config.get("tie_word_embeddings") else weights["lm_head.weight"]).T
 
 
-# --- blocks ---------------------------------------------------------------------------------------
+# Blocks
 
 
 def block(folder: Folder, context: Context, chain: Tensor, depth: int) -> Tensor:

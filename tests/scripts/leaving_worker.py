@@ -1,13 +1,16 @@
 """Runs `headstart` as a program of its own and sends it a scheduler's signal at a named place.
 
-    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.setup:load_target", "SIGTERM"], ...]'
-    python -m tests.scripts.leaving_worker ranks FOLDER '["train", ...]' train.setup:Run.compare_paths
+    python -m tests.scripts.leaving_worker signals '[[["train", ...], "train.setup:load_target",
+    "SIGTERM"], ...]' python -m tests.scripts.leaving_worker ranks FOLDER '["train", ...]'
+    train.setup:Run.compare_paths
 
-signals: every entry is one run in a forked process (torch is imported once), which gets the signal when it comes to the place, and
-once more on its way out; null lets it finish. The exit statuses are printed as JSON.
+signals: every entry is one run in a forked process (torch is imported once), which gets the signal
+when it comes to the place, and once more on its way out; null lets it finish. The exit statuses are
+printed as JSON.
 
-ranks: two processes of one launch. The first one stays at the place, the second one goes on until it waits for the first. Then both
-get SIGTERM, the waiting one first and alone. Their statuses are printed, the waiting one's first.
+ranks: two processes of one launch. The first one stays at the place, the second one goes on until
+it waits for the first. Then both get SIGTERM, the waiting one first and alone. Their statuses are
+printed, the waiting one's first.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def before(place: str, act: Callable[[], None]) -> None:
 
 
 def forked(work: Callable[[], int]) -> int:
-    """Start `work` in a process of its own, which ends with what it returns; returns the process's id."""
+    """Start `work` in a process of its own, which ends with what it returns; returns the process's
+    id."""
     child = os.fork()
     if child:
         return child
@@ -97,7 +101,13 @@ def ranks(folder: Path, command: list[str], place: str) -> list[int]:
 
     def work(rank: int) -> int:
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{name: str(value) for name, value in own.items()}})
+        os.environ.update(
+            {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                **{name: str(value) for name, value in own.items()},
+            }
+        )
         if rank == 0:
             before(place, stay)
         return main(command)

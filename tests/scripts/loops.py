@@ -9,19 +9,49 @@ from tests.inference.tokenizers import save_micro_target
 
 
 def micro_loop(folder: Path) -> list[str]:
-    """Overrides of `headstart loop` for a random target and a few prompts below `folder`, in three rounds."""
+    """Overrides of `headstart loop` for a random target and a few prompts below `folder`, in three
+    rounds."""
     target = save_micro_target(folder / "target")
     counts = {"train": 24, "valid": 6, "bench": 5}
     for name, count in counts.items():
-        rows = [{"id": f"{name}{n}", "domain": "code", "prompt": f"Write {name} {n} and {n * n % 17}."} for n in range(count)]
+        rows = [
+            {"id": f"{name}{n}", "domain": "code", "prompt": f"Write {name} {n} and {n * n % 17}."}
+            for n in range(count)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        f"target.path={target}", "target.device=cpu", "run.threads=1", "data=jsonl", f"data.path={folder / 'train.jsonl'}",
-        "data.id_column=id", "head=medusa", "engine=torch", "optim.lr=0.02", "train.max_steps=6", "train.global_batch=2",
-        "train.micro_batch=1", "train.sequence_length=96", "train.save_every=3", "train.eval_every=6", "train.eval_prompts=3",
-        "train.eval_tokens=8", "train.parity=false", "train.tracker.wandb=disabled", f"train.prompts=[{folder / 'valid.jsonl'}]",
-        "decode.depth=2", "decode.max_new_tokens=16", "sampling.temperature=0", "sampling.max_new_tokens=24",
-        "sampling.batch_size=1", "generate.flush_rows=3", "bench=jsonl", f"bench.prompts={folder / 'bench.jsonl'}",
-        "bench.warmup_prompts=1", "measure.kinds=[]", "loop.rounds=3", "loop.round.checked_answers=3", "loop.round.patience=0",
+        f"target.path={target}",
+        "target.device=cpu",
+        "run.threads=1",
+        "data=jsonl",
+        f"data.path={folder / 'train.jsonl'}",
+        "data.id_column=id",
+        "head=medusa",
+        "engine=torch",
+        "optim.lr=0.02",
+        "train.max_steps=6",
+        "train.global_batch=2",
+        "train.micro_batch=1",
+        "train.sequence_length=96",
+        "train.save_every=3",
+        "train.eval_every=6",
+        "train.eval_prompts=3",
+        "train.eval_tokens=8",
+        "train.parity=false",
+        "train.tracker.wandb=disabled",
+        f"train.prompts=[{folder / 'valid.jsonl'}]",
+        "decode.depth=2",
+        "decode.max_new_tokens=16",
+        "sampling.temperature=0",
+        "sampling.max_new_tokens=24",
+        "sampling.batch_size=1",
+        "generate.flush_rows=3",
+        "bench=jsonl",
+        f"bench.prompts={folder / 'bench.jsonl'}",
+        "bench.warmup_prompts=1",
+        "measure.kinds=[]",
+        "loop.rounds=3",
+        "loop.round.checked_answers=3",
+        "loop.round.patience=0",
         "feedback.token_weights=true",
-    ]  # fmt: skip
+    ]

@@ -35,10 +35,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(target: Path, in_folder: Path) -> list[str]:
     Path("prompts.jsonl").write_text(
         "".join(
-            json.dumps({"id": str(n), "prompt": text}) + "\n" for n, text in enumerate(("hello", "bye now"))
+            json.dumps({"id": str(n), "prompt": text}) + "\n"
+            for n, text in enumerate(("hello", "bye now"))
         )
     )
-    given = [f"target.path={target}", "target.device=cpu", "bench.prompts=prompts.jsonl", "bench.domains=[]"]
+    given = [
+        f"target.path={target}",
+        "target.device=cpu",
+        "bench.prompts=prompts.jsonl",
+        "bench.domains=[]",
+    ]
     return ["audit", *given, *FEW]
 
 
@@ -53,14 +59,20 @@ def test_a_fresh_drafter_is_audited_where_nothing_is_trained(
 ) -> None:
     assert main([*command, "head=medusa"]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[0] == "loading the target in float64"  # a pipe hears from it now and then
+    # a pipe hears from it now and then
+    assert shown.splitlines()[0] == "loading the target in float64"
     assert shown.count("rows\n") < 5
     assert "LOSSLESS: 11 comparisons" in shown
     assert shown.splitlines()[-1] == "outputs/default/audit/audit.json"
     content = audit_json()
     assert {row["drafter"] for row in content["comparisons"]} == {  # type: ignore[attr-defined]
-        "none", "medusa (fresh)", "ngram", "knows 70%", "always wrong", "random"
-    }  # fmt: skip
+        "none",
+        "medusa (fresh)",
+        "ngram",
+        "knows 70%",
+        "always wrong",
+        "random",
+    }
     assert content["settings"]["audit"]["prompts"] == 2  # type: ignore[index]
     assert content["git"]["revision"]  # type: ignore[index]
     assert "**LOSSLESS" in Path("outputs/default/audit/audit.md").read_text()
@@ -71,7 +83,8 @@ def test_a_fresh_drafter_is_audited_where_nothing_is_trained(
 def test_a_mismatch_ends_with_status_1_and_says_so_again(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KVCache, "compact", lambda *_: None)  # accepted nodes stay where they were verified
+    # accepted nodes stay where they were verified
+    monkeypatch.setattr(KVCache, "compact", lambda *_: None)
     for _ in range(2):
         assert main([*command, "head=ngram", "audit.kinds=[]"]) == 1
         shown = capsys.readouterr().out
@@ -85,7 +98,9 @@ def test_a_trained_drafter_is_taken_from_its_folder(
     command: list[str], target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = TargetModel.load(TargetConfig(str(target), device="cpu"))
-    medusa = new_drafter("medusa", get_kind("medusa").config_class(), model.info, model.weights, seed=1)
+    medusa = new_drafter(
+        "medusa", get_kind("medusa").config_class(), model.info, model.weights, seed=1
+    )
     save_drafter(medusa, Path("outputs/default/train/mine/best"), model.info)
     assert main([*command, "audit.kinds=[]"]) == 0
     found = {row["drafter"] for row in audit_json()["comparisons"]}  # type: ignore[attr-defined]
@@ -93,7 +108,9 @@ def test_a_trained_drafter_is_taken_from_its_folder(
     capsys.readouterr()
 
 
-def test_a_wrong_setting_ends_with_status_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_ends_with_status_2(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command, "audit.checks=[invarience]"]) == 2
     assert "audit.checks: 'invarience' is unknown" in capsys.readouterr().err
     assert main([*command, "audit.drafters=[nobody]"]) == 2

@@ -1,4 +1,5 @@
-"""The chat: text appears whole, the conversation is remembered, a piped prompt is answered, numbers go to standard error."""
+"""The chat: text appears whole, the conversation is remembered, a piped prompt is answered, numbers
+go to standard error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Bytes:
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
-def test_a_character_is_shown_when_all_its_bytes_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_character_is_shown_when_all_its_bytes_are_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stream = TextStream(Bytes(), ends=(0,))
     pieces = []
     for byte in "né€\0".encode():
@@ -36,7 +39,8 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(capsys: pytest.Captur
     assert pieces == ["n", "", "é", "", "", "€", ""]
     stream.add(["€".encode()[0]])
     stream.close()
-    assert capsys.readouterr().out == "\ufffd\n"  # what never became whole is not held back for ever
+    # what never became whole is not held back for ever
+    assert capsys.readouterr().out == "\ufffd\n"
 
 
 def test_accepted_drafts_are_green_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +71,9 @@ def engine(folder: Path) -> Engine:
     from inference.target.loading import TargetConfig
 
     return Engine(
-        TargetModel.load(TargetConfig(str(folder), device="cpu")), None, DecodeConfig(max_new_tokens=8)
+        TargetModel.load(TargetConfig(str(folder), device="cpu")),
+        None,
+        DecodeConfig(max_new_tokens=8),
     )
 
 
@@ -102,20 +108,31 @@ def test_the_terminal_loop(
 ) -> None:
     too_long = "word " * 400
     monkeypatch.setattr(
-        "rich.console.Console.input", Lines(["hello", "", too_long, "/clear", "again", "/quit", "never"])
+        "rich.console.Console.input",
+        Lines(["hello", "", too_long, "/clear", "again", "/quit", "never"]),
     )
     chat = Chat(engine, "", seed=0)
     converse(chat, "no drafter")
     text = capsys.readouterr().out
     assert text.count("[no drafter: tau 1.00") == 2
     assert "(/clear starts a new conversation)" in text
-    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["again"]
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == [
+        "again"
+    ]
 
 
 def test_a_piped_prompt(
-    folder: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = [f"target.path={folder}", "target.device=cpu", "decode.max_new_tokens=8", "chat.drafter=ngram"]
+    given = [
+        f"target.path={folder}",
+        "target.device=cpu",
+        "decode.max_new_tokens=8",
+        "chat.drafter=ngram",
+    ]
     settings = load_settings(STAGES["chat"], given)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     run(settings)

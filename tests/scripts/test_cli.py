@@ -1,4 +1,5 @@
-"""The command line: help without torch, one clear message for a mistake, suggestions, exit statuses."""
+"""The command line: help without torch, one clear message for a mistake, suggestions, exit
+statuses."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_help_does_not_import_torch(arguments: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -63,10 +66,13 @@ def test_stage_help_lists_groups_options_and_keys(capsys: pytest.CaptureFixture[
     assert "bench" not in text.split("keys")[0]  # train does not read it
 
 
-def test_help_follows_imports_and_names_the_keys_below_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_follows_imports_and_names_the_keys_below_a_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["measure", "bench=profile", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "decode.temperature = 0.0" in text  # its dataclass is imported into the module that the group names
+    # its dataclass is imported into the module that the group names
+    assert "decode.temperature = 0.0" in text
     assert "bench.profile.batches = [1, 4, 16, 32]" in text
     assert "bench.costs.repeats = 15" in text  # a default, two levels down
     assert "Timed calls per point" in text
@@ -96,14 +102,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "target=local"], "target.path is missing. Give it as target.path=... (text)."),
         (["train", "bench.repeats=2"], "stage 'train' does not read 'bench'."),
         (["train", "head=medusa,eagle3"], "Add -m to run once per value"),
-        (["train", "-m", "head=medusa"], "-m runs a stage for several values, but none are listed."),
+        (
+            ["train", "-m", "head=medusa"],
+            "-m runs a stage for several values, but none are listed.",
+        ),
         (["train", "--hed"], "there is no flag '--hed'. Did you mean '--help'?"),
         (["train", "optim"], "'optim' is not a setting."),
         (["train", "optim=3"], "optim=3: there is no such option."),
         (["train", "optim.lr=[1"], "'optim.lr=[1' cannot be read"),
         (["train", "~optim.lr=3"], "to clear a value write optim.lr=null"),
         (["train", "run.name=a/b"], "run.name: 'a/b' must be a plain folder name"),
-        (["train", "experiment=demmo"], "experiment=demmo: there is no such option. Did you mean 'demo'?"),
+        (
+            ["train", "experiment=demmo"],
+            "experiment=demmo: there is no such option. Did you mean 'demo'?",
+        ),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -135,5 +147,7 @@ def test_show_prints_the_composed_settings(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_closed_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m scripts.cli train --help | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stderr == ""

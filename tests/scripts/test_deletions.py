@@ -1,4 +1,5 @@
-"""Commands that delete or replace a folder: only their own, whatever name or place they are given."""
+"""Commands that delete or replace a folder: only their own, whatever name or place they are
+given."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = load_target(save_target(root / "target"))
     run = root / "outputs" / "a"
     save(target, "medusa", run / "train" / "medusa" / "best")
-    for stage, folder in (("train", "train/medusa"), ("generate", "generate"), ("measure", "measure")):
+    for stage, folder in (
+        ("train", "train/medusa"),
+        ("generate", "generate"),
+        ("measure", "measure"),
+    ):
         recorded(run / folder, stage)
     recorded(root / "outputs" / "b" / "train" / "eagle3", "train")
     return root
@@ -44,11 +49,21 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 
 def command(root: Path, stage: str, *arguments: str) -> list[str]:
-    return [stage, "target=local", f"target.path={root / 'target'}", "target.dtype=float32", "target.device=cpu",
-            f"run.root={root / 'outputs'}", "run.name=a", *arguments]  # fmt: skip
+    return [
+        stage,
+        "target=local",
+        f"target.path={root / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        f"run.root={root / 'outputs'}",
+        "run.name=a",
+        *arguments,
+    ]
 
 
-def refused(root: Path, capsys: pytest.CaptureFixture[str], words: str, stage: str, *arguments: str) -> None:
+def refused(
+    root: Path, capsys: pytest.CaptureFixture[str], words: str, stage: str, *arguments: str
+) -> None:
     """Run the command; it must end with an error for people and leave every file as it was."""
     before = contents(root)
     assert main(command(root, stage, *arguments)) == 2
@@ -83,38 +98,78 @@ def test_every_other_name_of_a_folder_is_one_component(
 ) -> None:
     before = contents(root)
     common = [] if stage == "pull" else command(root, stage)[1:]
-    assert main([stage, *(item for item in common if not item.startswith(override.split("=")[0] + "=")), override]) == 2
-    assert f"{key}: '" in (said := " ".join(capsys.readouterr().err.split())) and "must be a plain folder name" in said
+    assert (
+        main(
+            [
+                stage,
+                *(item for item in common if not item.startswith(override.split("=")[0] + "=")),
+                override,
+            ]
+        )
+        == 2
+    )
+    assert (
+        f"{key}: '" in (said := " ".join(capsys.readouterr().err.split()))
+        and "must be a plain folder name" in said
+    )
     assert contents(root) == before
 
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])
-@pytest.mark.parametrize(("name", "words"), [("generate", "stage 'generate'"), ("train", "a/train' ")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("generate", "stage 'generate'"), ("train", "a/train' ")]
+)
 @pytest.mark.parametrize("stage", ["measure", "audit"])
 def test_another_stages_folder_is_neither_deleted_nor_written_into(
-    root: Path, capsys: pytest.CaptureFixture[str], stage: str, name: str, words: str, overwrite: str
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+    name: str,
+    words: str,
+    overwrite: str,
 ) -> None:
     more = ["run.accept_changes=true"] if overwrite == "false" else []
     refused(root, capsys, words, stage, f"{stage}.name={name}", f"run.overwrite={overwrite}", *more)
 
 
-def test_a_measurement_that_holds_a_training_is_not_deleted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_that_holds_a_training_is_not_deleted(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As an earlier version left it behind: measure.name=train before anything was trained."""
     recorded(root / "outputs" / "a" / "train", "measure")
     words = "medusa' in it was written by stage 'train'"
     refused(root, capsys, words, "measure", "measure.name=train", "run.overwrite=true")
 
 
-def test_an_export_replaces_an_export_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_replaces_an_export_and_nothing_else(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = "is not a stage folder and is not deleted"
     refused(root, capsys, words, "export", f"export.out={root / 'p'}", "export.overwrite=true")
-    refused(root, capsys, "is there already", "export", f"export.out={root / 'p' / 'sub' / 'thesis.txt'}")
     refused(
-        root, capsys, "not a folder but a link or a file", "export",
-        f"export.out={root / 'p' / 'sub' / 'thesis.txt'}", "export.overwrite=true",
-    )  # fmt: skip
+        root,
+        capsys,
+        "is there already",
+        "export",
+        f"export.out={root / 'p' / 'sub' / 'thesis.txt'}",
+    )
+    refused(
+        root,
+        capsys,
+        "not a folder but a link or a file",
+        "export",
+        f"export.out={root / 'p' / 'sub' / 'thesis.txt'}",
+        "export.overwrite=true",
+    )
     measured = root / "outputs" / "a" / "measure"
-    refused(root, capsys, "stage 'measure' wrote it", "export", f"export.out={measured}", "export.overwrite=true")
+    refused(
+        root,
+        capsys,
+        "stage 'measure' wrote it",
+        "export",
+        f"export.out={measured}",
+        "export.overwrite=true",
+    )
     out = root / "exported"
     shutil.copytree(root / "p", root / "exported.partial")
     assert main(command(root, "export", f"export.out={out}")) == 0
@@ -123,32 +178,62 @@ def test_an_export_replaces_an_export_and_nothing_else(root: Path, capsys: pytes
     assert main(command(root, "export", f"export.out={out}", "export.overwrite=true")) == 0
     assert (out / "model.safetensors").stat().st_size > 100
     (out / "notes.txt").write_text("mine")
-    refused(root, capsys, "did not write: notes.txt", "export", f"export.out={out}", "export.overwrite=true")
+    refused(
+        root,
+        capsys,
+        "did not write: notes.txt",
+        "export",
+        f"export.out={out}",
+        "export.overwrite=true",
+    )
     assert not list(root.glob("exported.*-*.partial"))
 
 
-def test_an_import_replaces_an_import_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_replaces_an_import_and_nothing_else(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
     source = f"import.source={root / 'exported'}"
     words = "is not a stage folder and is not deleted"
     refused(root, capsys, words, "import", source, "run.drafter=medusa", "import.overwrite=true")
-    refused(root, capsys, words, "import", source, f"import.out={root / 'p'}", "import.overwrite=true")
+    refused(
+        root, capsys, words, "import", source, f"import.out={root / 'p'}", "import.overwrite=true"
+    )
     assert main(command(root, "import", source, "run.drafter=theirs")) == 0
     best = root / "outputs" / "a" / "train" / "theirs" / "best"
     assert json.loads((best / "manifest.json").read_text())["stage"] == "import"
     (best / "decode.yaml").write_text("format: 1\n")  # tuning's, about these weights
     assert main(command(root, "import", source, "run.drafter=theirs", "import.overwrite=true")) == 0
-    assert sorted(path.name for path in best.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+    assert sorted(path.name for path in best.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
     (best / "sub").mkdir()
     (best / "sub" / "notes.txt").write_text("mine")
-    refused(root, capsys, "did not write: sub/notes.txt", "import", source, "run.drafter=theirs", "import.overwrite=true")
+    refused(
+        root,
+        capsys,
+        "did not write: sub/notes.txt",
+        "import",
+        source,
+        "run.drafter=theirs",
+        "import.overwrite=true",
+    )
 
 
-def test_an_imported_drafter_is_not_trained_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_imported_drafter_is_not_trained_over(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(root, "export", f"export.out={root / 'exported'}")) == 0
-    assert main(command(root, "import", f"import.source={root / 'exported'}", "run.drafter=theirs")) == 0
+    assert (
+        main(command(root, "import", f"import.source={root / 'exported'}", "run.drafter=theirs"))
+        == 0
+    )
     capsys.readouterr()
-    write_json(root / "outputs" / "a" / "generate" / "manifest.json", {"format": 1, "stage": "generate"})
+    write_json(
+        root / "outputs" / "a" / "generate" / "manifest.json", {"format": 1, "stage": "generate"}
+    )
     for more in ([], ["run.overwrite=true"]):
         refused(root, capsys, "theirs'", "train", "head=medusa", "run.drafter=theirs", *more)
 
@@ -177,18 +262,26 @@ def test_rounds_replace_only_their_own_copy(tmp_path: Path) -> None:
     assert not is_copy(training, tmp_path)
     shutil.copy(Path(__file__).with_name("earlier") / "loop.json", tmp_path)
     assert not is_copy(training, tmp_path)
-    write_json(training / "run.json", {"format": 1, "stage": "train", "copied_from": "round-1/train/medusa"})
+    write_json(
+        training / "run.json",
+        {"format": 1, "stage": "train", "copied_from": "round-1/train/medusa"},
+    )
     assert is_copy(training, tmp_path)
 
 
-def test_a_report_replaces_no_other_measurement_and_no_text_of_people(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_replaces_no_other_measurement_and_no_text_of_people(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = root / "outputs" / "a"
     write_report(example_report(), run / "measure" / "report.json")
     write_report(example_report(), recorded(run / "other", "measure") / "report.json")
     (root / "p" / "report.md").write_text("# My own report\n")
     common = [f"run.root={root / 'outputs'}", "run.name=a", f"report.reports=[{run / 'measure'}]"]
     before = contents(root)
-    for out, words in ((root / "p", "was not written by `headstart report`"), (run / "other", "was written by stage 'measure'")):
+    for out, words in (
+        (root / "p", "was not written by `headstart report`"),
+        (run / "other", "was written by stage 'measure'"),
+    ):
         assert main(["report", *common, f"report.out={out}"]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert contents(root) == before

@@ -33,7 +33,9 @@ def target() -> TargetModel:
 def train_folder(target: TargetModel, name: str, decode: dict[str, object] | None = None) -> Path:
     """What a training leaves: a checkpoint, and the settings it was made with."""
     folder = RUN.directory / "train" / name
-    medusa = new_drafter("medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0)
+    medusa = new_drafter(
+        "medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0
+    )
     save_drafter(medusa, folder / "best", target.info)
     (folder / "config.yaml").write_text(yaml.safe_dump({"decode": decode or {}}))
     return folder
@@ -56,7 +58,10 @@ def test_untrained_drafters_are_described_by_values(target: TargetModel, in_fold
     assert drafters.load(drafters.find("short", RUN, heads), target).config.max_n == 2
     assert "ngram" in drafters.untrained_recipes() and "medusa" not in drafters.untrained_recipes()
     for values, message in (
-        ({"recipe": "ngrm"}, r"measure\.heads\.x: there is no recipe 'ngrm'\. Did you mean 'ngram'"),
+        (
+            {"recipe": "ngrm"},
+            r"measure\.heads\.x: there is no recipe 'ngrm'\. Did you mean 'ngram'",
+        ),
         ({"recipe": "medusa"}, r"'x' \(kind 'medusa'\) has to be trained before it drafts"),
         ({"kind": "ngram", "max": 2}, r"measure\.heads\.x\.max: there is no such key"),
     ):
@@ -81,34 +86,55 @@ def test_one_draft_for_all_and_changes_on_top(target: TargetModel, in_folder: Pa
         (".", r"'\.' is not a drafter checkpoint: it has no config\.json"),
     ],
 )
-def test_what_is_not_a_drafter_is_refused(target: TargetModel, in_folder: Path, given: str, message: str) -> None:
+def test_what_is_not_a_drafter_is_refused(
+    target: TargetModel, in_folder: Path, given: str, message: str
+) -> None:
     train_folder(target, "mine")
     with pytest.raises(UserError, match=message):
         drafters.find(given, RUN)
 
 
-def test_a_drafter_brings_the_draft_it_was_trained_for(target: TargetModel, in_folder: Path) -> None:
-    tree = {"shape": "tree", "depth": 4, "choices": [[0], [1], [0, 0]], "temperature": 1.0, "batch_size": 7}
+def test_a_drafter_brings_the_draft_it_was_trained_for(
+    target: TargetModel, in_folder: Path
+) -> None:
+    tree = {
+        "shape": "tree",
+        "depth": 4,
+        "choices": [[0], [1], [0, 0]],
+        "temperature": 1.0,
+        "batch_size": 7,
+    }
     train_folder(target, "mine", tree)
     measured = DecodeConfig(temperature=0.5, batch_size=1, depth=6)
     own = drafters.draft_settings(drafters.find("mine", RUN), measured)
     assert (own.shape, own.choices) == ("tree", ((0,), (1,), (0, 0)))
     assert (own.temperature, own.batch_size) == (0.5, 1)  # the task is the measurement's
-    changed = drafters.draft_settings(drafters.find("mine", RUN), measured, {"shape": "chain", "depth": 2})
+    changed = drafters.draft_settings(
+        drafters.find("mine", RUN), measured, {"shape": "chain", "depth": 2}
+    )
     assert (changed.shape, changed.depth) == ("chain", 2)
     assert drafters.draft_settings(drafters.find("ngram", RUN), measured) == measured
-    with pytest.raises(UserError, match=r"measure\.drafts\.mine\.dept: a draft has no such key\. Did you mean 'depth'"):
+    with pytest.raises(
+        UserError,
+        match=r"measure\.drafts\.mine\.dept: a draft has no such key\. Did you mean 'depth'",
+    ):
         drafters.draft_settings(drafters.find("mine", RUN), measured, {"dept": 2})
 
 
-def test_a_measurement_takes_all_trained_drafters_and_the_kinds(target: TargetModel, in_folder: Path) -> None:
-    with pytest.raises(UserError, match="there is nothing to measure: 'outputs/x' has no trained drafter"):
+def test_a_measurement_takes_all_trained_drafters_and_the_kinds(
+    target: TargetModel, in_folder: Path
+) -> None:
+    with pytest.raises(
+        UserError, match="there is nothing to measure: 'outputs/x' has no trained drafter"
+    ):
         chosen(MeasureConfig(kinds=()), RUN)
     train_folder(target, "b")
     train_folder(target, "a")
     assert [item.name for item in chosen(MeasureConfig(), RUN)] == ["a", "b", "ngram"]
     assert [item.name for item in chosen(MeasureConfig(drafters=("b",), kinds=()), RUN)] == ["b"]
-    with pytest.raises(UserError, match=r"measure\.drafts names 'c', which is not measured\. Measured: a, b, ngram"):
+    with pytest.raises(
+        UserError, match=r"measure\.drafts names 'c', which is not measured\. Measured: a, b, ngram"
+    ):
         chosen(MeasureConfig(drafts={"c": {"depth": 2}}), RUN)
 
 
@@ -138,8 +164,11 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
     ]
 
 
-def test_a_jointly_trained_drafter_is_measured_only_by_name(target: TargetModel, in_folder: Path) -> None:
-    """It belongs to the target that its training made; measured beside the run's others it would be refused."""
+def test_a_jointly_trained_drafter_is_measured_only_by_name(
+    target: TargetModel, in_folder: Path
+) -> None:
+    """It belongs to the target that its training made; measured beside the run's others it would be
+    refused."""
     train_folder(target, "plain")
     folder = train_folder(target, "joint")
     (folder / "config.yaml").write_text(yaml.safe_dump({"joint": {"mode": "lora"}}))

@@ -1,4 +1,5 @@
-"""export, verify-export and import as commands: a trained run's drafter goes out, is checked, and comes in again."""
+"""export, verify-export and import as commands: a trained run's drafter goes out, is checked, and
+comes in again."""
 
 from __future__ import annotations
 
@@ -24,11 +25,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(run: Path, *arguments: str) -> list[str]:
     stage, *rest = arguments
-    return [stage, "target=local", f"target.path={run / 'target'}", "target.dtype=float32", "target.device=cpu",
-            f"run.root={run / 'outputs'}", "run.name=demo", *rest]  # fmt: skip
+    return [
+        stage,
+        "target=local",
+        f"target.path={run / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        f"run.root={run / 'outputs'}",
+        "run.name=demo",
+        *rest,
+    ]
 
 
-def test_a_drafter_goes_out_is_checked_and_comes_in_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_goes_out_is_checked_and_comes_in_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(run, "export", "run.drafter=eagle3_plain")) == 0
     out = run / "outputs" / "demo" / "export" / "eagle3_plain" / "vllm"
     said = capsys.readouterr().out
@@ -44,20 +55,40 @@ def test_a_drafter_goes_out_is_checked_and_comes_in_again(run: Path, capsys: pyt
     assert (back / "config.json").read_text() == (mine / "config.json").read_text()
     assert main(command(run, "import", f"import.source={out}", "run.drafter=back")) == 2
     assert "import.overwrite=true" in capsys.readouterr().err
-    assert main(command(run, "import", f"import.source={out}", "run.drafter=back", "import.overwrite=true")) == 0
+    assert (
+        main(
+            command(
+                run, "import", f"import.source={out}", "run.drafter=back", "import.overwrite=true"
+            )
+        )
+        == 0
+    )
 
 
-def test_head_and_engine_name_the_drafter_and_the_engine_for_short(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_head_and_engine_name_the_drafter_and_the_engine_for_short(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(run, "export", "head=eagle3_plain", "engine=sglang")) == 0
     out = run / "outputs" / "demo" / "export" / "eagle3_plain" / "sglang"
     assert f"eagle3 for sglang (eagle3): {out}" in capsys.readouterr().out
-    assert main(command(run, "export", "head=nothing", "run.drafter=eagle3_plain", "engine=vlm")) == 2
+    assert (
+        main(command(run, "export", "head=nothing", "run.drafter=eagle3_plain", "engine=vlm")) == 2
+    )
     assert "did you mean 'vllm'" in capsys.readouterr().err.lower()
 
 
-def test_a_broken_folder_ends_with_status_one_and_names_the_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_folder_ends_with_status_one_and_names_the_fault(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run / "broken"
-    assert main(command(run, "export", "run.drafter=eagle3_plain", f"export.out={out}", "export.tokens=2")) == 0
+    assert (
+        main(
+            command(
+                run, "export", "run.drafter=eagle3_plain", f"export.out={out}", "export.tokens=2"
+            )
+        )
+        == 0
+    )
     found = load_file(str(out / "model.safetensors"))
     del found["d2t"]
     save_file(found, out / "model.safetensors")
@@ -69,7 +100,12 @@ def test_a_broken_folder_ends_with_status_one_and_names_the_fault(run: Path, cap
 
 def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run / "outputs" / "demo" / "train" / "medusa"
-    assert main(command(run, "export", f"export.checkpoint={checkpoint}", f"export.out={run / 'heads'}")) == 0
+    assert (
+        main(
+            command(run, "export", f"export.checkpoint={checkpoint}", f"export.out={run / 'heads'}")
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "vllm_medusa.MedusaProposer" in said
     assert (run / "heads" / "vllm_medusa.py").is_file()
@@ -97,7 +133,9 @@ def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixtu
         (["import", "import.layout=pickle"], "import.layout 'pickle'"),
     ],
 )
-def test_mistakes_are_one_sentence(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_mistakes_are_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     assert main(command(run, *arguments)) == 2
     assert words in capsys.readouterr().err
 
@@ -106,4 +144,6 @@ def test_mistakes_are_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]
 def test_the_stages_explain_their_keys(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([stage, "--help"]) == 0
     said = capsys.readouterr().out
-    assert {"export": "export.engine", "verify-export": "verify.dir", "import": "import.source"}[stage] in said.replace("  ", " ")
+    assert {"export": "export.engine", "verify-export": "verify.dir", "import": "import.source"}[
+        stage
+    ] in said.replace("  ", " ")

@@ -1,4 +1,5 @@
-"""`headstart features`: a store from the command line, repeated, killed and continued, for several heads; and a server."""
+"""`headstart features`: a store from the command line, repeated, killed and continued, for several
+heads; and a server."""
 
 from __future__ import annotations
 
@@ -27,17 +28,35 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(micro: Path, root: Path, *more: str) -> list[str]:
     """A store of exact features of the micro target, in many small shards."""
     return [
-        "features", "target=local", f"target.path={micro / 'target'}", "target.device=cpu", "target.dtype=float32",
-        f"run.root={root}", "run.name=r",
-        f"run.answers={micro / 'answers'}", "head=eagle3", "head.taps=[0,1,2]", "engine=torch", "engine.precision=float32",
-        "features.format=fp32", "features.shard_mib=0.02", "train.sequence_length=64", "train.micro_batch=2",
-        f"features.path={root / 'store'}", "run.threads=1", *more,
-    ]  # fmt: skip
+        "features",
+        "target=local",
+        f"target.path={micro / 'target'}",
+        "target.device=cpu",
+        "target.dtype=float32",
+        f"run.root={root}",
+        "run.name=r",
+        f"run.answers={micro / 'answers'}",
+        "head=eagle3",
+        "head.taps=[0,1,2]",
+        "engine=torch",
+        "engine.precision=float32",
+        "features.format=fp32",
+        "features.shard_mib=0.02",
+        "train.sequence_length=64",
+        "train.micro_batch=2",
+        f"features.path={root / 'store'}",
+        "run.threads=1",
+        *more,
+    ]
 
 
 def shards(folder: Path) -> dict[str, str]:
     """Hashes of what is stored."""
-    return {path.name: file_sha256(path) for kind in ("shards", "index") for path in (folder / kind).iterdir()}
+    return {
+        path.name: file_sha256(path)
+        for kind in ("shards", "index")
+        for path in (folder / kind).iterdir()
+    }
 
 
 def test_a_store_is_written_once_and_says_what_it_weighs(
@@ -49,14 +68,19 @@ def test_a_store_is_written_once_and_says_what_it_weighs(
     assert manifest["identity"]["taps"] == [0, 1, 2]
     assert manifest["provenance"]["command"]
     assert re.search(r"bytes per token +fp32 +bf16 +fp8 +int8 +int4", said)
-    assert re.search(r"tokens in \d+ rows x .* bytes \(fp32: tap\.0, tap\.1, tap\.2, last_hidden\) = ", said)
+    assert re.search(
+        r"tokens in \d+ rows x .* bytes \(fp32: tap\.0, tap\.1, tap\.2, last_hidden\) = ", said
+    )
     assert "Train on it with features=store" in said
     before = shards(tmp_path / "store")
     assert main(command(micro, tmp_path)) == 0
     assert "is written:" not in capsys.readouterr().out
     assert shards(tmp_path / "store") == before
     assert main(command(micro, tmp_path, "train.sequence_length=32")) == 2
-    assert "cannot be continued: it is for another train.sequence_length: 64, not 32" in capsys.readouterr().err
+    assert (
+        "cannot be continued: it is for another train.sequence_length: 64, not 32"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_store_for_several_heads_holds_what_any_of_them_reads(
@@ -67,7 +91,9 @@ def test_a_store_for_several_heads_holds_what_any_of_them_reads(
     assert re.search(r"^eagle3 .*\n^medusa .*\n^all of them ", said, re.M)
 
 
-def test_a_killed_writer_is_continued_and_nothing_is_written_twice(micro: Path, tmp_path: Path) -> None:
+def test_a_killed_writer_is_continued_and_nothing_is_written_twice(
+    micro: Path, tmp_path: Path
+) -> None:
     whole = tmp_path / "whole"
     assert main(command(micro, whole)) == 0
     killed = tmp_path / "killed"
@@ -77,7 +103,10 @@ def test_a_killed_writer_is_continued_and_nothing_is_written_twice(micro: Path, 
         "Writer.write = write\nfrom scripts.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", slow, *command(micro, killed)], env=environment(), cwd=REPOSITORY, stdout=subprocess.DEVNULL
+        [sys.executable, "-c", slow, *command(micro, killed)],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
     )
     end = time.monotonic() + 300
     while len(list((killed / "store").glob("index/*.json"))) < 2:
@@ -97,9 +126,17 @@ def test_a_killed_writer_is_continued_and_nothing_is_written_twice(micro: Path, 
 
 def test_a_server_says_where_it_is_and_ends_when_it_is_told(micro: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.cli", *command(micro, tmp_path, "features.serve=true", "features.port=0")],
-        env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "scripts.cli",
+            *command(micro, tmp_path, "features.serve=true", "features.port=0"),
+        ],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.search(r"at http://127\.0\.0\.1:(\d+);", line)

@@ -13,17 +13,26 @@ from tests.train.feedback.recorded import decoded, tokens_of, write_answers, wri
 from train.feedback.branches import BRANCHES
 
 
-def test_records_of_a_run_become_its_feedback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_a_run_become_its_feedback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     completions = decoded("eagle3")
     answers = write_answers(tmp_path / "r" / "generate", completions)
     command = ["feedback", f"run.root={tmp_path}", "run.name=r", "feedback.token_weights=true"]
     assert main(command) == 2
-    assert "holds no records: there is no records.json. Generate with generate.drafter" in capsys.readouterr().err
+    assert (
+        "holds no records: there is no records.json. Generate with generate.drafter"
+        in capsys.readouterr().err
+    )
     write_records(answers / "records", completions, "eagle3")
     assert not main(command)
     said = capsys.readouterr().out
     manifest = read_manifest(tmp_path / "r" / "feedback", "generate")
-    assert f"{manifest['feedback']['errors']} first errors" in said and "code: tau" in said and "run.answers=" in said
+    assert (
+        f"{manifest['feedback']['errors']} first errors" in said
+        and "code: tau" in said
+        and "run.answers=" in said
+    )
     assert manifest["provenance"]["command"] and manifest["round"] == 1
     assert not main(command)
     assert "is complete; nothing to do" in capsys.readouterr().out
@@ -31,11 +40,19 @@ def test_records_of_a_run_become_its_feedback(tmp_path: Path, capsys: pytest.Cap
     assert "feedback.replay" in capsys.readouterr().err
 
 
-def test_prompts_for_the_next_generation_are_written_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_for_the_next_generation_are_written_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     completions = decoded("eagle3")
     answers = write_answers(tmp_path / "r" / "generate", completions)
     write_records(answers / "records", completions, "eagle3")
-    command = ["feedback", f"run.root={tmp_path}", "run.name=r", "feedback.branches=1", "feedback.branch_likely=0.0001"]
+    command = [
+        "feedback",
+        f"run.root={tmp_path}",
+        "run.name=r",
+        "feedback.branches=1",
+        "feedback.branch_likely=0.0001",
+    ]
     two = f"feedback.records=[{answers / 'records'},{answers / 'records'}]"
     assert main([*command, two]) == 2
     assert "given: 1 folders of answers and 2 of records" in capsys.readouterr().err
@@ -45,5 +62,7 @@ def test_prompts_for_the_next_generation_are_written_beside_it(tmp_path: Path, c
     assert len(lines) == len(completions)
     for line in lines:
         tokens = json.loads(line)["tokens"]
-        assert any(text[: len(tokens) - 1] == tokens[:-1] for text in texts)  # an answer up to the error,
-        assert not any(text[: len(tokens)] == tokens for text in texts)  # and then what no answer has
+        # an answer up to the error,
+        assert any(text[: len(tokens) - 1] == tokens[:-1] for text in texts)
+        # and then what no answer has
+        assert not any(text[: len(tokens)] == tokens for text in texts)

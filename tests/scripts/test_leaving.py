@@ -1,4 +1,5 @@
-"""A scheduler's signal outside of the loops that save: status 0 wherever it comes, and the same command continues to the end."""
+"""A scheduler's signal outside of the loops that save: status 0 wherever it comes, and the same
+command continues to the end."""
 
 from __future__ import annotations
 
@@ -38,43 +39,81 @@ GENERATE = [
 @pytest.fixture(scope="module")
 def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = prepare(tmp_path_factory.mktemp("micro"))
-    rows = [{"id": str(n), "domain": "d", "prompt": f"Write function number {n}."} for n in range(6)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"id": str(n), "domain": "d", "prompt": f"Write function number {n}."} for n in range(6)
+    ]
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return folder
 
 
 def train(micro: Path, root: Path, name: str) -> list[str]:
     """The command line of a short training."""
     return [
-        "train", "head=medusa", "head.num_heads=3", "engine=torch", "engine.precision=float32", f"target.path={micro / 'target'}",
-        "target.device=cpu", f"run.root={root}", f"run.name={name}", "run.threads=1", f"run.answers={micro / 'answers'}",
-        f"train.prompts=[{micro / 'prompts.jsonl'}]", "train.max_steps=3", "train.global_batch=4", "train.micro_batch=2",
-        "train.sequence_length=64", "train.eval_every=3", "train.eval_prompts=4", "train.eval_tokens=8", "decode.depth=3",
+        "train",
+        "head=medusa",
+        "head.num_heads=3",
+        "engine=torch",
+        "engine.precision=float32",
+        f"target.path={micro / 'target'}",
+        "target.device=cpu",
+        f"run.root={root}",
+        f"run.name={name}",
+        "run.threads=1",
+        f"run.answers={micro / 'answers'}",
+        f"train.prompts=[{micro / 'prompts.jsonl'}]",
+        "train.max_steps=3",
+        "train.global_batch=4",
+        "train.micro_batch=2",
+        "train.sequence_length=64",
+        "train.eval_every=3",
+        "train.eval_prompts=4",
+        "train.eval_tokens=8",
+        "decode.depth=3",
         "train.tracker.wandb=disabled",
-    ]  # fmt: skip
+    ]
 
 
 def generate(micro: Path, root: Path, name: str) -> list[str]:
     """The command line of a short generate."""
     return [
-        "generate", f"target.path={micro / 'target'}", "target.device=cpu", "data=jsonl", f"data.path={micro / 'rows.jsonl'}",
-        f"run.root={root}", f"run.name={name}", "run.threads=1", "sampling.max_new_tokens=4", "generate.shard_rows=2",
-    ]  # fmt: skip
+        "generate",
+        f"target.path={micro / 'target'}",
+        "target.device=cpu",
+        "data=jsonl",
+        f"data.path={micro / 'rows.jsonl'}",
+        f"run.root={root}",
+        f"run.name={name}",
+        "run.threads=1",
+        "sampling.max_new_tokens=4",
+        "generate.shard_rows=2",
+    ]
 
 
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run tests/scripts/leaving_worker.py."""
     return subprocess.run(
         [sys.executable, "-m", "tests.scripts.leaving_worker", *arguments],
-        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        env=environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 @pytest.mark.slow
-def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_nothing(micro: Path, tmp_path: Path) -> None:
+def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_nothing(
+    micro: Path, tmp_path: Path
+) -> None:
     jobs = [
         [command, place, ("SIGTERM", "SIGUSR1")[number % 2]]
-        for command, places in ((generate(micro, tmp_path, "struck"), GENERATE), (train(micro, tmp_path, "struck"), TRAIN))
+        for command, places in (
+            (generate(micro, tmp_path, "struck"), GENERATE),
+            (train(micro, tmp_path, "struck"), TRAIN),
+        )
         for number, place in enumerate([*places, None])
     ]
     calm = [[make(micro, tmp_path, "calm"), None, ""] for make in (generate, train)]
@@ -83,16 +122,23 @@ def test_a_signal_anywhere_outside_of_the_loops_ends_with_status_0_and_loses_not
     assert done.stderr.count(LINE) == len(TRAIN) + len(GENERATE), done.stderr[-4000:]
     for file in ("generate/manifest.json", "train/medusa/run.json"):
         assert (tmp_path / "struck" / file).is_file()
-    shards = [json.loads((tmp_path / name / "generate/manifest.json").read_text())["shards"] for name in ("struck", "calm")]
+    shards = [
+        json.loads((tmp_path / name / "generate/manifest.json").read_text())["shards"]
+        for name in ("struck", "calm")
+    ]
     assert shards[0] == shards[1]
-    weights = [(tmp_path / name / "train/medusa/best/model.safetensors").read_bytes() for name in ("struck", "calm")]
+    weights = [
+        (tmp_path / name / "train/medusa/best/model.safetensors").read_bytes()
+        for name in ("struck", "calm")
+    ]
     assert weights[0] == weights[1]
     assert not list((tmp_path / "struck").rglob("*.partial*"))
 
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_another_one_leaves_too(micro: Path, tmp_path: Path) -> None:
-    """The second process waits in a collective, where Python calls no handlers, for a first one that does not come."""
+    """The second process waits in a collective, where Python calls no handlers, for a first one
+    that does not come."""
     command = train(micro, tmp_path, "two")
     done = worker("ranks", str(tmp_path), json.dumps(command), "train.setup:Run.compare_paths")
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 0], done.stderr[-4000:]

@@ -1,4 +1,5 @@
-"""The loop's plan: which stages, in which order, with which part of the command line; and how a launcher is put before them."""
+"""The loop's plan: which stages, in which order, with which part of the command line; and how a
+launcher is put before them."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from scripts.stages.loop.stage import plan
 from scripts.stages.loop.steps import Step, launch_step
 
 A, B = "embedded_medusa", "embedded_eagle3"
+
 
 def settings(overrides: list[str], **loop: object) -> Settings:
     found = load_settings(STAGES["loop"], overrides)
@@ -44,7 +46,8 @@ def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
         "train experiment=[embedded_medusa,demo] train.max_steps=3 debug=fast decode.depth=2",
         "train experiment=[embedded_eagle3,demo] train.max_steps=3 debug=fast decode.depth=2",
         "measure experiment=[embedded_medusa,demo] debug=fast decode.depth=2",
-        "measure experiment=[embedded_medusa,demo] debug=fast decode.depth=2 measure.name=sampled decode.temperature=1",
+        "measure experiment=[embedded_medusa,demo] debug=fast decode.depth=2 "
+        "measure.name=sampled decode.temperature=1",
         "report experiment=[embedded_medusa,demo] debug=fast",
     ]
 
@@ -52,7 +55,9 @@ def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
 @pytest.mark.parametrize("override", ["head=medusa", "run.drafter=x"])
 def test_what_cannot_apply_to_several_recipes_is_refused(override: str) -> None:
     key = override.split("=")[0]
-    with pytest.raises(UserError, match=rf"{key} is given, but this loop trains the recipes {A}, {B}"):
+    with pytest.raises(
+        UserError, match=rf"{key} is given, but this loop trains the recipes {A}, {B}"
+    ):
         plan(settings([override], recipes=(A, B)))
 
 
@@ -85,7 +90,10 @@ def test_a_launcher_that_fails_or_is_missing_is_one_clear_error() -> None:
 
 
 def test_a_sweep_trains_every_row_at_every_rate() -> None:
-    sweep = {"medusa": SweepRow((1e-3, 0.01)), "long": SweepRow((3e-3,), "eagle3", ("train.epochs=6",))}
+    sweep = {
+        "medusa": SweepRow((1e-3, 0.01)),
+        "long": SweepRow((3e-3,), "eagle3", ("train.epochs=6",)),
+    }
     steps = plan(settings(["experiment=demo", "run.name=x"], recipes=(), measures={}, sweep=sweep))
     assert [step.settings.optim.lr for step in steps[1:4]] == [0.001, 0.01, 0.003]
     assert [step.settings.head.kind for step in steps[1:4]] == ["medusa", "medusa", "eagle3"]
@@ -93,11 +101,14 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
         "generate experiment=[demo] run.name=x",
         "train head=medusa optim.lr=0.001 experiment=[demo] run.name=x run.drafter='medusa@0.001'",
         "train head=medusa optim.lr=0.01 experiment=[demo] run.name=x run.drafter='medusa@0.01'",
-        "train head=eagle3 train.epochs=6 optim.lr=0.003 experiment=[demo] run.name=x run.drafter='long@0.003'",
+        "train head=eagle3 train.epochs=6 optim.lr=0.003 experiment=[demo] run.name=x "
+        "run.drafter='long@0.003'",
         "measure experiment=[demo] run.name=x",
         "report experiment=[demo] run.name=x",
     ]
-    with pytest.raises(UserError, match="head is given, but this loop trains the recipes medusa, long"):
+    with pytest.raises(
+        UserError, match="head is given, but this loop trains the recipes medusa, long"
+    ):
         plan(settings(["head=medusa"], sweep=sweep))
     with pytest.raises(UserError, match=r"loop\.sweep\.<row>\.rates is empty"):
         SweepRow(())

@@ -1,4 +1,5 @@
-"""Rounds: what each is told, how the loop decides from what was measured, and a whole loop, killed and left in peace."""
+"""Rounds: what each is told, how the loop decides from what was measured, and a whole loop, killed
+and left in peace."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ from train.feedback.config import FeedbackConfig
 
 
 def settings(*overrides: str) -> Settings:
-    return load_settings(STAGES["loop"], ["experiment=embedded_loop", "head=eagle3", "loop.round.overrides=[]", *overrides])
+    return load_settings(
+        STAGES["loop"],
+        ["experiment=embedded_loop", "head=eagle3", "loop.round.overrides=[]", *overrides],
+    )
 
 
-# ---- what a round is told --------------------------------------------------------------------------------------------------------
+# What a round is told
 
 
 def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> None:
@@ -42,8 +46,11 @@ def test_every_round_answers_a_share_of_its_own_with_the_drafter_before_it() -> 
     assert [item.generate.drafter for item in loaded] == [None, "a b/best"]
     assert [item.generate.records.enabled for item in loaded] == [False, True]
     assert [item.sampling.shape for item in loaded] == ["none", "chain"]
-    assert [item.generate.round for item in loaded] == [0, 0]  # nothing had been fed back before either
-    assert [item.run.directory for item in loaded] == [Path(f"outputs/embedded_loop/round-{n}") for n in range(2)]
+    # nothing had been fed back before either
+    assert [item.generate.round for item in loaded] == [0, 0]
+    assert [item.run.directory for item in loaded] == [
+        Path(f"outputs/embedded_loop/round-{n}") for n in range(2)
+    ]
 
 
 def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> None:
@@ -51,36 +58,69 @@ def test_hard_prompts_are_answered_again_beside_the_share(tmp_path: Path) -> Non
     step = plan.generation(2, "d", True, tmp_path / "hard_prompts.jsonl")
     data = step.settings.data
     assert data.path == "" and [source.share for source in data.mixture] == [(2, 3), (0, 1)]
-    assert (data.mixture[0].limit, data.mixture[0].column, data.mixture[0].domain_column) == (90, "messages", "domain")
-    assert (data.mixture[1].path, data.mixture[1].kind) == (str(tmp_path / "hard_prompts.jsonl"), "tokens")
+    assert (data.mixture[0].limit, data.mixture[0].column, data.mixture[0].domain_column) == (
+        90,
+        "messages",
+        "domain",
+    )
+    assert (data.mixture[1].path, data.mixture[1].kind) == (
+        str(tmp_path / "hard_prompts.jsonl"),
+        "tokens",
+    )
 
 
 def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Path) -> None:
-    plan = RoundPlan(settings("loop.round.prompts=share", "data.limit=90", "data.shuffle=true", f"run.root={tmp_path}"))
+    plan = RoundPlan(
+        settings(
+            "loop.round.prompts=share", "data.limit=90", "data.shuffle=true", f"run.root={tmp_path}"
+        )
+    )
     step = plan.answering_made(2, "branches", "d")
     found = step.settings
-    assert (found.data.path, found.data.kind, found.data.mixture) == (str(plan.made_prompts(2, "branches")), "tokens", ())
+    assert (found.data.path, found.data.kind, found.data.mixture) == (
+        str(plan.made_prompts(2, "branches")),
+        "tokens",
+        (),
+    )
     assert (found.data.limit, found.data.shuffle, found.data.share) == (None, False, (0, 1))
-    assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == ("d", True, 1)
-    assert found.run.directory == plan.made_prompts(2, "branches").parent == plan.folder(2) / "branches"
+    assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == (
+        "d",
+        True,
+        1,
+    )
+    assert (
+        found.run.directory
+        == plan.made_prompts(2, "branches").parent
+        == plan.folder(2) / "branches"
+    )
 
 
 def test_trainings_are_parts_of_one_schedule_and_only_later_rounds_use_the_drafters_words() -> None:
     plan = RoundPlan(settings("train.on_policy.share=0.5", "schedule.begin=0.1"))
-    steps = [plan.training_step(n, Path("x"), f"round-{n - 1}/best" if n else "", n > 0) for n in range(3)]
+    steps = [
+        plan.training_step(n, Path("x"), f"round-{n - 1}/best" if n else "", n > 0)
+        for n in range(3)
+    ]
     loaded = [step.settings for step in steps]
     parts = [(item.schedule.begin, item.schedule.end) for item in loaded]
-    assert [bound for part in parts for bound in part] == pytest.approx([0.1, 0.4, 0.4, 0.7, 0.7, 1.0])
+    assert [bound for part in parts for bound in part] == pytest.approx(
+        [0.1, 0.4, 0.4, 0.7, 0.7, 1.0]
+    )
     assert [item.train.refresh.init_from for item in loaded] == ["", "round-0/best", "round-1/best"]
     assert [item.train.on_policy.share for item in loaded] == [0.0, 0.5, 0.5]
     assert len({item.train.seed for item in loaded}) == 3
-    whole = RoundPlan(settings("loop.round.one_schedule=false")).training_step(1, Path("x"), "", True)
+    whole = RoundPlan(settings("loop.round.one_schedule=false")).training_step(
+        1, Path("x"), "", True
+    )
     assert whole.settings.schedule.begin == 0.0
 
 
 def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
     plan = RoundPlan(
-        settings("loop.round.overrides=[[],['sampling.temperature=0.25','train.max_steps=7']]", "loop.round.trial_steps=5")
+        settings(
+            "loop.round.overrides=[[],['sampling.temperature=0.25','train.max_steps=7']]",
+            "loop.round.trial_steps=5",
+        )
     )
     answers = [plan.generation(n, "", False, None) for n in range(3)]
     assert [step.settings.sampling.temperature for step in answers] == [0.7, 0.25, 0.25]
@@ -88,26 +128,45 @@ def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
     assert training.settings.train.max_steps == 7
     trial = plan.trial(1, "replay", Path("x"), "start", False)
     loaded = trial.settings
-    assert (loaded.train.max_steps, loaded.schedule.end, loaded.run.drafter, loaded.run.name) == (5, 1.0, "replay", "trials")
+    assert (loaded.train.max_steps, loaded.schedule.end, loaded.run.drafter, loaded.run.name) == (
+        5,
+        1.0,
+        "replay",
+        "trials",
+    )
 
 
 def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> None:
     found = RoundPlan(settings("bench=gsm8k")).judged(1, ["some/best"])
-    assert Path(found.bench.prompts).name == "validation.jsonl" and found.bench.dataset.template in (None, "")
-    assert (found.measure.drafters, found.measure.kinds, found.decode.max_new_tokens) == (("some/best",), (), 64)
+    assert Path(
+        found.bench.prompts
+    ).name == "validation.jsonl" and found.bench.dataset.template in (None, "")
+    assert (found.measure.drafters, found.measure.kinds, found.decode.max_new_tokens) == (
+        ("some/best",),
+        (),
+        64,
+    )
     assert found.resolved["measure"]["drafters"] == ["some/best"]
-    with pytest.raises(UserError, match=r"train\.prompts names 2 files, but a round is judged on one"):
+    with pytest.raises(
+        UserError, match=r"train\.prompts names 2 files, but a round is judged on one"
+    ):
         RoundPlan(settings("train.prompts=[a.jsonl,b.jsonl]")).judged(1, [])
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("sampling.server=http://host:1", "loop.rounds needs answers of our own decoder.*given: server and sample"),
+        (
+            "sampling.server=http://host:1",
+            "loop.rounds needs answers of our own decoder.*given: server and sample",
+        ),
         ("generate.answers=dataset", "given: own and dataset"),
         ("joint=lora", "loop.rounds trains a drafter for a target that stays what it is"),
         ("decode.shape=none", "nothing is drafted"),
-        ("loop.recipes=[a,b]", r"loop.rounds=3 trains one drafter in rounds, but this loop trains \['a', 'b'\]"),
+        (
+            "loop.recipes=[a,b]",
+            r"loop.rounds=3 trains one drafter in rounds, but this loop trains \['a', 'b'\]",
+        ),
         ("loop.rounds=-1", "loop.rounds must not be negative; given: -1"),
         ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
         ("loop.round.trial_steps=-1", "loop.round.trial_steps must not be negative"),
@@ -120,7 +179,9 @@ def test_what_rounds_cannot_be_made_of_is_refused(override: str, problem: str) -
 
 
 def test_a_changed_step_reads_back_as_it_was(tmp_path: Path) -> None:
-    plan = RoundPlan(settings("loop.round.prompts=share", f"run.root={tmp_path}", 'run.name="it is a, {b}"'))
+    plan = RoundPlan(
+        settings("loop.round.prompts=share", f"run.root={tmp_path}", 'run.name="it is a, {b}"')
+    )
     step = plan.generation(2, "it's a\\b, {c}", True, tmp_path / "hard, 'ones'.jsonl")
     write_settings(step.settings, tmp_path / "generate.yaml")
     found = read_settings(step.stage, tmp_path / "generate.yaml")
@@ -132,9 +193,15 @@ def test_a_changed_step_reads_back_as_it_was(tmp_path: Path) -> None:
 def test_a_rounds_own_values_win_over_the_loops_changes() -> None:
     own = "loop.round.overrides=[['sampling.seed=77','data.share=[1,2]','schedule.end=0.9','train.eval_every=3']]"
     plan = RoundPlan(settings("loop.round.prompts=share", own, "loop.round.trial_steps=5"))
-    answers, training = plan.generation(1, "d", True, None), plan.training_step(1, Path("x"), "", False)
+    answers, training = (
+        plan.generation(1, "d", True, None),
+        plan.training_step(1, Path("x"), "", False),
+    )
     assert (answers.settings.sampling.seed, answers.settings.data.share) == (77, (1, 2))
-    assert (training.settings.schedule.begin, training.settings.schedule.end) == (pytest.approx(1 / 3), 0.9)
+    assert (training.settings.schedule.begin, training.settings.schedule.end) == (
+        pytest.approx(1 / 3),
+        0.9,
+    )
     trial = plan.trial(1, "replay", Path("x"), "start", False).settings
     assert (trial.schedule.end, trial.train.eval_every, trial.train.save_every) == (1.0, 3, 0)
 
@@ -144,14 +211,17 @@ def test_a_training_costs_its_setup_and_every_process(tmp_path: Path) -> None:
     summary = {"wall_seconds": 90.0, "setup_seconds": 10.0, "device_hours": 300 / 3600, "tokens": 7}
     session = {"started": "2026-01-01T00:00:00+00:00", "processes": 2}
     record = {"format": 1, "sessions": [session], "finished": "2026-01-01T00:00:30+00:00"}
-    for folder, name, content in ((training, "summary.json", summary), (generate, "run.json", record)):
+    for folder, name, content in (
+        (training, "summary.json", summary),
+        (generate, "run.json", record),
+    ):
         folder.mkdir()
         (folder / name).write_text(json.dumps(content))
     found = rounds_facts.spent([training, generate, nothing])
     assert found == Spent(130.0, 7, pytest.approx((300 + 60) / 3600))
 
 
-# ---- how the loop goes on --------------------------------------------------------------------------------------------------------
+# How the loop goes on
 
 
 def gained(tau: float, low: float, high: float) -> Gain:
@@ -164,7 +234,8 @@ def entry(number: int, switches: list[str]) -> RoundRecord:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
-    """A loop whose rounds were played with the given gains: (switches, gain) per round behind the first."""
+    """A loop whose rounds were played with the given gains: (switches, gain) per round behind the
+    first."""
 
     def played(later: list[tuple[list[str], Gain]], *overrides: str) -> Rounds:
         rounds = Rounds(settings("loop.rounds=9", *overrides))
@@ -177,12 +248,17 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
     return played
 
 
-def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(loop: Callable[..., Rounds]) -> None:
+def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(
+    loop: Callable[..., Rounds],
+) -> None:
     rise, stay, fall = gained(0.5, 0.2, 0.8), gained(0.1, -0.1, 0.3), gained(-0.2, -0.4, 0.0)
     one = loop([(["token_weights"], rise), (["token_weights", "anchor_weights"], stay)])
     assert (one.best, one.stale, one.ends()) == (2, 0, "")
     assert set(one.off) == {"token_weights", "anchor_weights"} and one.active == []
-    assert one.off["token_weights"] == "round 2 with it changed tau by +0.100 [-0.100, +0.300], which is no clear rise"
+    assert (
+        one.off["token_weights"]
+        == "round 2 with it changed tau by +0.100 [-0.100, +0.300], which is no clear rise"
+    )
     two = loop([(["token_weights"], rise), (["token_weights"], stay), ([], fall)])
     assert (two.best, two.stale, two.ends()) == (2, 1, "tau")
     patient = loop([([], fall)], "loop.round.patience=2")
@@ -191,12 +267,20 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(loop: Ca
     assert loop([([], rise)] * 8).ends() == "rounds"
 
 
-def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records_are_not_read() -> None:
+def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records_are_not_read() -> (
+    None
+):
     rounds = Rounds(settings())
     slow, fast = (HelpedGeneration(1, 9, 1.0, 1.0, speedup, 2.0, {}, 1) for speedup in (0.8, 1.2))
     assert rounds.helper("d", ["variations"], slow) == ""
-    assert rounds.helper("d", ["variations"], fast) == rounds.helper("d", ["variations"], None) == "d"
-    assert rounds.helper("d", ["variations", "branches"], slow) == rounds.helper("d", ["variations", "token_weights"], slow) == "d"
+    assert (
+        rounds.helper("d", ["variations"], fast) == rounds.helper("d", ["variations"], None) == "d"
+    )
+    assert (
+        rounds.helper("d", ["variations", "branches"], slow)
+        == rounds.helper("d", ["variations", "token_weights"], slow)
+        == "d"
+    )
 
 
 def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds]) -> None:
@@ -207,25 +291,37 @@ def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds])
 
 
 def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
-    config = FeedbackConfig(token_weights=True, domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0)
-    assert only_switches(config, ["token_weights"]) == FeedbackConfig(token_weights=True, error_weight=2.0)
+    config = FeedbackConfig(
+        token_weights=True,
+        domain_weights=True,
+        traffic={"code": 1.0},
+        hard_prompts=0.5,
+        error_weight=2.0,
+    )
+    assert only_switches(config, ["token_weights"]) == FeedbackConfig(
+        token_weights=True, error_weight=2.0
+    )
     assert only_switches(config, ["domain_weights", "hard_prompts"]) == FeedbackConfig(
         domain_weights=True, traffic={"code": 1.0}, hard_prompts=0.5, error_weight=2.0
     )
 
 
-# ---- a whole loop ----------------------------------------------------------------------------------------------------------------
+# A whole loop
 
 
 MADE = [
-    "loop.round.trial_steps=2", "feedback.hard_prompts=0.5", "feedback.branches=1", "feedback.branch_likely=0.0001",
+    "loop.round.trial_steps=2",
+    "feedback.hard_prompts=0.5",
+    "feedback.branches=1",
+    "feedback.branch_likely=0.0001",
     "feedback.variations=1",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Three rounds on a micro target, left in peace in calm/run and killed three times in killed/run."""
+    """Three rounds on a micro target, left in peace in calm/run and killed three times in
+    killed/run."""
     folder = tmp_path_factory.mktemp("rounds")
     return kill_and_compare([*micro_loop(folder), *MADE], folder, kills=3), folder / "calm" / "run"
 
@@ -239,13 +335,23 @@ def test_killed_at_random_points_it_ends_the_same(killed: tuple[dict[str, Any], 
 def test_every_round_builds_on_the_best_one_before_it(killed: tuple[dict[str, Any], Path]) -> None:
     run = killed[1]
     content = json.loads((run / "loop.json").read_text())
-    assert (content["state"], content["ended_by"], len(content["rounds"])) == ("complete", "rounds", 3)
+    assert (content["state"], content["ended_by"], len(content["rounds"])) == (
+        "complete",
+        "rounds",
+        3,
+    )
     best, asked = 0, set()
     for number, found in enumerate(content["rounds"]):
         folder = run / f"round-{number}"
         answers = read_manifest(folder / "generate", "generate")
-        ids = {row for shard in answers["shards"] for row in pq.read_table(folder / "generate" / shard["file"])["id"].to_pylist()}
-        fresh = {name.removeprefix("train/") for name in ids if not name.startswith("hard_prompts/")}
+        ids = {
+            row
+            for shard in answers["shards"]
+            for row in pq.read_table(folder / "generate" / shard["file"])["id"].to_pylist()
+        }
+        fresh = {
+            name.removeprefix("train/") for name in ids if not name.startswith("hard_prompts/")
+        }
         assert not fresh & asked and len(fresh) == 8
         asked |= fresh
         head = read_manifest(folder / "train" / "medusa", "train")["head"]
@@ -253,8 +359,16 @@ def test_every_round_builds_on_the_best_one_before_it(killed: tuple[dict[str, An
             assert "refresh" not in head and "records" not in answers
             continue
         start = content["rounds"][best]["training"]["checkpoint"]
-        assert found["start"] == start == head["refresh"]["init_from"] == f"run/round-{best}/train/medusa/best"
-        assert found["generation"]["lossless"]["mismatches"] == 0 and found["generation"]["answers"] == 3
+        assert (
+            found["start"]
+            == start
+            == head["refresh"]["init_from"]
+            == f"run/round-{best}/train/medusa/best"
+        )
+        assert (
+            found["generation"]["lossless"]["mismatches"] == 0
+            and found["generation"]["answers"] == 3
+        )
         if number == 1:
             assert read_facts(folder / "generate" / "records")["drafter"]["name"] == start
             assert answers["records"]["missing"] == 0
@@ -263,7 +377,9 @@ def test_every_round_builds_on_the_best_one_before_it(killed: tuple[dict[str, An
     assert len(asked) == 24
 
 
-def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(killed: tuple[dict[str, Any], Path]) -> None:
+def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
+    killed: tuple[dict[str, Any], Path],
+) -> None:
     run = killed[1]
     content = json.loads((run / "loop.json").read_text())
     earlier: set[str] = set()
@@ -272,11 +388,20 @@ def test_the_target_answers_on_from_what_it_refused_and_the_training_reads_that(
         if "branches" not in found:
             assert "branches" not in found["switches"]
             continue
-        lines = [json.loads(line) for line in (folder / "branches" / "branches.jsonl").read_text().splitlines()]
-        assert 0 < len(lines) <= found["generated"]["answers"] and not earlier & {line["id"] for line in lines}
+        lines = [
+            json.loads(line)
+            for line in (folder / "branches" / "branches.jsonl").read_text().splitlines()
+        ]
+        assert 0 < len(lines) <= found["generated"]["answers"] and not earlier & {
+            line["id"] for line in lines
+        }
         earlier |= {line["id"] for line in lines}
         answers = read_manifest(folder / "feedback", "generate")
-        assert answers["counts"]["done"] == LoopRecord.read(run).rounds[number].answers > found["generated"]["answers"]
+        assert (
+            answers["counts"]["done"]
+            == LoopRecord.read(run).rounds[number].answers
+            > found["generated"]["answers"]
+        )
         assert found["branches"]["verifications"] > 0
     assert "branches" in content["rounds"][1] and "branches" not in content["rounds"][0]
 
@@ -285,45 +410,76 @@ def test_trials_say_what_pays_and_turn_off_the_rest(killed: tuple[dict[str, Any]
     run = killed[1]
     content = json.loads((run / "loop.json").read_text())
     trials = content["rounds"][1]["trials"]
-    assert set(trials) == {"token_weights"}  # hard prompts choose what is answered next: no training alone can try them
-    assert ("token_weights" in content["rounds"][1]["switches"]) == (trials["token_weights"]["tau"] > 0)
+    # hard prompts choose what is answered next: no training alone can try them
+    assert set(trials) == {"token_weights"}
+    assert ("token_weights" in content["rounds"][1]["switches"]) == (
+        trials["token_weights"]["tau"] > 0
+    )
     if trials["token_weights"]["tau"] <= 0:
         assert "2 steps with it gave tau" in content["off"]["token_weights"]
-    steps = [read_manifest(path, "train")["steps"] for path in sorted((run / "round-1" / "trials" / "train").iterdir())]
+    steps = [
+        read_manifest(path, "train")["steps"]
+        for path in sorted((run / "round-1" / "trials" / "train").iterdir())
+    ]
     assert steps == [2, 2]
-    tried = sum(read_manifest(path, "train")["tokens"] for path in (run / "round-1" / "trials" / "train").iterdir())
-    assert content["rounds"][1]["spent"]["tokens"] == tried + content["rounds"][1]["training"]["tokens"]
+    tried = sum(
+        read_manifest(path, "train")["tokens"]
+        for path in (run / "round-1" / "trials" / "train").iterdir()
+    )
+    assert (
+        content["rounds"][1]["spent"]["tokens"]
+        == tried + content["rounds"][1]["training"]["tokens"]
+    )
 
 
 def test_the_best_round_is_the_runs_drafter(killed: tuple[dict[str, Any], Path]) -> None:
     run = killed[1]
     content = json.loads((run / "loop.json").read_text())
     best = content["rounds"][content["best"]["round"]]["training"]
-    assert file_sha256(run / "train" / "medusa" / "best" / "model.safetensors") == best["weights_sha256"]
+    assert (
+        file_sha256(run / "train" / "medusa" / "best" / "model.safetensors")
+        == best["weights_sha256"]
+    )
     report = json.loads((run / "measure" / "report.json").read_text())
-    assert [item["draft"]["weights_sha256"] for item in report["drafters"]] == [best["weights_sha256"]]
+    assert [item["draft"]["weights_sha256"] for item in report["drafters"]] == [
+        best["weights_sha256"]
+    ]
     assert not (run / "train" / "medusa" / "checkpoints").exists()
 
 
 def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(
     killed: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The finished loop, repeated with the switch: nothing is played again but the comparison, and the best drafter stays."""
+    """The finished loop, repeated with the switch: nothing is played again but the comparison, and
+    the best drafter stays."""
     run = killed[1]
     monkeypatch.chdir(run.parent)
-    (run / "train" / "medusa" / "best" / "decode.yaml").write_text("what another stage has written\n")
+    (run / "train" / "medusa" / "best" / "decode.yaml").write_text(
+        "what another stage has written\n"
+    )
     before = json.loads((run / "loop.json").read_text())
-    overrides = [*micro_loop(run.parents[1]), *MADE, "run.root=.", "run.name=run", "loop.round.open_loop=true"]
+    overrides = [
+        *micro_loop(run.parents[1]),
+        *MADE,
+        "run.root=.",
+        "run.name=run",
+        "loop.round.open_loop=true",
+    ]
     returned = Rounds(load_settings(STAGES["loop"], overrides)).run()
     assert LoopRecord.read(run) == returned
     content = json.loads((run / "loop.json").read_text())
     found = content.pop("open_loop")
-    assert content.pop("settings")["round"]["open_loop"] and not before.pop("settings")["round"]["open_loop"]
+    assert (
+        content.pop("settings")["round"]["open_loop"]
+        and not before.pop("settings")["round"]["open_loop"]
+    )
     assert timeless(content) == timeless(before)
     assert (run / "train" / "medusa" / "best" / "decode.yaml").is_file()
     tokens = sum(entry["spent"]["tokens"] for entry in content["rounds"])
-    assert found["training"]["tokens"] == pytest.approx(tokens, rel=0.2)  # rows of a few documents differ much
-    assert found["generated"]["answers"] == 24 and found["generated"]["verifications"] == 0  # all prompts, answered plainly
+    # rows of a few documents differ much
+    assert found["training"]["tokens"] == pytest.approx(tokens, rel=0.2)
+    # all prompts, answered plainly
+    assert found["generated"]["answers"] == 24 and found["generated"]["verifications"] == 0
     manifest = read_manifest(run / "open-loop" / "train" / "medusa", "train")
     assert "refresh" not in manifest["head"]  # it begins as the first round did
     best = content["rounds"][content["best"]["round"]]["measured"]["tau"]
@@ -334,20 +490,30 @@ def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(
     assert "open loop" in shown and "accepted drafts per pass" in compare(returned.open_loop)
 
 
-def test_what_a_rounds_process_does_beside_its_stages_is_spent_too(killed: tuple[dict[str, Any], Path]) -> None:
+def test_what_a_rounds_process_does_beside_its_stages_is_spent_too(
+    killed: tuple[dict[str, Any], Path],
+) -> None:
     run = killed[1]
     entry = json.loads((run / "loop.json").read_text())["rounds"][1]
     assert rounds_facts.other_seconds(run / "round-1") > entry["generation"]["plain_seconds"] > 0.0
     assert rounds_facts.other_seconds(run / "round-0") == 0.0
-    stages = [run / "round-1" / place for place in ("generate", "branches/generate", "train/medusa", "measure", "trials/measure")]
+    stages = [
+        run / "round-1" / place
+        for place in ("generate", "branches/generate", "train/medusa", "measure", "trials/measure")
+    ]
     stages += list((run / "round-1" / "trials" / "train").iterdir())
     alone = rounds_facts.spent([stage for stage in stages if stage.is_dir()])
-    assert entry["spent"]["seconds"] == pytest.approx(alone.seconds + rounds_facts.other_seconds(run / "round-1"), rel=1e-6)
+    assert entry["spent"]["seconds"] == pytest.approx(
+        alone.seconds + rounds_facts.other_seconds(run / "round-1"), rel=1e-6
+    )
 
 
 def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "r" / "train" / "eagle3"
     place.mkdir(parents=True)
-    with pytest.raises(UserError, match=r"is the training of another loop, and the rounds' best drafter belongs there"):
+    with pytest.raises(
+        UserError,
+        match=r"is the training of another loop, and the rounds' best drafter belongs there",
+    ):
         Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
     assert place.is_dir()

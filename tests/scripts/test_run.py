@@ -1,4 +1,5 @@
-"""Stage folders: provenance on record; the same command continues or skips, another is refused; nothing is deleted by mistake."""
+"""Stage folders: provenance on record; the same command continues or skips, another is refused;
+nothing is deleted by mistake."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def settings(run: RunConfig, **groups: Any) -> Settings:
 
 def test_a_folder_records_what_made_it(in_folder: Path) -> None:
     Path("input.json").write_text("{}")
-    folder = open_folder(settings(RunConfig(seed=5), optim={"lr": 0.1}), Path("out"), [Path("input.json")])
+    folder = open_folder(
+        settings(RunConfig(seed=5), optim={"lr": 0.1}), Path("out"), [Path("input.json")]
+    )
     assert not folder.complete
     record = json.loads(Path("out/run.json").read_text())
     assert record["state"] == "running"
@@ -46,14 +49,19 @@ def test_a_folder_records_what_made_it(in_folder: Path) -> None:
 def test_a_record_names_the_threads_and_the_device_that_the_stage_computes_with(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record is written before the process sets its threads, and where there is a GPU that the stage does not use."""
+    """The record is written before the process sets its threads, and where there is a GPU that the
+    stage does not use."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some GPU")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     given = settings(RunConfig(threads=7), target={"device": "cpu"})
     found = open_folder(given, Path("out")).record.sessions[0].device
     assert (found["kind"], found["threads"]) == ("cpu", 7)
-    found = open_folder(settings(RunConfig(), target={"device": "auto"}), Path("other")).record.sessions[0].device
+    found = (
+        open_folder(settings(RunConfig(), target={"device": "auto"}), Path("other"))
+        .record.sessions[0]
+        .device
+    )
     assert found == {"kind": "cuda", "name": "some GPU", "count": 1}
 
 
@@ -62,7 +70,9 @@ def test_another_stages_folder_is_refused_whatever_is_accepted(in_folder: Path) 
     record = json.loads(Path("out/run.json").read_text())
     Path("out/run.json").write_text(json.dumps(record | {"stage": "train"}))
     for run in (RunConfig(), RunConfig(accept_changes=True)):
-        with pytest.raises(UserError, match=r"'out' was written by stage 'train'; 'report' does not write into it"):
+        with pytest.raises(
+            UserError, match=r"'out' was written by stage 'train'; 'report' does not write into it"
+        ):
             open_folder(settings(run), Path("out"), stage_decides=True)
     with pytest.raises(UserError, match="stage 'train' wrote it, not 'report'"):
         open_folder(settings(RunConfig(overwrite=True)), Path("out"))
@@ -80,12 +90,15 @@ def test_the_same_settings_continue_and_then_skip(in_folder: Path) -> None:
     assert len(again.record.sessions) == 2
     again.finish()
     assert open_folder(given, Path("out")).complete
-    assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 2  # skipping leaves no trace
+    # skipping leaves no trace
+    assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 2
 
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> None:
-    folder = open_folder(settings(RunConfig(), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out"))
+    folder = open_folder(
+        settings(RunConfig(), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out")
+    )
     Path("out/result").write_text("something")
     if complete:
         folder.finish()
@@ -93,7 +106,9 @@ def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> 
     with pytest.raises(UserError, match=r"optim\.lr was 0\.1, is 0\.2\. Choose another run\.name"):
         open_folder(settings(RunConfig(), **other), Path("out"))
     with pytest.raises(UserError, match=r"run\.seed was 0, is 1"):
-        open_folder(settings(RunConfig(seed=1), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out"))
+        open_folder(
+            settings(RunConfig(seed=1), optim={"lr": 0.1, "betas": [0.9, 0.95]}), Path("out")
+        )
     continued = open_folder(settings(RunConfig(accept_changes=True), **other), Path("out"))
     assert continued.complete == complete
     if not complete:
@@ -119,8 +134,12 @@ def test_changed_inputs_are_refused(in_folder: Path) -> None:
 def test_a_stage_that_decides_itself_gets_the_changed_folder(in_folder: Path) -> None:
     open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out")).finish()
     Path("out/result").write_text("something")
-    assert open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"), stage_decides=True).complete
-    assert not open_folder(settings(RunConfig(), optim={"lr": 0.2}), Path("out"), stage_decides=True).complete
+    assert open_folder(
+        settings(RunConfig(), optim={"lr": 0.1}), Path("out"), stage_decides=True
+    ).complete
+    assert not open_folder(
+        settings(RunConfig(), optim={"lr": 0.2}), Path("out"), stage_decides=True
+    ).complete
 
 
 def test_overwrite_starts_again_but_deletes_only_our_folders(in_folder: Path) -> None:
@@ -163,10 +182,11 @@ def test_a_run_name_is_a_plain_folder_name(name: str) -> None:
         RunConfig(name=name)
 
 
-# ---- folders of earlier versions ---------------------------------------------------------------
+# Folders of earlier versions
 
 EARLIER = Path(__file__).with_name("earlier")
-"""Files of a round's training and of its loop, written before settings were handed on as objects."""
+"""Files of a round's training and of its loop, written before settings were handed on as
+objects."""
 LOOP = ["debug=fast", "experiment=embedded_loop", "head=eagle3", "run.name=r", "train.max_steps=4"]
 
 
@@ -193,4 +213,6 @@ def test_a_loop_file_of_an_earlier_version_is_read_and_written_alike(in_folder: 
     record = LoopRecord.read(EARLIER)
     assert len(record.rounds) == 3 and record.rounds[1].answers == 1080
     record.write(Path())
-    assert json.loads(Path("loop.json").read_text()) == json.loads((EARLIER / "loop.json").read_text())
+    assert json.loads(Path("loop.json").read_text()) == json.loads(
+        (EARLIER / "loop.json").read_text()
+    )

@@ -1,4 +1,5 @@
-"""`headstart watch` from the command line: a drafter that is always right on its own target, and what it is worth on another."""
+"""`headstart watch` from the command line: a drafter that is always right on its own target, and
+what it is worth on another."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ TOKENS = 24
 def write_prompts(path: Path, count: int, start: int = 0) -> None:
     rows = []
     for number in range(start, start + count):
-        text = " ".join(WORDS[(number * step + 7 * step) % len(WORDS)] for step in (1, 3, 7)) + f" {number}"
+        text = (
+            " ".join(WORDS[(number * step + 7 * step) % len(WORDS)] for step in (1, 3, 7))
+            + f" {number}"
+        )
         rows.append({"id": f"p{number}", "domain": ("code", "prose")[number % 2], "prompt": text})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -64,15 +68,29 @@ def load(path: Path) -> TargetModel:
 
 def command(place: Path, target: str, prompts: str, *more: str) -> list[str]:
     return [
-        "watch", f"target.path={place / target}", "target.device=cpu", "bench=jsonl", f"bench.prompts={place / prompts}",
-        "bench.domains=[]", f"watch.drafter={place / 'drafter'}", f"decode.max_new_tokens={TOKENS}", *more,
-    ]  # fmt: skip
+        "watch",
+        f"target.path={place / target}",
+        "target.device=cpu",
+        "bench=jsonl",
+        f"bench.prompts={place / prompts}",
+        "bench.domains=[]",
+        f"watch.drafter={place / 'drafter'}",
+        f"decode.max_new_tokens={TOKENS}",
+        *more,
+    ]
 
 
 @pytest.fixture
 def reference(place: Path, in_folder: Path) -> Path:
     path = in_folder / "reference.json"
-    assert main(command(place, "target", "reference.jsonl", "watch.learn=true", f"watch.reference={path}")) == 0
+    assert (
+        main(
+            command(
+                place, "target", "reference.jsonl", "watch.learn=true", f"watch.reference={path}"
+            )
+        )
+        == 0
+    )
     return path
 
 
@@ -87,26 +105,38 @@ def test_watch_says_fine_on_its_target_and_alarms_on_another(
 ) -> None:
     learnt = Reference.read(reference)
     assert learnt.domains == ["code", "prose"] and learnt.depth == 4 and learnt.tokens == TOKENS
-    assert learnt.tallies["code"].by_depth(4)[3] > 0.6  # a copy of the target is nearly always right; answers end in between
+    # a copy of the target is nearly always right; answers end in between
+    assert learnt.tallies["code"].by_depth(4)[3] > 0.6
     given = f"watch.reference={reference}"
     assert main(command(place, "target", "fresh.jsonl", given, "watch.tolerance=0.4")) == 0
     content = drift()
     assert content["alarms"] == [] and content["verdict"] == "fine"
     assert content["test"] == {
-        "tolerance": 0.4, "alarm_rate": 0.01, "guarantee": "exact", "tokens": TOKENS, "passes": 4, "temperature": 0.0,
+        "tolerance": 0.4,
+        "alarm_rate": 0.01,
+        "guarantee": "exact",
+        "tokens": TOKENS,
+        "passes": 4,
+        "temperature": 0.0,
         "draft": {"shape": "chain", "depth": 4, "choices": []},
-    }  # fmt: skip
+    }
     capsys.readouterr()
     assert main(command(place, "changed", "fresh.jsonl", given, "watch.name=changed")) == 1
     content = drift("changed")
     assert content["verdict"] == "alarm" and content["alarm_after"] is not None
     shown = capsys.readouterr().out
-    assert "alarm: stale: refresh it" in shown and shown.splitlines()[-1] == "outputs/default/changed/staleness.json"
+    assert (
+        "alarm: stale: refresh it" in shown
+        and shown.splitlines()[-1] == "outputs/default/changed/staleness.json"
+    )
     kept = Reference.read(Path("outputs/default/changed/watch.json"))
-    assert sum(len(tally.answers) for tally in kept.tallies.values()) == content["alarm_after"]  # it stops at the alarm
+    # it stops at the alarm
+    assert sum(len(tally.answers) for tally in kept.tallies.values()) == content["alarm_after"]
 
 
-def test_a_system_prompt_stands_before_every_prompt(place: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_system_prompt_stands_before_every_prompt(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = (f"watch.reference={reference}", "watch.system='Be brief.'", "watch.max_prompts=12")
     assert main(command(place, "target", "fresh.jsonl", *more)) in (0, 1)
     assert drift()["target"]["system"] == "Be brief."  # type: ignore[index]
@@ -115,16 +145,23 @@ def test_a_system_prompt_stands_before_every_prompt(place: Path, reference: Path
     assert "no system prompt can be put before it" in capsys.readouterr().err
 
 
-def test_records_are_watched_like_answers(place: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_watched_like_answers(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("target", "changed"):
         write_records(place, name, Path(name))
-    given = [*command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.tolerance=0.4")]
+    given = [
+        *command(
+            place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.tolerance=0.4"
+        )
+    ]
     assert main([*given, "watch.records=target"]) == 0
     decoded = main([*given, "watch.name=decoded", "watch.stop=false"])
     assert decoded == 0
     mine, theirs = drift(), drift("decoded")
     assert mine["verdict"] == theirs["verdict"]
-    assert settled(mine["domains"]) == settled(theirs["domains"])  # the same answers, whoever decoded them
+    # the same answers, whoever decoded them
+    assert settled(mine["domains"]) == settled(theirs["domains"])
     assert main([*given, "watch.records=changed"]) == 1
     assert main([*given, "watch.records=nowhere"]) == 2
     assert "holds no records" in capsys.readouterr().err
@@ -133,14 +170,30 @@ def test_records_are_watched_like_answers(place: Path, reference: Path, capsys: 
 @pytest.mark.parametrize(
     ("part", "key", "value", "message"),
     [
-        ("drafter", "weights_sha256", "0" * 64, r"records of another drafter of kind 'distilled': its weights are 000000000000"),
-        ("draft", "shape", "tree", r"records of drafts with shape tree; the reference's had shape chain"),
+        (
+            "drafter",
+            "weights_sha256",
+            "0" * 64,
+            r"records of another drafter of kind 'distilled': its weights are 000000000000",
+        ),
+        (
+            "draft",
+            "shape",
+            "tree",
+            r"records of drafts with shape tree; the reference's had shape chain",
+        ),
         ("draft", "nodes", 9, r"records of drafts with nodes 9; the reference's had nodes 5"),
         ("draft", "adaptive", "confidence", r"records of drafts with adaptive confidence"),
     ],
 )
 def test_records_of_another_draft_are_refused(
-    place: Path, reference: Path, capsys: pytest.CaptureFixture[str], part: str, key: str, value: Any, message: str
+    place: Path,
+    reference: Path,
+    capsys: pytest.CaptureFixture[str],
+    part: str,
+    key: str,
+    value: Any,
+    message: str,
 ) -> None:
     write_records(place, "target", Path("records"))
     path = Path("records/records.json")
@@ -148,7 +201,18 @@ def test_records_of_another_draft_are_refused(
     assert facts[part][key] not in ("", None, value)
     facts[part][key] = value
     path.write_text(json.dumps(facts))
-    assert main(command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.records=records")) == 2
+    assert (
+        main(
+            command(
+                place,
+                "target",
+                "fresh.jsonl",
+                f"watch.reference={reference}",
+                "watch.records=records",
+            )
+        )
+        == 2
+    )
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
@@ -161,16 +225,21 @@ def write_records(place: Path, name: str, folder: Path) -> None:
     decode = DecodeConfig(max_new_tokens=TOKENS, batch_size=4)
     prompts = load_prompts(place / "fresh.jsonl")
     engine = Engine(target, drafter, decode, details=True)
-    log = VerificationLog(folder, record_facts(engine, "drafter", checkpoint_hash(place / "drafter")), 10**8)
+    log = VerificationLog(
+        folder, record_facts(engine, "drafter", checkpoint_hash(place / "drafter")), 10**8
+    )
     for done in engine.run(to_requests(prompts, target.tokenizer, decode)):
         prompt = prompts[done.request.index]
         log.completion(prompt.id, prompt.domain, done, 0.0)
-        log.sequence(prompt.id, prompt.domain, done.request.tokens, done.tokens, 0, 0.0, done.finish)
+        log.sequence(
+            prompt.id, prompt.domain, done.request.tokens, done.tokens, 0, 0.0, done.finish
+        )
     log.flush()
 
 
 def settled(value: object) -> object:
-    """What does not depend on the order in which answers came: all but the highest evidence on the way, to six places."""
+    """What does not depend on the order in which answers came: all but the highest evidence on the
+    way, to six places."""
     if isinstance(value, dict):
         return {key: settled(part) for key, part in value.items() if key != "evidence"}
     if isinstance(value, list):
@@ -190,9 +259,14 @@ def test_counters_of_a_server_are_watched_as_totals(
 ) -> None:
     rate = Reference.read(reference).tallies["code"].acceptance
     Path("scrapes").mkdir()
-    for number, passes in enumerate((200, 900, 150, 800)):  # the server was started again in between
-        Path(f"scrapes/{number}.prom").write_text(SCRAPE.format(passes=passes, accepted=int(rate * passes)))
-    given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.metrics=[scrapes]")
+    # the server was started again in between
+    for number, passes in enumerate((200, 900, 150, 800)):
+        Path(f"scrapes/{number}.prom").write_text(
+            SCRAPE.format(passes=passes, accepted=int(rate * passes))
+        )
+    given = command(
+        place, "target", "fresh.jsonl", f"watch.reference={reference}", "watch.metrics=[scrapes]"
+    )
     assert main(given) == 0
     content = drift()
     assert content["test"]["guarantee"] == "normal"  # type: ignore[index]
@@ -210,11 +284,21 @@ def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference
     entry = content["drafters"][0]
     rates = {name: tally.acceptance for name, tally in known.tallies.items()}
     mean = sum(rates.values()) / 2
-    entry["draft"] |= {"shape": "chain", "depth": 4, "nodes": 5, "weights_sha256": known.drafter["weights_sha256"]}
+    entry["draft"] |= {
+        "shape": "chain",
+        "depth": 4,
+        "nodes": 5,
+        "weights_sha256": known.drafter["weights_sha256"],
+    }
     entry |= {"tau": 1.0 + mean, "tau_ci95": [0.9 + mean, 1.1 + mean], "verify_passes": 600}
     entry["acceptance"] = {"unconditional": [mean / 4] * 4, "conditional": [1.0] * 4}
     entry["domains"] = {
-        name: {"tau": 1.0 + rate, "tau_ci95": [0.85 + rate, 1.15 + rate], "tar": 0.8, "speedup": 1.5}
+        name: {
+            "tau": 1.0 + rate,
+            "tau_ci95": [0.85 + rate, 1.15 + rate],
+            "tar": 0.8,
+            "speedup": 1.5,
+        }
         for name, rate in rates.items()
     }
     content["drafters"] = [entry]
@@ -253,13 +337,18 @@ def test_a_reference_of_another_drafter_or_of_other_domains_is_refused(
     place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads(reference.read_text())
-    Path("other.json").write_text(json.dumps(content | {"drafter": {"kind": "distilled", "weights_sha256": "0"}}))
+    Path("other.json").write_text(
+        json.dumps(content | {"drafter": {"kind": "distilled", "weights_sha256": "0"}})
+    )
     assert main(command(place, "target", "fresh.jsonl", "watch.reference=other.json")) == 2
     assert "was measured with another drafter" in capsys.readouterr().err
     Path("poems.jsonl").write_text('{"id": "a", "domain": "poems", "prompt": "hello"}\n')
     given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}")
     assert main([*given, "bench.prompts=poems.jsonl"]) == 2
-    assert "no fresh answer is of a domain that the reference knows (code, prose); found: 'poems'" in capsys.readouterr().err
+    assert (
+        "no fresh answer is of a domain that the reference knows (code, prose); found: 'poems'"
+        in capsys.readouterr().err
+    )
     content["domains"]["code"]["answers"][0] = [10**6]
     Path("wrong.json").write_text(json.dumps(content))
     assert main([*given[:-1], "watch.reference=wrong.json"]) == 2

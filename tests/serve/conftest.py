@@ -1,4 +1,5 @@
-"""The environment with vLLM, and a real server of it on loopback. Without one, everything here is skipped."""
+"""The environment with vLLM, and a real server of it on loopback. Without one, everything here is
+skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def tiny_target() -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def server(
+    engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
     """vLLM serving the embedded target; started again by whoever stopped it."""
     running = VllmServer(engine_python, tiny_target, tmp_path_factory.mktemp("server") / "log.txt")
     running.start()

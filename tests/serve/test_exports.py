@@ -1,5 +1,6 @@
-"""Exports in a real vLLM: the engine's text and acceptance are ours, and a planted fault is seen. docs/reports/serving.json has the
-trained drafters; these are as they begin, chosen so that they are accepted all the same.
+"""Exports in a real vLLM: the engine's text and acceptance are ours, and a planted fault is seen.
+docs/reports/serving.json has the trained drafters; these are as they begin, chosen so that they are
+accepted all the same.
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ CUSTOM = "inference.export.vllm_medusa.MedusaProposer"
 
 
 def exported(kind: str, target: TargetModel, requests: Sequence[Request], folder: Path) -> Path:
-    """A fresh drafter that is a little off from where it began, exported for vLLM. Medusa begins with no idea of what is further
-    ahead, so it learns the answers.
+    """A fresh drafter that is a little off from where it began, exported for vLLM. Medusa begins
+    with no idea of what is further ahead, so it learns the answers.
     """
     config = get_kind(kind).config_class(**DRAFTERS[kind])
     drafter = new_drafter(kind, config, target.info, target.weights, seed=1)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+            parameter += (
+                0.05
+                * parameter.std(correction=0)
+                * torch.randn(parameter.shape, generator=generator)
+            )
     if kind == "medusa":
         teach(drafter, target, requests)
     save_drafter(drafter, folder / "checkpoint", target.info)
@@ -57,18 +62,24 @@ def exported(kind: str, target: TargetModel, requests: Sequence[Request], folder
     return folder / "export"
 
 
-def teach(drafter: TrainableDrafter, target: TargetModel, requests: Sequence[Request], steps: int = 40) -> None:
+def teach(
+    drafter: TrainableDrafter, target: TargetModel, requests: Sequence[Request], steps: int = 40
+) -> None:
     """Train on the target's own greedy answers to the requests."""
     plain = Engine(target, None, DecodeConfig(shape="none", batch_size=len(requests)))
     texts = [(*done.request.tokens, *done.tokens) for done in plain.run(requests)]
     width = max(map(len, texts))
-    tokens, segments = (torch.zeros(len(texts), width, dtype=dtype) for dtype in (torch.int64, torch.int32))
+    tokens, segments = (
+        torch.zeros(len(texts), width, dtype=dtype) for dtype in (torch.int64, torch.int32)
+    )
     for row, text in enumerate(texts):
         tokens[row, : len(text)], segments[row, : len(text)] = torch.tensor(text), 1
     positions = torch.arange(width).expand(len(texts), -1)
     packed = PackedBatch(tokens, positions, segments, segments > 0, torch.arange(len(texts)))
     batch = OnlineFeatures(target, drafter.needs).batch(packed)
-    optimiser = torch.optim.AdamW((weight for weight in drafter.parameters() if weight.requires_grad), lr=1e-2)
+    optimiser = torch.optim.AdamW(
+        (weight for weight in drafter.parameters() if weight.requires_grad), lr=1e-2
+    )
     for _ in range(steps):
         optimiser.zero_grad()
         (drafter.loss(batch).loss_sum / sum(map(len, texts))).backward()
@@ -76,18 +87,29 @@ def teach(drafter: TrainableDrafter, target: TargetModel, requests: Sequence[Req
 
 
 @pytest.fixture(scope="module")
-def rows(engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], LiveRow]:
-    """Everything in one process of vLLM: the exports, Medusa by our proposer, and an export with a fault."""
+def rows(
+    engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], LiveRow]:
+    """Everything in one process of vLLM: the exports, Medusa by our proposer, and an export with a
+    fault."""
     target, scratch = load_target(tiny_target), tmp_path_factory.mktemp("served")
-    config = LiveConfig(prompts=str(ROOT / "assets" / "prompts"), prompts_per_domain=2, max_new_tokens=40)
+    config = LiveConfig(
+        prompts=str(ROOT / "assets" / "prompts"), prompts_per_domain=2, max_new_tokens=40
+    )
     requests = make_requests(config, target, 8)
     served: list[Served] = []
     for kind in DRAFTERS:
-        served.append(replace(read_served(exported(kind, target, requests, scratch / kind), target), name=kind))
+        served.append(
+            replace(
+                read_served(exported(kind, target, requests, scratch / kind), target), name=kind
+            )
+        )
         if kind == "medusa":
             told = {**served[-1].speculative, "method": "custom_class", "model": CUSTOM}
             where = {"headstart_medusa": str(served[-1].folder)}
-            served.append(replace(served[-1], name="custom", folder=None, speculative=told, additional=where))
+            served.append(
+                replace(served[-1], name="custom", folder=None, speculative=told, additional=where)
+            )
     served.append(replace(with_fault(served[0], scratch / "fault"), name="fault"))
     process = EngineProcess(engine_python, environment={"PYTHONPATH": str(ROOT)})
     found = live_check(target, served, requests, process, (1, 3))
@@ -95,7 +117,8 @@ def rows(engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPat
 
 
 def with_fault(good: Served, folder: Path) -> Served:
-    """A copy of an export whose queries and keys turn at another rate, as with a rotary base that was lost."""
+    """A copy of an export whose queries and keys turn at another rate, as with a rotary base that
+    was lost."""
     assert good.folder is not None
     folder.mkdir()
     for file in good.folder.iterdir():
@@ -103,13 +126,17 @@ def with_fault(good: Served, folder: Path) -> Served:
     config = json.loads((folder / "config.json").read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 50.0
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"}
+    )
     return replace(good, folder=folder)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", [*DRAFTERS, "custom"])
-def test_text_and_acceptance_are_ours(rows: dict[tuple[str, int], LiveRow], name: str, batch: int) -> None:
+def test_text_and_acceptance_are_ours(
+    rows: dict[tuple[str, int], LiveRow], name: str, batch: int
+) -> None:
     found = rows[name, batch].to_dict()
     assert found["problems"] == []
     assert found["identical"] + found["near_ties"] == found["sequences"] == 6
@@ -118,11 +145,17 @@ def test_text_and_acceptance_are_ours(rows: dict[tuple[str, int], LiveRow], name
     assert found["answers_with_equal_steps"] >= 5
 
 
-def test_our_medusa_proposer_does_what_the_engines_own_does(rows: dict[tuple[str, int], LiveRow]) -> None:
+def test_our_medusa_proposer_does_what_the_engines_own_does(
+    rows: dict[tuple[str, int], LiveRow],
+) -> None:
     for batch in (1, 3):
         native, custom = rows["medusa", batch].theirs, rows["custom", batch].theirs
         assert native is not None and custom is not None
-        assert (native.tokens, native.steps, native.counts) == (custom.tokens, custom.steps, custom.counts)
+        assert (native.tokens, native.steps, native.counts) == (
+            custom.tokens,
+            custom.steps,
+            custom.counts,
+        )
 
 
 def test_a_fault_shows_in_acceptance_alone(rows: dict[tuple[str, int], LiveRow]) -> None:

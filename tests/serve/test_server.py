@@ -31,11 +31,15 @@ WRITE_OFTEN = GenerateConfig(flush_rows=4, shard_rows=16)
 
 @pytest.fixture(scope="module")
 def data(tiny_target: Path) -> DataConfig:
-    return DataConfig(str(tiny_target.parent / "prompts" / "explain.jsonl"), id_column="id", limit=ROWS)
+    return DataConfig(
+        str(tiny_target.parent / "prompts" / "explain.jsonl"), id_column="id", limit=ROWS
+    )
 
 
 @pytest.fixture(scope="module")
-def own(tiny_target: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+def own(
+    tiny_target: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
     """What our own decoder answers."""
     out = tmp_path_factory.mktemp("own")
     decode = DecodeConfig(shape="none", max_new_tokens=NEW, batch_size=8)
@@ -57,13 +61,7 @@ def sampling(server: VllmServer, **changes: object) -> SamplingConfig:
     return SamplingConfig(server=server.address, shape="none", max_new_tokens=NEW, **given)  # type: ignore[arg-type]
 
 
-def ask(
-    server: VllmServer,
-    data: DataConfig,
-    target: Path,
-    out: Path,
-    **changes: object,
-) -> None:
+def ask(server: VllmServer, data: DataConfig, target: Path, out: Path, **changes: object) -> None:
     """`generate` with that server."""
     generate(WRITE_OFTEN, data, sampling(server, **changes), TargetConfig(str(target)), out)
 
@@ -89,14 +87,23 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]]
 
 
 def test_the_servers_tokens_are_the_targets(
-    server: VllmServer, data: DataConfig, own: dict[str, list[int]], tiny_target: Path, tmp_path: Path
+    server: VllmServer,
+    data: DataConfig,
+    own: dict[str, list[int]],
+    tiny_target: Path,
+    tmp_path: Path,
 ) -> None:
     ask(server, data, tiny_target, tmp_path / "out")
     assert answers(tmp_path / "out") == own
 
 
 def test_a_server_that_hangs_is_asked_again(
-    server: VllmServer, data: DataConfig, own: dict[str, list[int]], tiny_target: Path, tmp_path: Path, after: Any
+    server: VllmServer,
+    data: DataConfig,
+    own: dict[str, list[int]],
+    tiny_target: Path,
+    tmp_path: Path,
+    after: Any,
 ) -> None:
     def freeze() -> None:
         server.send(signal.SIGSTOP)
@@ -108,19 +115,30 @@ def test_a_server_that_hangs_is_asked_again(
 
 
 def test_a_server_that_comes_back_is_waited_for(
-    server: VllmServer, data: DataConfig, own: dict[str, list[int]], tiny_target: Path, tmp_path: Path, after: Any
+    server: VllmServer,
+    data: DataConfig,
+    own: dict[str, list[int]],
+    tiny_target: Path,
+    tmp_path: Path,
+    after: Any,
 ) -> None:
     def replace() -> None:
         server.kill()
         server.launch()
 
     after(8, replace)
-    ask(server, data, tiny_target, tmp_path / "out", retries=16, concurrency=4)  # a busy machine starts vLLM slowly
+    # a busy machine starts vLLM slowly
+    ask(server, data, tiny_target, tmp_path / "out", retries=16, concurrency=4)
     assert answers(tmp_path / "out") == own
 
 
 def test_what_a_dead_server_answered_is_kept_and_the_same_command_continues(
-    server: VllmServer, data: DataConfig, own: dict[str, list[int]], tiny_target: Path, tmp_path: Path, after: Any
+    server: VllmServer,
+    data: DataConfig,
+    own: dict[str, list[int]],
+    tiny_target: Path,
+    tmp_path: Path,
+    after: Any,
 ) -> None:
     out = tmp_path / "out"
     if server.process is None or server.process.poll() is not None:

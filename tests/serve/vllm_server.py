@@ -32,17 +32,36 @@ class VllmServer:
         self.address = f"http://127.0.0.1:{self.port}"
         self.log, self.process = log, None
         self.command = [
-            python, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "1024", "--max-num-seqs", str(rows), "--host", "127.0.0.1", "--port", str(self.port),
-        ]  # fmt: skip
+            python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--served-model-name",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            "1024",
+            "--max-num-seqs",
+            str(rows),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
 
     def launch(self) -> None:
         """Start the process, without waiting."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, env={**environment, **SETTINGS}, start_new_session=True
+                self.command,
+                stdout=log,
+                stderr=log,
+                env={**environment, **SETTINGS},
+                start_new_session=True,
             )
 
     def start(self) -> None:
@@ -51,13 +70,17 @@ class VllmServer:
         begin = time.monotonic()
         while time.monotonic() - begin < READY_SECONDS:
             assert self.process is not None
-            assert self.process.poll() is None, f"vLLM's server ended: {self.log.read_text(errors='replace')[-2000:]}"
+            assert self.process.poll() is None, (
+                f"vLLM's server ended: {self.log.read_text(errors='replace')[-2000:]}"
+            )
             try:
                 with urllib.request.urlopen(f"{self.address}/health", timeout=5):
                     return
             except (OSError, urllib.error.URLError):
                 time.sleep(1.0)
-        raise AssertionError(f"vLLM's server is not up: {self.log.read_text(errors='replace')[-2000:]}")
+        raise AssertionError(
+            f"vLLM's server is not up: {self.log.read_text(errors='replace')[-2000:]}"
+        )
 
     def send(self, what: signal.Signals) -> None:
         """A signal to the server and the processes it started."""

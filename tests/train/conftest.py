@@ -13,7 +13,8 @@ from tests.train.micro_run import prepare
 
 @pytest.fixture(scope="module")
 def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a micro target, answers of its own, and prompts (`tests.train.micro_run.prepare`)."""
+    """A folder with a micro target, answers of its own, and prompts
+    (`tests.train.micro_run.prepare`)."""
     return prepare(tmp_path_factory.mktemp("micro"))
 
 

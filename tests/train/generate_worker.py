@@ -1,13 +1,14 @@
-"""Runs `generate` as a program of its own and kills it where a test says, with signals that nothing can
-catch.
+"""Runs `generate` as a program of its own and kills it where a test says, with signals that nothing
+can catch.
 
-    python -m tests.train.generate_worker '[{"out": ..., "data": ..., "target": ..., "kills": [["before", 3]]}]'
+    python -m tests.train.generate_worker '[{"out": ..., "data": ..., "target": ..., "kills":
+    [["before", 3]]}]'
 
-Every entry of a job's `kills` is one run in a forked process, so that torch is imported once. ["before", k]
-and ["after", k] send SIGKILL around the k-th file that is put in its place; ["term", k] sends SIGTERM after
-the k-th answer; null lets the run finish. The exit statuses are printed as JSON, a list for each job. Under a
-launcher nothing is forked: the one job's first kill hits the process with RANK 1, and the others run
-undisturbed.
+Every entry of a job's `kills` is one run in a forked process, so that torch is imported once.
+["before", k] and ["after", k] send SIGKILL around the k-th file that is put in its place; ["term",
+k] sends SIGTERM after the k-th answer; null lets the run finish. The exit statuses are printed as
+JSON, a list for each job. Under a launcher nothing is forked: the one job's first kill hits the
+process with RANK 1, and the others run undisturbed.
 """
 
 from __future__ import annotations

@@ -23,13 +23,16 @@ def command(processes: int, module: str, *arguments: object) -> list[str]:
 def environment() -> dict[str, str]:
     """One thread each, the repository importable, nothing left over from another launch."""
     kept = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "WANDB_MODE": "offline"}
 
 
 def start(processes: int, module: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start `module`, several processes under torchrun; its output goes to a pipe, both streams in one."""
+    """Start `module`, several processes under torchrun; its output goes to a pipe, both streams in
+    one."""
     return _started(command(processes, module, *arguments))
 
 
@@ -45,11 +48,20 @@ def _started(words: list[str]) -> subprocess.Popen[str]:
 
 
 def run(processes: int, module: str, *arguments: object, status: int = 0) -> str:
-    """Run `module` to its end and return its output; fails the test unless it ends with `status`. Several processes are forked from
-    one (tests/train/ranks.py).
+    """Run `module` to its end and return its output; fails the test unless it ends with `status`.
+    Several processes are forked from one (tests/train/ranks.py).
     """
-    words = [sys.executable, "-m", "tests.train.ranks", str(processes), module, *map(str, arguments)]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.train.ranks",
+        str(processes),
+        module,
+        *map(str, arguments),
+    ]
     process = _started(words if processes > 1 else command(1, module, *arguments))
     output, _ = process.communicate(timeout=900)
-    assert process.returncode == status, f"ended with {process.returncode}, not {status}:\n{output[-4000:]}"
+    assert process.returncode == status, (
+        f"ended with {process.returncode}, not {status}:\n{output[-4000:]}"
+    )
     return output

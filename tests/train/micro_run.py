@@ -1,4 +1,5 @@
-"""A whole training in miniature for tests: a micro target on disk, its answers as `generate` leaves them, prompts.
+"""A whole training in miniature for tests: a micro target on disk, its answers as `generate` leaves
+them, prompts.
 
 Run as a script it trains once, for tests that need a process of their own:
 python -m tests.train.micro_run FOLDER OUT key=value ...  (keys as in `settings`).
@@ -43,14 +44,17 @@ ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 60, 5, 40
 
 
 def prepare(folder: Path) -> Path:
-    """Write target/, answers/ and prompts.jsonl into `folder`. The answers are a random target's own, greedy ones."""
+    """Write target/, answers/ and prompts.jsonl into `folder`. The answers are a random target's
+    own, greedy ones."""
     save_micro_target(folder / "target")
     target = TargetModel.load(TargetConfig(str(folder / "target")))
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(
         10, target.info.vocab_size, (ANSWERS + 6, PROMPT_TOKENS), generator=generator
     ).tolist()
-    requests = [Request(i, tuple(prompt), i, ANSWER_TOKENS) for i, prompt in enumerate(drawn[:ANSWERS])]
+    requests = [
+        Request(i, tuple(prompt), i, ANSWER_TOKENS) for i, prompt in enumerate(drawn[:ANSWERS])
+    ]
     rows = []
     for done in Engine(target, None, DecodeConfig(shape="none", batch_size=16)).run(requests):
         tokens = [*done.request.tokens, *done.tokens]
@@ -82,11 +86,13 @@ def prepare(folder: Path) -> Path:
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of `train` for a short run on `folder`.
 
-    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the target), lr, joint, features, engine
-    (further fields of it).
+    Changes: fields of TrainConfig, or kind, head, name, zero_stage, precision, dtype (of the
+    target), lr, joint, features, engine (further fields of it).
     """
     kind = changes.pop("kind", "medusa")
-    head = get_kind(kind).config_class(**changes.pop("head", {"num_heads": 3} if kind == "medusa" else {}))
+    head = get_kind(kind).config_class(
+        **changes.pop("head", {"num_heads": 3} if kind == "medusa" else {})
+    )
     engine = EngineConfig(
         name=changes.pop("name", "torch"),
         zero_stage=changes.pop("zero_stage", 1),
@@ -94,16 +100,25 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         **changes.pop("engine", {}),
     )
     plain = {
-        "max_steps": 6, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, "eval_every": 3, "save_every": 2,
-        "prompts": (str(folder / "prompts.jsonl"),), "eval_prompts": 6, "eval_tokens": 12,
+        "max_steps": 6,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "sequence_length": 64,
+        "eval_every": 3,
+        "save_every": 2,
+        "prompts": (str(folder / "prompts.jsonl"),),
+        "eval_prompts": 6,
+        "eval_tokens": 12,
         "tracker": TrackerConfig(wandb="disabled"),
-    }  # fmt: skip
+    }
     optim, joint = OptimConfig(lr=changes.pop("lr", 1e-2)), JointConfig(**changes.pop("joint", {}))
     features = FeaturesConfig(**changes.pop("features", {}))
     return {
         "kind": kind,
         "head": head,
-        "target": TargetConfig(str(folder / "target"), device="cpu", dtype=changes.pop("dtype", "float32")),
+        "target": TargetConfig(
+            str(folder / "target"), device="cpu", dtype=changes.pop("dtype", "float32")
+        ),
         "data": folder / "answers",
         "config": TrainConfig(**{**plain, **changes}),
         "features": features,
@@ -116,7 +131,8 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def watch_steps(slow: float, leave_at: int) -> None:
-    """Let every step take `slow` seconds longer; send SIGTERM to the last process, and to it alone, in step `leave_at`."""
+    """Let every step take `slow` seconds longer; send SIGTERM to the last process, and to it alone,
+    in step `leave_at`."""
     plain = Trainer.step
 
     def step(self: Trainer, index: int, *rest: Any) -> bool:
@@ -136,14 +152,21 @@ def tell_energy() -> None:
 
 
 def leave_waiting() -> Callable[[], None]:
-    """Send this process SIGTERM as soon as it waits for features, or asks for them again; returns what undoes that."""
+    """Send this process SIGTERM as soon as it waits for features, or asks for them again; returns
+    what undoes that."""
 
     class Struck(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage().startswith(("waiting for features", "feature server")):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    handler, loggers = Struck(), [logging.getLogger(name) for name in ("train.features.store.reader", "train.features.remote.client")]
+    handler, loggers = (
+        Struck(),
+        [
+            logging.getLogger(name)
+            for name in ("train.features.store.reader", "train.features.remote.client")
+        ],
+    )
     for each in loggers:
         each.addHandler(handler)
 

@@ -1,4 +1,5 @@
-"""Peak bytes of tensors, counted operation by operation: the same on every machine, unlike what the system reports."""
+"""Peak bytes of tensors, counted operation by operation: the same on every machine, unlike what the
+system reports."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Inside the block, counts the memory that operations allocate and that is still alive; `peak` is the most there was."""
+    """Inside the block, counts the memory that operations allocate and that is still alive; `peak`
+    is the most there was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +25,11 @@ class PeakBytes(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if not isinstance(leaf, torch.Tensor):

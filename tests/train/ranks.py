@@ -1,6 +1,8 @@
-"""The processes of one launch, forked from one that has imported what all of them need: `python -m tests.train.ranks N module ...`.
+"""The processes of one launch, forked from one that has imported what all of them need: `python -m
+tests.train.ranks N module ...`.
 
-What torchrun does for a test that is not about torchrun, without an import of torch in each process and one more in the launcher.
+What torchrun does for a test that is not about torchrun, without an import of torch in each process
+and one more in the launcher.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ NEEDED = ("train.run", "inference.decoding.engine")
 
 
 def main() -> int:
-    """Run `module` in N processes; returns the first status that is not 0, having ended the others."""
+    """Run `module` in N processes; returns the first status that is not 0, having ended the
+    others."""
     count, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     for name in (*NEEDED, *(["deepspeed"] if "deepspeed" in " ".join(arguments) else [])):
         importlib.import_module(name)
@@ -27,8 +30,16 @@ def main() -> int:
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}})
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_PORT": port,
+            }
+            os.environ.update(
+                {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
+            )
             sys.argv = [module, *arguments]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0

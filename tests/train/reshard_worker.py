@@ -1,9 +1,11 @@
-"""Continues toy trainings in as many processes as it was started with, under other engines than those that saved them.
+"""Continues toy trainings in as many processes as it was started with, under other engines than
+those that saved them.
 
-torchrun ... -m tests.train.reshard_worker FOLDER FIRST LAST CONFIG ...   (configurations as in tests.train.toy)
+torchrun ... -m tests.train.reshard_worker FOLDER FIRST LAST CONFIG ...   (configurations as in
+tests.train.toy)
 
-The state of a training lies in FOLDER/<its place among the configurations>. Before going on, it is checked that what was loaded is
-what would be saved.
+The state of a training lies in FOLDER/<its place among the configurations>. Before going on, it is
+checked that what was loaded is what would be saved.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def assemble(folder: Path) -> dict[str, Tensor]:
             for moment in ("exp_avg", "exp_avg_sq"):
                 values = part.read(f"{weight}.{moment}")
                 name = f"{weight}.{moment}"
-                whole.setdefault(name, torch.full(shape, float("nan")).flatten())[start : start + len(values)] = values
+                whole.setdefault(name, torch.full(shape, float("nan")).flatten())[
+                    start : start + len(values)
+                ] = values
             whole[f"{weight}.step"] = part.read(f"{weight}.step")
     return whole
 
@@ -46,7 +50,9 @@ def carry_on(folder: Path, world: World, loaded: str, first: int, last: int) -> 
     if snapshot is not None:
         assert snapshot.step == first
         snapshot.restore(engine, world)
-        again = StateStore(folder.with_name(folder.name + "-again"), 1, world).save(first, engine, {}, {})
+        again = StateStore(folder.with_name(folder.name + "-again"), 1, world).save(
+            first, engine, {}, {}
+        )
         if world.is_main:
             saved, found = assemble(snapshot.directory), assemble(again)
             assert saved.keys() == found.keys()

@@ -31,8 +31,10 @@ REQUESTS = [Request(i, (3, 4 + i, 5), i, 8) for i in range(2)]
 def job_of(folder: str, sharding: str) -> TrainingJob:
     """A training of the target in `folder`, of which only the target matters."""
     given = {**settings(Path(folder)), "target": TargetConfig(folder, device="cpu")}
-    return TrainingJob(**{**given, "out": Path(folder)}) if sharding == "none" else replace(
-        job_of(folder, "none"), engine=EngineConfig(target_sharding=sharding)
+    return (
+        TrainingJob(**{**given, "out": Path(folder)})
+        if sharding == "none"
+        else replace(job_of(folder, "none"), engine=EngineConfig(target_sharding=sharding))
     )
 
 
@@ -49,7 +51,9 @@ def features(target: TargetModel, seed: int) -> list[Tensor]:
     segments[:, 10:] = 2
     positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
     layers = target.info.num_layers
-    found = target.features(tokens, positions, segments, FeatureSpec(taps=(0, 1, layers), last_hidden=True))
+    found = target.features(
+        tokens, positions, segments, FeatureSpec(taps=(0, 1, layers), last_hidden=True)
+    )
     return [part for part in found if part is not None]
 
 
@@ -79,7 +83,9 @@ def compare(folder: str, world: World) -> None:
             assert torch.equal(target.weights.state[name], whole.weights.state[name])
     with access.main_alone():
         pass
-    assert torch.equal(features(target, 5)[0], features(whole, 5)[0]), "other features after the main process ran alone"
+    assert torch.equal(features(target, 5)[0], features(whole, 5)[0]), (
+        "other features after the main process ran alone"
+    )
     outside = held_bytes(target.model)
     layers = sum(p.numel() * p.element_size() for p in whole.model.parameters()) - outside
     pieces = sum(group.piece.nbytes for unit in access.units for group in unit)
@@ -88,7 +94,8 @@ def compare(folder: str, world: World) -> None:
 
 
 def stop_early(folder: str, world: World) -> None:
-    """A pass that ends in the middle leaves a layer on its way; the next pass begins all the same."""
+    """A pass that ends in the middle leaves a layer on its way; the next pass begins all the
+    same."""
     target, access = load_target(job_of(folder, "zero3"), world)
     expected = features(target, 1)
 

@@ -10,7 +10,10 @@ from inference.target.chat import render_conversation
 from tests.inference.tokenizers import tiny_tokenizer
 from train.data.masks import SHOWN_TOKENS, mask_of, mask_report
 
-TALK = [{"role": "user", "content": "Add [two] numbers?"}, {"role": "assistant", "content": "a + b"}]
+TALK = [
+    {"role": "user", "content": "Add [two] numbers?"},
+    {"role": "assistant", "content": "a + b"},
+]
 
 
 def test_mask_covers_spans_but_never_the_first_token():
@@ -30,7 +33,9 @@ def test_report_measures_and_colours_what_is_supervised(family):
     assert report.share == supervised / (len(tokens) + 3)
     text = Text.from_markup(report.sample)
     assert text.plain == tokenizer.decode(tokens)
-    green = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == "green")
+    green = "".join(
+        text.plain[span.start : span.end] for span in text.spans if span.style == "green"
+    )
     assert green == tokenizer.decode(tokens[slice(*spans[0])])
     assert f"{supervised} of {len(tokens) + 3} tokens supervised" in str(report)
 

@@ -1,4 +1,5 @@
-"""Datasets of every form become rows with stable ids, or skipped rows with a reason; nothing is lost."""
+"""Datasets of every form become rows with stable ids, or skipped rows with a reason; nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_every_local_form_gives_the_same_rows(tmp_path):
     with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as stream:
         stream.write_table(table)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
+        tmp_path / "splits"
+    )
     forms = [
         jsonl(tmp_path / "rows.jsonl", rows),
         str(tmp_path / "rows.json"),
@@ -83,8 +86,13 @@ def test_sharegpt_stored_as_a_mapping_of_lists_is_mapped(tmp_path):
 def test_plain_prompts_and_pretokenised_rows(tmp_path):
     prompts = jsonl(tmp_path / "p.jsonl", [{"question": "Hello!"}])
     assert contents(prompts, column="question") == [tuple(ASK)]
-    tokens = jsonl(tmp_path / "t.jsonl", [{"tokens": [1, 2, 3], "spans": [[1, 3]]}, {"tokens": [4]}])
-    assert [(r.tokens, r.spans) for r in Source(DataConfig(tokens))] == [((1, 2, 3), ((1, 3),)), ((4,), None)]
+    tokens = jsonl(
+        tmp_path / "t.jsonl", [{"tokens": [1, 2, 3], "spans": [[1, 3]]}, {"tokens": [4]}]
+    )
+    assert [(r.tokens, r.spans) for r in Source(DataConfig(tokens))] == [
+        ((1, 2, 3), ((1, 3),)),
+        ((4,), None),
+    ]
 
 
 def test_every_bad_row_is_reported_and_the_good_ones_stay(tmp_path):
@@ -168,7 +176,10 @@ def test_shuffle_and_limit_are_fixed_by_the_seed(tmp_path):
     [
         ({"column": "promt"}, "no column 'promt'.*Did you mean 'prompt'.*Allowed: other, prompt"),
         ({"id_column": "key"}, "no column 'key' .data.id_column"),
-        ({"kind": "messages"}, "none of the columns messages, conversations, conversation. Set data.column"),
+        (
+            {"kind": "messages"},
+            "none of the columns messages, conversations, conversation. Set data.column",
+        ),
     ],
 )
 def test_unknown_columns_name_the_available_ones(tmp_path, options, problem):
@@ -196,11 +207,16 @@ def test_shares_are_apart_and_together_the_whole(tmp_path, streaming):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"prompt {n}"} for n in range(20)])
     options = {"limit": 17, "shuffle": True, "streaming": streaming}
     whole = contents(path, **options)
-    assert [contents(path, share=(part, 3), **options) for part in range(3)] == [whole[part::3] for part in range(3)]
+    assert [contents(path, share=(part, 3), **options) for part in range(3)] == [
+        whole[part::3] for part in range(3)
+    ]
 
     def rows(data, place=None):
         mixture = Mixture(data)
-        return [(row.index, row.messages, mixture.place(), mixture.report()[0]["rows"]) for _, row in mixture.read(place)]
+        return [
+            (row.index, row.messages, mixture.place(), mixture.report()[0]["rows"])
+            for _, row in mixture.read(place)
+        ]
 
     data = DataConfig(path, share=(1, 3), **options)
     full = rows(data)
@@ -235,7 +251,9 @@ def test_missing_empty_and_odd_sources_are_refused(tmp_path):
 
 
 def test_unknown_split_is_refused_with_the_existing_ones(tmp_path):
-    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "x"}])}).save_to_disk(tmp_path / "d")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "x"}])}).save_to_disk(
+        tmp_path / "d"
+    )
     with pytest.raises(UserError, match=r"no split 'train'.*Allowed: test"):
         Source(DataConfig(str(tmp_path / "d")))
     assert contents(str(tmp_path / "d"), split="test") == [({"role": "user", "content": "x"},)]

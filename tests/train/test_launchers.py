@@ -1,5 +1,6 @@
-"""The launchers, run for real: one process, torchrun, DeepSpeed's launcher with a hostfile, and SLURM's script under an srun that
-starts its tasks as processes of this machine. All come to the same drafter.
+"""The launchers, run for real: one process, torchrun, DeepSpeed's launcher with a hostfile, and
+SLURM's script under an srun that starts its tasks as processes of this machine. All come to the
+same drafter.
 """
 
 from __future__ import annotations
@@ -66,19 +67,40 @@ def free_port() -> int:
 def overrides(micro: Path, root: Path, name: str) -> list[str]:
     """The command line of a short training."""
     return [
-        "head=medusa", "head.num_heads=3", f"target.path={micro / 'target'}", "target.device=cpu", "engine.precision=float32",
-        f"run.root={root}", f"run.name={name}", f"run.answers={micro / 'answers'}", f"train.prompts=[{micro / 'prompts.jsonl'}]",
-        "train.max_steps=3", "train.global_batch=4", "train.micro_batch=2", "train.sequence_length=64", "train.eval_every=3",
-        "train.eval_prompts=4", "train.eval_tokens=8", "decode.depth=3", "train.tracker.wandb=disabled",
-    ]  # fmt: skip
+        "head=medusa",
+        "head.num_heads=3",
+        f"target.path={micro / 'target'}",
+        "target.device=cpu",
+        "engine.precision=float32",
+        f"run.root={root}",
+        f"run.name={name}",
+        f"run.answers={micro / 'answers'}",
+        f"train.prompts=[{micro / 'prompts.jsonl'}]",
+        "train.max_steps=3",
+        "train.global_batch=4",
+        "train.micro_batch=2",
+        "train.sequence_length=64",
+        "train.eval_every=3",
+        "train.eval_prompts=4",
+        "train.eval_tokens=8",
+        "decode.depth=3",
+        "train.tracker.wandb=disabled",
+    ]
 
 
 def start(command: list[str], **variables: str) -> str:
-    """Run a command line with the environment's programs first in PATH; fails the test unless it ends well."""
+    """Run a command line with the environment's programs first in PATH; fails the test unless it
+    ends well."""
     path = os.pathsep.join([variables.pop("TOOLS", ""), str(PROGRAMS), os.environ["PATH"]])
     done = subprocess.run(
         command,
-        env={**environment(), "PATH": path, "DS_ACCELERATOR": "cpu", "STAGES": "train", **variables},
+        env={
+            **environment(),
+            "PATH": path,
+            "DS_ACCELERATOR": "cpu",
+            "STAGES": "train",
+            **variables,
+        },
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -91,7 +113,10 @@ def start(command: list[str], **variables: str) -> str:
 
 def curve(root: Path, name: str) -> list[dict[str, float]]:
     lines = read_log(root / name / "train" / "medusa" / LOG_FILE)
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "tau") if key in line} for line in lines]
+    return [
+        {key: line[key] for key in ("step", "loss", "grad_norm", "tau") if key in line}
+        for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +140,9 @@ def test_torchrun(micro: Path, tmp_path: Path, alone: list[dict[str, float]]) ->
 
 
 @pytest.mark.slow
-def test_deepspeed_with_a_hostfile(micro: Path, tmp_path: Path, alone: list[dict[str, float]]) -> None:
+def test_deepspeed_with_a_hostfile(
+    micro: Path, tmp_path: Path, alone: list[dict[str, float]]
+) -> None:
     """One machine: more than one needs ssh and pdsh, which tests do not have."""
     (tmp_path / "hostfile").write_text("localhost slots=2\n", encoding="utf-8")
     command = [str(LAUNCH / "deepspeed.sh"), *overrides(micro, tmp_path, "two")]
@@ -127,45 +154,76 @@ def test_deepspeed_with_a_hostfile(micro: Path, tmp_path: Path, alone: list[dict
 def test_slurm(micro: Path, tmp_path: Path, tools: Path, alone: list[dict[str, float]]) -> None:
     """The first launch loses its processes, the second one trains."""
     job = {
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port() - 20000), "SLURM_NTASKS": "2",
-        "VENV": str(PROGRAMS.parent), "TOOLS": str(tools), "BREAK_ONCE": str(tmp_path / "broken"),
-    }  # fmt: skip
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_NTASKS": "2",
+        "VENV": str(PROGRAMS.parent),
+        "TOOLS": str(tools),
+        "BREAK_ONCE": str(tmp_path / "broken"),
+    }
     output = start([str(LAUNCH / "train.slurm"), *overrides(micro, tmp_path, "two")], **job)
     assert "starting again from the newest state (1 of 2)" in output
     same(curve(tmp_path, "two"), alone)
 
 
 @pytest.mark.slow
-def test_slurm_begins_no_training_on_answers_that_are_not_complete(micro: Path, tmp_path: Path, tools: Path) -> None:
+def test_slurm_begins_no_training_on_answers_that_are_not_complete(
+    micro: Path, tmp_path: Path, tools: Path
+) -> None:
     """The signal reaches generate alone, which ends with status 0."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"id": "{n}", "prompt": "Write function number {n}."}}\n' for n in range(2000)), encoding="utf-8")
+    rows.write_text(
+        "".join(f'{{"id": "{n}", "prompt": "Write function number {n}."}}\n' for n in range(2000)),
+        encoding="utf-8",
+    )
     out = tmp_path / "r"
     job = {
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "VENV": str(PROGRAMS.parent),
-        "TOOLS": str(tools), "STAGES": "generate train", "TERM_WHEN": str(out / "generate" / "parts"),
-    }  # fmt: skip
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "1",
+        "VENV": str(PROGRAMS.parent),
+        "TOOLS": str(tools),
+        "STAGES": "generate train",
+        "TERM_WHEN": str(out / "generate" / "parts"),
+    }
     given = [
-        f"target.path={micro / 'target'}", "target.device=cpu", "data=jsonl", f"data.path={rows}", f"run.root={tmp_path}",
-        "run.name=r", "generate.flush_rows=2", "sampling.batch_size=2", "sampling.max_new_tokens=32",
-    ]  # fmt: skip
+        f"target.path={micro / 'target'}",
+        "target.device=cpu",
+        "data=jsonl",
+        f"data.path={rows}",
+        f"run.root={tmp_path}",
+        "run.name=r",
+        "generate.flush_rows=2",
+        "sampling.batch_size=2",
+        "sampling.max_new_tokens=32",
+    ]
     output = start([str(LAUNCH / "train.slurm"), *given], **job)
-    assert "'generate' was interrupted and has saved; submit the job again to continue with it" in output
+    assert (
+        "'generate' was interrupted and has saved; submit the job again to continue with it"
+        in output
+    )
     assert "rows of this run are kept" in output.replace("\n", " ")
     assert not (out / "train").exists()
 
 
 def test_slurm_begins_nothing_when_the_time_is_over(tmp_path: Path, tools: Path) -> None:
     job = {
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "VENV": str(PROGRAMS.parent),
-        "TOOLS": str(tools), "SLURM_JOB_END_TIME": "1000",
-    }  # fmt: skip
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "VENV": str(PROGRAMS.parent),
+        "TOOLS": str(tools),
+        "SLURM_JOB_END_TIME": "1000",
+    }
     assert "submit it again to continue with 'train'" in start([str(LAUNCH / "train.slurm")], **job)
 
 
 def test_deepspeed_without_a_hostfile_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
-        [str(LAUNCH / "deepspeed.sh")], env={**os.environ, "HOSTFILE": str(tmp_path / "none")}, capture_output=True, text=True
+        [str(LAUNCH / "deepspeed.sh")],
+        env={**os.environ, "HOSTFILE": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "does not exist" in done.stderr

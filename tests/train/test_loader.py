@@ -1,5 +1,5 @@
-"""The step loader: the same rows for any number of processes, every row once per epoch, any step without the
-ones before."""
+"""The step loader: the same rows for any number of processes, every row once per epoch, any step
+without the ones before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_union_over_processes_is_the_same_for_any_world_size(data, world, micro)
 def test_every_row_is_read_once_per_epoch_even_across_incomplete_steps(data):
     loader = StepLoader(data, 4, 4, 1, 0, seed=0)
     assert loader.steps_per_epoch == 3
-    stream = [row for step in range(11) for row in loader.rows(step).tolist()]  # 44 rows: four epochs exactly
+    # 44 rows: four epochs exactly
+    stream = [row for step in range(11) for row in loader.rows(step).tolist()]
     epochs = [stream[begin : begin + 11] for begin in range(0, 44, 11)]
     assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -60,7 +61,9 @@ def test_a_step_is_a_function_of_seed_and_index_alone(data):
 def test_supervised_counts_the_whole_global_step(data):
     loaders = [StepLoader(data, 4, 1, 2, rank, seed=5) for rank in range(2)]
     for step in range(6):
-        counted = sum(int(batch.loss_mask.sum()) for loader in loaders for batch in loader.step(step))
+        counted = sum(
+            int(batch.loss_mask.sum()) for loader in loaders for batch in loader.step(step)
+        )
         assert loaders[0].supervised(step) == loaders[1].supervised(step) == counted > 0
 
 

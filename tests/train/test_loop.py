@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str, Tensor]]:
-    """Replace the measurement by given values; the returned list receives the weights that were measured."""
+    """Replace the measurement by given values; the returned list receives the weights that were
+    measured."""
     left, seen = iter(taus), []
 
     def evaluate(self: Any, weights: dict[str, Tensor]) -> Evaluation:
@@ -87,7 +88,9 @@ def test_a_run_learns_measures_and_leaves_a_loadable_best(micro: Path, tmp_path:
     assert quick_tau(target, drafter, run.requests, decode).tau == manifest["best"]["tau"]
 
 
-def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_left_alone(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0))
     monkeypatch.setattr("train.run.Run", None)
     assert train(out=tmp_path, **settings(micro, max_steps=1, eval_every=0, save_every=0)) == first
@@ -97,7 +100,8 @@ def test_a_finished_run_is_left_alone(micro: Path, tmp_path: Path, monkeypatch: 
 def test_every_kind_trains_in_bfloat16(micro: Path, tmp_path: Path, kind: str) -> None:
     head = {"draft_vocab_size": 64} if kind == "eagle3" else {}
     manifest = train(
-        out=tmp_path, **settings(micro, kind=kind, head=head, precision="bfloat16", dtype="bfloat16")
+        out=tmp_path,
+        **settings(micro, kind=kind, head=head, precision="bfloat16", dtype="bfloat16"),
     )
     assert manifest["best"]["tau"] >= 1.0
     assert all(line["loss"] > 0 for line in log_of(tmp_path) if "loss" in line)
@@ -131,7 +135,9 @@ def test_a_stopped_run_stays_stopped_by_patience(
 def test_without_evaluation_the_last_weights_are_kept_and_no_tau_is_claimed(
     micro: Path, tmp_path: Path
 ) -> None:
-    manifest = train(out=tmp_path, **settings(micro, max_steps=3, eval_every=0, save_every=0, prompts=()))
+    manifest = train(
+        out=tmp_path, **settings(micro, max_steps=3, eval_every=0, save_every=0, prompts=())
+    )
     assert manifest["best"] == {"step": 3, "tau": None, "tau_ci95": None}
     assert (tmp_path / "best" / "model.safetensors").is_file()
 
@@ -143,15 +149,21 @@ def test_a_time_limit_ends_the_run(micro: Path, tmp_path: Path) -> None:
 
 
 def test_epochs_count_steps(micro: Path, tmp_path: Path) -> None:
-    manifest = train(out=tmp_path, **settings(micro, max_steps=0, epochs=0.5, global_batch=8, eval_every=0))
+    manifest = train(
+        out=tmp_path, **settings(micro, max_steps=0, epochs=0.5, global_batch=8, eval_every=0)
+    )
     assert manifest["steps"] == round(0.5 * -(-58 // 8))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signals_save_and_leave(
-    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int,
+    micro: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     arguments = settings(micro, max_steps=9, save_every=100, eval_every=0)
     whole = train(out=tmp_path / "whole", **arguments)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
@@ -172,7 +184,8 @@ def test_signals_save_and_leave(
 def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int
 ) -> None:
-    """spoilt: the second measurement comes on the way, the third at the end. A long one must not outlast a scheduler's patience."""
+    """spoilt: the second measurement comes on the way, the third at the end. A long one must not
+    outlast a scheduler's patience."""
     arguments = settings(micro, max_steps=8, save_every=100, eval_every=3)
     train(out=tmp_path / "whole", **arguments)
     plain, calls = setup.quick_tau, iter(range(1, 100))
@@ -188,7 +201,10 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
         train(out=tmp_path / "run", **arguments)
     assert (caught.value.code, caught.value.step) == (0, {2: 6, 3: 8}[spoilt])
     train(out=tmp_path / "run", **arguments)
-    figures = [[(line["step"], line.get("loss"), line.get("tau")) for line in log_of(tmp_path / at)] for at in ("run", "whole")]
+    figures = [
+        [(line["step"], line.get("loss"), line.get("tau")) for line in log_of(tmp_path / at)]
+        for at in ("run", "whole")
+    ]
     assert figures[0] == figures[1]
     best = [(tmp_path / at / "best" / "model.safetensors").read_bytes() for at in ("run", "whole")]
     assert best[0] == best[1]
@@ -197,7 +213,9 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
 def test_a_loss_that_is_no_number_names_the_step_and_keeps_the_state(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison(monkeypatch, 7, lambda output: LossOutput(output.loss_sum * float("nan"), output.metrics))
+    poison(
+        monkeypatch, 7, lambda output: LossOutput(output.loss_sum * float("nan"), output.metrics)
+    )
     with pytest.raises(UserError, match=r"the loss is nan at step 4.*The state of step 2 is kept"):
         train(out=tmp_path, **settings(micro, save_every=2, eval_every=0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
@@ -208,7 +226,9 @@ def test_training_that_would_not_serve_is_refused_before_the_first_step(
 ) -> None:
     plain = Medusa.train_logits
     monkeypatch.setattr(
-        Medusa, "train_logits", lambda self, batch, depth: [x + 1 for x in plain(self, batch, depth)]
+        Medusa,
+        "train_logits",
+        lambda self, batch, depth: [x + 1 for x in plain(self, batch, depth)],
     )
     with pytest.raises(ParityError, match="depth 1, position"):
         train(out=tmp_path, **settings(micro))
@@ -220,7 +240,9 @@ def test_a_state_of_another_training_is_refused(
 ) -> None:
     train(out=tmp_path, **settings(micro, max_steps=2, eval_every=0))
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"the state of another training: head was .*'num_heads': 3"):
+    with pytest.raises(
+        UserError, match=r"the state of another training: head was .*'num_heads': 3"
+    ):
         train(out=tmp_path, **settings(micro, max_steps=2, eval_every=0, head={"num_heads": 4}))
     train(out=tmp_path, **settings(micro, max_steps=3, eval_every=0, lr=1e-3))
     assert "continuing although 'optim' has changed" in caplog.text
@@ -271,8 +293,11 @@ def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> Non
         TrainConfig(**values)
 
 
-def test_three_trainings_in_one_process_do_not_disturb_each_other(micro: Path, tmp_path: Path) -> None:
-    """As the loop does it; deepspeed keeps process-wide state, and other stages must find the environment as it was."""
+def test_three_trainings_in_one_process_do_not_disturb_each_other(
+    micro: Path, tmp_path: Path
+) -> None:
+    """As the loop does it; deepspeed keeps process-wide state, and other stages must find the
+    environment as it was."""
     environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
     arguments = {"max_steps": 2, "eval_every": 2, "name": "deepspeed"}
     train(out=tmp_path / "a", **settings(micro, **arguments, zero_stage=1))

@@ -22,7 +22,9 @@ print(full - freed, freed - resident_bytes())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries decide for themselves")
 def test_freed_memory_goes_back() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     alone, given_back = map(int, done.stdout.split())
     assert alone < 50e6, "nothing to show: the C library gave it back by itself"
     assert given_back > 150e6

@@ -1,4 +1,5 @@
-"""Answers continued by the drafter: where they are cut, what is written, what the target says about it, and who is refused."""
+"""Answers continued by the drafter: where they are cut, what is written, what the target says about
+it, and who is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def packed(seeds: tuple[int, ...] = (4, 5, 6), rows: list[list[int]] = ROWS) -> 
         first = 0
         for number, document in enumerate(DOCUMENTS[i] for i in row):
             span = slice(first, first + len(document))
-            tokens[index, span], positions[index, span] = torch.tensor(document), torch.arange(len(document))
+            tokens[index, span], positions[index, span] = (
+                torch.tensor(document),
+                torch.arange(len(document)),
+            )
             segments[index, span] = number + 1
             mask[index, first + PROMPT : first + len(document)] = True
             first += len(document)
@@ -74,7 +78,7 @@ def rewriting(
     return OnPolicyFeatures(plain, drafter, eos, config, TORCH)
 
 
-# --- where ----------------------------------------------------------------------------------------------------------
+# Where
 
 
 def test_cuts_lie_in_answers_and_follow_the_seeds() -> None:
@@ -87,7 +91,10 @@ def test_cuts_lie_in_answers_and_follow_the_seeds() -> None:
         assert len(cuts) == 5
         for cut in cuts:
             assert bool(
-                (batch.segments[cut.row, cut.first : cut.end] == batch.segments[cut.row, cut.first]).all()
+                (
+                    batch.segments[cut.row, cut.first : cut.end]
+                    == batch.segments[cut.row, cut.first]
+                ).all()
             )
             assert cut.first + PROMPT - 1 <= cut.last < cut.end - 1
             assert cut.room == min(4, cut.end - 1 - cut.last)
@@ -121,17 +128,21 @@ def test_a_window_ends_where_the_answer_does() -> None:
 
 
 def test_the_share_is_the_share_of_rows() -> None:
-    hits = sum(bool(plan_cuts(packed((seed,), [[0]]), OnPolicyConfig(share=0.3))) for seed in range(600))
+    hits = sum(
+        bool(plan_cuts(packed((seed,), [[0]]), OnPolicyConfig(share=0.3))) for seed in range(600)
+    )
     assert 0.22 < hits / 600 < 0.38
 
 
-# --- what -----------------------------------------------------------------------------------------------------------
+# What
 
 
 def test_the_rest_stays_supervised_on_request(target: MicroTarget) -> None:
     """But never behind an end of text."""
     drafter, batch = make(target, num_layers=1), packed()
-    without, with_rest = (rewriting(target, drafter, rest=rest).batch(batch) for rest in (False, True))
+    without, with_rest = (
+        rewriting(target, drafter, rest=rest).batch(batch) for rest in (False, True)
+    )
     assert torch.equal(without.tokens, with_rest.tokens)
     assert torch.equal(with_rest.loss_mask, batch.loss_mask)
     assert int(without.loss_mask.sum()) < int(batch.loss_mask.sum())
@@ -143,7 +154,8 @@ def test_the_rest_stays_supervised_on_request(target: MicroTarget) -> None:
 
 @pytest.mark.parametrize("kind", ["distilled", "pard"])
 def test_the_drafter_writes_and_the_target_judges(target: MicroTarget, kind: str) -> None:
-    """At temperature 0 against an obvious loop; everything behind the window loses its supervision, nothing else changes."""
+    """At temperature 0 against an obvious loop; everything behind the window loses its supervision,
+    nothing else changes."""
     drafter = make(target, kind, num_layers=1)
     batch = packed()
     found = rewriting(target, drafter, temperature=0.0).batch(batch)
@@ -153,7 +165,9 @@ def test_the_drafter_writes_and_the_target_judges(target: MicroTarget, kind: str
         text = batch.tokens[cut.row, cut.first : cut.last + 1].tolist()
         known = len(text)
         for _ in range(cut.room):
-            mask_tokens = [int(drafter.pard_token)] * (len(text) - known) if kind == "pard" else text[known:]
+            mask_tokens = (
+                [int(drafter.pard_token)] * (len(text) - known) if kind == "pard" else text[known:]
+            )
             alone = replace(
                 plain,
                 tokens=torch.tensor([text[:known] + mask_tokens]),
@@ -185,7 +199,8 @@ def test_rows_that_are_not_drawn_stay_as_they_are(target: MicroTarget) -> None:
 
 
 def test_samples_follow_the_drafters_distribution(target: MicroTarget) -> None:
-    """The first word behind one and the same cut, over many seeds: total variation from softmax as small as chance allows."""
+    """The first word behind one and the same cut, over many seeds: total variation from softmax as
+    small as chance allows."""
     drafter = make(target, num_layers=1)
     batch = packed(tuple(range(3000)), [[3]] * 3000)
     features = rewriting(target, drafter, window=1, temperature=0.7)
@@ -196,9 +211,13 @@ def test_samples_follow_the_drafters_distribution(target: MicroTarget) -> None:
     cuts = [cut for cut in plan_cuts(batch, features.config) if cut.last == last]
     words = features._continue(found, cuts)[:, 0]
     shares = torch.bincount(words, minlength=41) / words.shape[0]
-    alone = replace(found, **{
-        name: getattr(packed((0,), [[3]]), name)[:, : last + 1] for name in ("tokens", "positions", "segments")
-    })  # fmt: skip
+    alone = replace(
+        found,
+        **{
+            name: getattr(packed((0,), [[3]]), name)[:, : last + 1]
+            for name in ("tokens", "positions", "segments")
+        },
+    )
     expected = (drafter.logits(drafter.sequence(alone))[0, -1] / 0.7).softmax(-1)
     chance = (expected * (1 - expected) / words.shape[0]).sqrt().sum() * 0.8 / 2
     assert words.shape[0] > 300
@@ -235,21 +254,30 @@ def test_kinds_that_read_the_targets_states_can_be_trained_like_this(target: Mic
 def test_only_some_steps_have_it(target: MicroTarget) -> None:
     drafter, batch = make(target, num_layers=1), packed()
     features = rewriting(target, drafter, every=3, start=2)
-    changed = [step for step in range(9) if not torch.equal(features.batch(batch, step).tokens, batch.tokens)]
+    changed = [
+        step
+        for step in range(9)
+        if not torch.equal(features.batch(batch, step).tokens, batch.tokens)
+    ]
     assert changed == [2, 5, 8]
 
 
-# --- in a training --------------------------------------------------------------------------------------------------
+# In a training
 
 
 def run(micro: Path, out: Path, **options: Any) -> None:
     on_policy = OnPolicyConfig(**{"share": 0.5, "window": 6, **options})
     train(
-        out=out, **settings(micro, kind="distilled", head={"num_layers": 1}, max_steps=8, on_policy=on_policy)
+        out=out,
+        **settings(
+            micro, kind="distilled", head={"num_layers": 1}, max_steps=8, on_policy=on_policy
+        ),
     )
 
 
-def test_half_and_half_is_the_whole(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_and_half_is_the_whole(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(micro, tmp_path / "whole")
     with monkeypatch.context() as patch:
         plain = Trainer.step
@@ -264,7 +292,8 @@ def test_half_and_half_is_the_whole(micro: Path, tmp_path: Path, monkeypatch: py
     run(micro, tmp_path / "halves")
     run(micro, tmp_path / "other", share=0.0)
     weights = [
-        load_file(tmp_path / name / "best" / "model.safetensors") for name in ("whole", "halves", "other")
+        load_file(tmp_path / name / "best" / "model.safetensors")
+        for name in ("whole", "halves", "other")
     ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert not all(torch.equal(value, weights[2][name]) for name, value in weights[0].items())
@@ -284,6 +313,12 @@ def test_what_cannot_be_is_refused(target: MicroTarget) -> None:
     plain = OnlineFeatures(target, drafter.needs)
     with pytest.raises(UserError, match="zero_stage=3"):
         OnPolicyFeatures(plain, drafter, (), OnPolicyConfig(share=0.5), EngineConfig(zero_stage=3))
-    for options in ({"share": 1.5}, {"window": 0}, {"every": 0}, {"start": -1}, {"temperature": -1.0}):
+    for options in (
+        {"share": 1.5},
+        {"window": 0},
+        {"every": 0},
+        {"start": -1},
+        {"temperature": -1.0},
+    ):
         with pytest.raises(UserError, match=r"train\.on_policy\."):
             OnPolicyConfig(**options)

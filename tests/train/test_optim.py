@@ -51,12 +51,16 @@ def test_warm_up_counts_steps_from_one_on_and_shares_below() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
 def test_parts_of_a_schedule_are_the_whole_but_for_their_climb(kind: str) -> None:
     whole = rates(120, kind=kind, warmup=0.05)
-    parts = [rates(40, kind=kind, warmup=0.05, begin=part / 3, end=(part + 1) / 3) for part in range(3)]
+    parts = [
+        rates(40, kind=kind, warmup=0.05, begin=part / 3, end=(part + 1) / 3) for part in range(3)
+    ]
     assert parts[0] == pytest.approx(whole[:40])
     for part in (1, 2):
         assert parts[part][2:] == pytest.approx(whole[40 * part + 2 : 40 * (part + 1)])
         assert parts[part][0] == pytest.approx(whole[40 * part] / 2)  # two steps of climbing
-    assert rates(40, kind=kind, warmup=0.0, begin=1 / 3, end=2 / 3) == pytest.approx(rates(120, kind=kind, warmup=0.0)[40:80])
+    assert rates(40, kind=kind, warmup=0.0, begin=1 / 3, end=2 / 3) == pytest.approx(
+        rates(120, kind=kind, warmup=0.0)[40:80]
+    )
 
 
 def test_short_runs_have_a_rate_at_every_step() -> None:
@@ -68,7 +72,10 @@ def test_only_matrices_decay() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     module[0].bias.requires_grad_(False)
     matrices, vectors = parameter_groups(module.parameters(), 0.1)
-    assert (matrices["weight_decay"], [p.shape for p in matrices["params"]]) == (0.1, [torch.Size([3, 3])])
+    assert (matrices["weight_decay"], [p.shape for p in matrices["params"]]) == (
+        0.1,
+        [torch.Size([3, 3])],
+    )
     assert (vectors["weight_decay"], len(vectors["params"])) == (0.0, 2)
 
 

@@ -1,4 +1,5 @@
-"""Packing: rows hold every document once, masks travel with them, shards are checked before they are read."""
+"""Packing: rows hold every document once, masks travel with them, shards are checked before they
+are read."""
 
 from __future__ import annotations
 
@@ -19,10 +20,22 @@ from train.data.pack import PackedData
 from train.data.packed_file import best_fit
 
 INFO = TargetInfo(
-    id="t", revision="r", model_type="llama", tokenizer_hash="h", vocab_size=100, hidden_size=8,
-    num_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8,
-    rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, parameters=1,
-)  # fmt: skip
+    id="t",
+    revision="r",
+    model_type="llama",
+    tokenizer_hash="h",
+    vocab_size=100,
+    hidden_size=8,
+    num_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=64,
+    parameters=1,
+)
 
 
 def document(first, length, answer):
@@ -35,7 +48,8 @@ def test_best_fit_holds_every_document_once_within_capacity(lengths):
     rows = best_fit(lengths, 16)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[number] for number in row) <= 16 for row in rows)
-    # Any two rows together hold more than one row's worth, or the second would not have been opened.
+    # Any two rows together hold more than one row's worth, or the second would not have been
+    # opened.
     loads = sorted(sum(lengths[number] for number in row) for row in rows)
     assert all(a + b > 16 for a, b in pairwise(loads))
 
@@ -45,7 +59,9 @@ def test_best_fit_prefers_the_fullest_row_that_has_room():
 
 
 def test_rows_have_restarting_positions_numbered_segments_and_padding():
-    data = PackedData([document(10, 3, 1), document(20, 4, 2), document(30, 5, 2)], sequence_length=8)
+    data = PackedData(
+        [document(10, 3, 1), document(20, 4, 2), document(30, 5, 2)], sequence_length=8
+    )
     assert len(data) == 2
     row = data.row(0)
     assert row.tokens.tolist() == [30, 31, 32, 33, 34, 10, 11, 12]
@@ -62,13 +78,19 @@ def test_rows_have_restarting_positions_numbered_segments_and_padding():
 
 
 def test_too_long_documents_are_cut_but_keep_something_supervised():
-    documents = [document(0, 12, 8), document(20, 30, 4), (list(range(60, 90)), [(10, 29)]), ([1, 2, 3], [])]
+    documents = [
+        document(0, 12, 8),
+        document(20, 30, 4),
+        (list(range(60, 90)), [(10, 29)]),
+        ([1, 2, 3], []),
+    ]
     data = PackedData(documents, sequence_length=8)
     rows = {int(data.row(i).tokens[0]): data.row(i) for i in range(len(data))}
     assert (
         rows[0].loss_mask.tolist() == [False] * 4 + [True] * 4
     )  # the answer begins inside: the beginning stays
-    assert rows[42].tokens.tolist() == list(range(42, 50))  # the answer is the last four: the end stays
+    # the answer is the last four: the end stays
+    assert rows[42].tokens.tolist() == list(range(42, 50))
     assert rows[42].loss_mask.tolist() == [False] * 4 + [True] * 4
     assert rows[66].tokens.tolist() == list(
         range(66, 74)
@@ -101,7 +123,9 @@ def test_packing_in_windows_holds_every_document_once(monkeypatch):
     documents = [document(100 * i, int(n), 2) for i, n in enumerate(rng.integers(3, 30, 60))]
     one = PackedData(documents, 32)
     packer = packed_file.Packer
-    monkeypatch.setattr(packed_file, "Packer", lambda length, files, extras: packer(length, files, 7, 100, extras))
+    monkeypatch.setattr(
+        packed_file, "Packer", lambda length, files, extras: packer(length, files, 7, 100, extras)
+    )
     windows = PackedData(documents, 32)
     assert len(windows) >= len(one)
     found = [
@@ -111,17 +135,23 @@ def test_packing_in_windows_holds_every_document_once(monkeypatch):
     ]
     assert sorted(found) == [tokens for tokens, _ in documents]
     assert windows.report.supervised_share == one.report.supervised_share
-    assert windows.supervised.tolist() == [int(windows.row(i).loss_mask.sum()) for i in range(len(windows))]
+    assert windows.supervised.tolist() == [
+        int(windows.row(i).loss_mask.sum()) for i in range(len(windows))
+    ]
 
 
-def test_packed_rows_are_kept_beside_the_answers_and_rebuilt_when_damaged(tmp_path, monkeypatch, caplog):
+def test_packed_rows_are_kept_beside_the_answers_and_rebuilt_when_damaged(
+    tmp_path, monkeypatch, caplog
+):
     rng = np.random.default_rng(2)
     rows = [document(int(n), int(n), 2) for n in rng.integers(3, 30, 40)]
     generated(tmp_path, rows)
     first = PackedData.from_manifest(tmp_path, INFO, 32)
     (kept,) = (tmp_path / "packed").iterdir()
     reads = []
-    monkeypatch.setattr("train.data.pack.weighted_documents", lambda *arguments: reads.append(arguments))
+    monkeypatch.setattr(
+        "train.data.pack.weighted_documents", lambda *arguments: reads.append(arguments)
+    )
     again = PackedData.from_manifest(tmp_path, INFO, 32)
     assert not reads, "the second training reads what the first one packed"
     assert rows_of(first) == rows_of(again) == rows_of(PackedData(rows, 32))
@@ -150,7 +180,9 @@ def test_a_folder_that_cannot_be_written_is_packed_elsewhere(tmp_path, monkeypat
 
 def test_one_row_may_hold_several_documents(tmp_path):
     with PartWriter(tmp_path, 100, 1000) as writer:
-        writer.add(StoredAnswer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,)))
+        writer.add(
+            StoredAnswer("r0", 0, "chat", (1, 2, 3, 4, 5, 6, 7), ((1, 3), (5, 7)), parts=(3,))
+        )
     merged = merge_parts(tmp_path, 1, shard_rows=2)
     write_manifest(tmp_path, "generate", {"target": INFO.to_dict(), "shards": merged.shards})
     expected = PackedData([([1, 2, 3], [(1, 3)]), ([4, 5, 6, 7], [(2, 4)])], 8)
@@ -168,9 +200,13 @@ def generated(folder, rows, **target):
     """A finished generate stage with the given (tokens, spans) answers."""
     with PartWriter(folder, 100, 1000) as writer:
         for index, (tokens, spans) in enumerate(rows):
-            writer.add(StoredAnswer(f"r{index}", index, "chat", tuple(tokens), tuple(spans), "stop"))
+            writer.add(
+                StoredAnswer(f"r{index}", index, "chat", tuple(tokens), tuple(spans), "stop")
+            )
     merged = merge_parts(folder, len(rows), shard_rows=2)
-    write_manifest(folder, "generate", {"target": {**INFO.to_dict(), **target}, "shards": merged.shards})
+    write_manifest(
+        folder, "generate", {"target": {**INFO.to_dict(), **target}, "shards": merged.shards}
+    )
 
 
 def test_shards_of_a_manifest_are_packed(tmp_path):
@@ -185,7 +221,9 @@ def test_shards_of_a_manifest_are_packed(tmp_path):
 
 def test_changed_shards_other_tokenizers_and_foreign_ids_are_refused(tmp_path):
     generated(tmp_path / "other", [document(1, 4, 2)], tokenizer_hash="another", id="some/model")
-    with pytest.raises(UserError, match="tokenised for target 'some/model', whose tokenizer differs"):
+    with pytest.raises(
+        UserError, match="tokenised for target 'some/model', whose tokenizer differs"
+    ):
         PackedData.from_manifest(tmp_path / "other", INFO, 8)
     generated(tmp_path / "big", [document(98, 4, 2)])
     with pytest.raises(UserError, match=r"token ids outside 0\.\.99"):

@@ -1,4 +1,5 @@
-"""Records of a generation: what is recorded is what the decoder did; an interruption doubles nothing and loses nothing."""
+"""Records of a generation: what is recorded is what the decoder did; an interruption doubles
+nothing and loses nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from train.data.config import DataConfig
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
 
-DECODE = DecodeConfig(temperature=1.0, max_new_tokens=12, batch_size=4, seed=5, shape="chain", depth=2)
+DECODE = DecodeConfig(
+    temperature=1.0, max_new_tokens=12, batch_size=4, seed=5, shape="chain", depth=2
+)
 ROWS = 14
 
 
@@ -34,23 +37,42 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("recording")
     config = TargetConfig(str(save_micro_target(folder / "target")), dtype="float64", device="cpu")
     target = TargetModel.load(config)
-    drafter = new_drafter("medusa", Config(num_heads=2), target.info, target.weights, 0).to(target.dtype)
+    drafter = new_drafter("medusa", Config(num_heads=2), target.info, target.weights, 0).to(
+        target.dtype
+    )
     save_drafter(drafter, folder / "drafter", target.info)
     asked = [[{"role": "user", "content": f"Say {n} and {n * n % 17}."}] for n in range(ROWS)]
-    rows = [{"id": f"p{n}", "domain": ["code", "chat"][n % 2], "messages": asked[n]} for n in range(ROWS)]
+    rows = [
+        {"id": f"p{n}", "domain": ["code", "chat"][n % 2], "messages": asked[n]}
+        for n in range(ROWS)
+    ]
     asked[3] += [{"role": "assistant", "content": "Well?"}, {"role": "user", "content": "Go on."}]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(str(folder / "prompts.jsonl"), id_column="id", domain_column="domain", turn="all")
-    return {"target": config, "data": data, "drafter": str(folder / "drafter"), "vocab": target.info.vocab_size}
+    data = DataConfig(
+        str(folder / "prompts.jsonl"), id_column="id", domain_column="domain", turn="all"
+    )
+    return {
+        "target": config,
+        "data": data,
+        "drafter": str(folder / "drafter"),
+        "vocab": target.info.vocab_size,
+    }
 
 
 def recording(given: dict[str, Any], **more: Any) -> GenerateConfig:
     return GenerateConfig(
-        **{"drafter": given["drafter"], "flush_rows": 3, "records": RecordsConfig(enabled=True), **more}
+        **{
+            "drafter": given["drafter"],
+            "flush_rows": 3,
+            "records": RecordsConfig(enabled=True),
+            **more,
+        }
     )
 
 
-def run(given: dict[str, Any], out: Path, config: GenerateConfig, decode: DecodeConfig = DECODE) -> dict[str, Any]:
+def run(
+    given: dict[str, Any], out: Path, config: GenerateConfig, decode: DecodeConfig = DECODE
+) -> dict[str, Any]:
     return generate(config, given["data"], decode, given["target"], out)
 
 
@@ -63,7 +85,9 @@ def calm(given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def answered(out: Path) -> dict[str, dict[str, Any]]:
     shards = read_manifest(out, "generate")["shards"]
-    return {row["id"]: row for shard in shards for row in pq.read_table(out / shard["file"]).to_pylist()}
+    return {
+        row["id"]: row for shard in shards for row in pq.read_table(out / shard["file"]).to_pylist()
+    }
 
 
 def rows_of(out: Path, table: str = VERIFICATIONS) -> list[dict[str, Any]]:
@@ -76,7 +100,8 @@ def rows_of(out: Path, table: str = VERIFICATIONS) -> list[dict[str, Any]]:
 
 
 def test_records_retell_every_answer(calm: Path) -> None:
-    """Kept drafts and picks, laid out by position, are the answer itself; and every refused draft differs from it."""
+    """Kept drafts and picks, laid out by position, are the answer itself; and every refused draft
+    differs from it."""
     found, passes = answered(calm), defaultdict(list)
     for row in rows_of(calm):
         passes[row["sequence"]].append(row)
@@ -91,42 +116,70 @@ def test_records_retell_every_answer(calm: Path) -> None:
             assert tokens[at + 1 : at + 1 + kept] == row["drafted"][:kept]
             covered += range(at + 1, at + 1 + kept)
             if row["error_depth"]:
-                assert row["error_depth"] == kept + 1 and row["drafted"][kept] != tokens[at + 1 + kept] == row["pick"]
+                assert (
+                    row["error_depth"] == kept + 1
+                    and row["drafted"][kept] != tokens[at + 1 + kept] == row["pick"]
+                )
             if row["error_depth"] or at + 1 + kept < len(tokens):
                 covered.append(at + 1 + kept)
             assert row["domain"] == answer["domain"] and row["temperature"] == 1.0
-        spans = [range(start + 1, end) for start, end in answer["spans"]]  # first tokens come from reading the prompt
+        # first tokens come from reading the prompt
+        spans = [range(start + 1, end) for start, end in answer["spans"]]
         assert set(covered) >= {place for span in spans for place in span}
         assert len(covered) == len(set(covered))
 
 
-def test_sequences_and_the_manifest_say_what_is_on_record(calm: Path, given: dict[str, Any]) -> None:
+def test_sequences_and_the_manifest_say_what_is_on_record(
+    calm: Path, given: dict[str, Any]
+) -> None:
     found = answered(calm)
     for row in rows_of(calm, SEQUENCES):
         answer = found[row["sequence"]]
         assert row["tokens"] == answer["tokens"] and row["prompt_length"] == answer["spans"][0][0]
-        assert (row["seed"], row["finish"], row["temperature"]) == (answer["seed"], answer["finish"], 1.0)
+        assert (row["seed"], row["finish"], row["temperature"]) == (
+            answer["seed"],
+            answer["finish"],
+            1.0,
+        )
     entry = read_manifest(calm, "generate")["records"]
     assert entry == {
-        "folder": "records", "verifications": len(rows_of(calm)), "sequences": ROWS, "missing": 0
-    }  # fmt: skip
+        "folder": "records",
+        "verifications": len(rows_of(calm)),
+        "sequences": ROWS,
+        "missing": 0,
+    }
     facts = json.loads((calm / "records" / "records.json").read_text())
     assert (facts["drafter"], facts["draft"]["depth"]) == (
-            {"name": given["drafter"], "kind": "medusa", "weights_sha256": file_sha256(Path(given["drafter"]) / WEIGHTS_FILE)}, 2,
-        )  # fmt: skip
+        {
+            "name": given["drafter"],
+            "kind": "medusa",
+            "weights_sha256": file_sha256(Path(given["drafter"]) / WEIGHTS_FILE),
+        },
+        2,
+    )
 
 
 def test_recording_changes_no_answer(calm: Path, given: dict[str, Any], tmp_path: Path) -> None:
-    run(given, tmp_path / "plain", GenerateConfig(), DecodeConfig(**{**vars(DECODE), "shape": "none"}))
+    run(
+        given,
+        tmp_path / "plain",
+        GenerateConfig(),
+        DecodeConfig(**{**vars(DECODE), "shape": "none"}),
+    )
     assert answered(tmp_path / "plain") == answered(calm)
     assert "records" not in read_manifest(tmp_path / "plain", "generate")
 
 
 @pytest.mark.parametrize("before_part", [True, False])
 def test_interrupted_anywhere_nothing_is_doubled_or_lost(
-    calm: Path, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_part: bool
+    calm: Path,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before_part: bool,
 ) -> None:
-    """The process ends just before, or just behind, the third part file is written, twice; then the generation is completed."""
+    """The process ends just before, or just behind, the third part file is written, twice; then the
+    generation is completed."""
     real, written = answers_module.write_bytes, []
 
     def fails(path: Path, content: bytes) -> None:
@@ -151,7 +204,10 @@ def test_interrupted_anywhere_nothing_is_doubled_or_lost(
                 if name in row:
                     row[name] = pytest.approx(row[name], abs=1e-5)
         assert rows == calm_rows
-    assert read_manifest(tmp_path / "out", "generate")["records"] == read_manifest(calm, "generate")["records"]
+    assert (
+        read_manifest(tmp_path / "out", "generate")["records"]
+        == read_manifest(calm, "generate")["records"]
+    )
 
 
 def test_redacted_records_hold_no_token(given: dict[str, Any], tmp_path: Path) -> None:
@@ -162,8 +218,14 @@ def test_redacted_records_hold_no_token(given: dict[str, Any], tmp_path: Path) -
     assert len(sequences) == ROWS and all(row["log_p"] for row in rows)
 
 
-def test_recording_ends_at_its_size_and_says_what_is_missing(given: dict[str, Any], tmp_path: Path) -> None:
-    manifest = run(given, tmp_path / "out", recording(given, records=RecordsConfig(enabled=True, max_megabytes=0.02)))
+def test_recording_ends_at_its_size_and_says_what_is_missing(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    manifest = run(
+        given,
+        tmp_path / "out",
+        recording(given, records=RecordsConfig(enabled=True, max_megabytes=0.02)),
+    )
     size = sum(path.stat().st_size for path in (tmp_path / "out" / "records").glob("*.parquet"))
     assert manifest["counts"]["done"] == ROWS
     assert 0 < size <= 20_000
@@ -173,7 +235,9 @@ def test_recording_ends_at_its_size_and_says_what_is_missing(given: dict[str, An
 def test_recording_without_drafts_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
     plain = DecodeConfig(**{**vars(DECODE), "shape": "none"})
     for config, decode in ((recording(given, drafter=None), DECODE), (recording(given), plain)):
-        with pytest.raises(UserError, match=r"generate\.records\.enabled records what a drafter drafts"):
+        with pytest.raises(
+            UserError, match=r"generate\.records\.enabled records what a drafter drafts"
+        ):
             run(given, tmp_path / "out", config, decode)
     with pytest.raises(UserError, match=r"records\.max_megabytes must be above 0; given: 0"):
         RecordsConfig(max_megabytes=0)

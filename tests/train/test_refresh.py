@@ -1,4 +1,5 @@
-"""Refreshing: from a checkpoint for the same target or a changed one, all weights or low-rank updates, merged on saving."""
+"""Refreshing: from a checkpoint for the same target or a changed one, all weights or low-rank
+updates, merged on saving."""
 
 from __future__ import annotations
 
@@ -58,12 +59,16 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def after(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same target after a change of its last MLP of low rank, as fine-tuning makes it, with its own answers."""
+    """The same target after a change of its last MLP of low rank, as fine-tuning makes it, with its
+    own answers."""
     plain = micro_run.save_micro_target
 
     def save_changed(folder: Path) -> Path:
         plain(folder)
-        tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+        tensors, generator = (
+            load_file(folder / "model.safetensors"),
+            torch.Generator().manual_seed(1),
+        )
         for name, value in tensors.items():
             if "layers.1.mlp" in name:
                 up, down = (torch.randn(size, 2, generator=generator) for size in value.shape)
@@ -95,10 +100,13 @@ def refreshed(before: Path, after: Path, out: Path, rank: int, **options: Any) -
 def test_a_stale_drafter_is_restored(
     before: Path, after: Path, tmp_path: Path, rank: int, lr: float, share: float
 ) -> None:
-    """What a change of the target cost comes back in a short training on the new answers: most of it where the training may change
-    no more than the change did; with all weights free, sixty answers teach more slowly.
+    """What a change of the target cost comes back in a short training on the new answers: most of
+    it where the training may change no more than the change did; with all weights free, sixty
+    answers teach more slowly.
     """
-    old, new = (TargetModel.load(TargetConfig(str(folder / "target"))) for folder in (before, after))
+    old, new = (
+        TargetModel.load(TargetConfig(str(folder / "target"))) for folder in (before, after)
+    )
     drafter = load_drafter(before / "drafter" / "best", old.info, old.weights)
     fresh_tau = tau(before, drafter, old)
     stale = new_drafter("distilled", drafter.config, new.info, new.weights, 0)
@@ -111,12 +119,16 @@ def test_a_stale_drafter_is_restored(
 
 
 def test_the_result_is_an_ordinary_checkpoint(before: Path, after: Path, tmp_path: Path) -> None:
-    """Plain names, the new target's facts, the frozen parts untouched, every linear layer changed by a matrix of the rank."""
+    """Plain names, the new target's facts, the frozen parts untouched, every linear layer changed
+    by a matrix of the rank."""
     refreshed(before, after, tmp_path, rank=2, max_steps=6, eval_every=6)
     old = load_file(before / "drafter" / "best" / "model.safetensors")
     new = load_file(tmp_path / "best" / "model.safetensors")
     assert list(old) == list(new)
-    content, target = read_config(tmp_path / "best"), TargetModel.load(TargetConfig(str(after / "target")))
+    content, target = (
+        read_config(tmp_path / "best"),
+        TargetModel.load(TargetConfig(str(after / "target"))),
+    )
     assert content["target"]["revision"] == target.info.revision
     for name, value in new.items():
         change = value.double() - old[name].double()
@@ -148,8 +160,10 @@ def test_a_refresh_continues_bit_for_bit(
     assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "options"), [("distilled", {"tie_embeddings": True}), ("pard", {"depth": 3}),
-                                                ("eagle3", {"ttt_steps": 2})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("distilled", {"tie_embeddings": True}), ("pard", {"depth": 3}), ("eagle3", {"ttt_steps": 2})],
+)
 def test_merged_weights_compute_what_the_updates_do(
     target: MicroTarget, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
@@ -183,7 +197,9 @@ def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Pa
     for process in range(2):
         torch.manual_seed(process)
         drafter = make(target)
-        prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-"))
+        prepare_start(
+            drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-")
+        )
         states.append(drafter.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -191,7 +207,9 @@ def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Pa
 def test_updates_without_effect_are_refused(target: MicroTarget, tmp_path: Path) -> None:
     save_drafter(make(target), tmp_path, target.info)
     drafter: Any = make(target)
-    prepare_start(drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-"))
+    prepare_start(
+        drafter, RefreshConfig(str(tmp_path), lora_rank=2), target.info, 4, TargetConfig("-")
+    )
     drafter.logits = lambda states: nn.functional.linear(states, drafter.lm_head.weight)
     loss = drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum
     with pytest.raises(UserError, match=r"\['lm_head'\] directly"):

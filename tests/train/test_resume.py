@@ -1,4 +1,5 @@
-"""N steps equal N/2 steps, a kill, and N/2 more: weights, optimiser, generators, log. Real processes, really killed."""
+"""N steps equal N/2 steps, a kill, and N/2 more: weights, optimiser, generators, log. Real
+processes, really killed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def same_log(one: Path, other: Path) -> None:
 
 
 def same_outcome(one: Path, other: Path) -> None:
-    """Equal to the last bit: the best checkpoint, the newest state with everything in it, the log but for its clock."""
+    """Equal to the last bit: the best checkpoint, the newest state with everything in it, the log
+    but for its clock."""
     same_log(one, other)
     assert (one / "best" / "model.safetensors").read_bytes() == (
         other / "best" / "model.safetensors"
@@ -132,7 +134,13 @@ def test_a_damaged_newest_state_costs_steps_but_no_bit(
     same_outcome(tmp_path / "whole", tmp_path / "parts")
 
 
-DEEPSPEED = {"name": "deepspeed", "zero_stage": 2, "precision": "bfloat16", "save_every": 3, "eval_every": 5}
+DEEPSPEED = {
+    "name": "deepspeed",
+    "zero_stage": 2,
+    "precision": "bfloat16",
+    "save_every": 3,
+    "eval_every": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +156,9 @@ def whole(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_deepspeed_run_continues_after_a_signal(
     micro: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = launch.start(1, WORKER, micro, tmp_path, *pairs(**DEEPSPEED, max_steps=STEPS, slow=0.1))
+    process = launch.start(
+        1, WORKER, micro, tmp_path, *pairs(**DEEPSPEED, max_steps=STEPS, slow=0.1)
+    )
     wait_for(process, lambda: log_lines(tmp_path) >= 6)
     process.send_signal(number)
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
@@ -162,7 +172,13 @@ def test_a_deepspeed_run_continues_after_a_signal(
 @pytest.mark.slow
 def test_two_processes_stop_together_and_continue(micro: Path, tmp_path: Path) -> None:
     """SIGTERM reaches one of them only; each has its own part of the optimiser's state."""
-    changes = {"name": "deepspeed", "zero_stage": 3, "save_every": 3, "eval_every": 7, "max_steps": STEPS}
+    changes = {
+        "name": "deepspeed",
+        "zero_stage": 3,
+        "save_every": 3,
+        "eval_every": 7,
+        "max_steps": STEPS,
+    }
     launch.run(2, WORKER, micro, tmp_path / "whole", *pairs(**changes))
     output = launch.run(2, WORKER, micro, tmp_path / "parts", *pairs(**changes, leave_at=5))
     assert "state of step 5 saved" in output
@@ -171,5 +187,7 @@ def test_two_processes_stop_together_and_continue(micro: Path, tmp_path: Path) -
     assert (newest.step, newest.processes, newest.sharded) == (5, 2, True)
     launch.run(2, WORKER, micro, tmp_path / "parts", *pairs(**changes))
     same_outcome(tmp_path / "whole", tmp_path / "parts")
-    second = load_file(tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "optimizer-1.safetensors")
+    second = load_file(
+        tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "optimizer-1.safetensors"
+    )
     assert any(name.endswith("exp_avg") for name in second)

@@ -1,4 +1,5 @@
-"""States on disk: complete or not there, everything in them comes back, damaged ones are passed over."""
+"""States on disk: complete or not there, everything in them comes back, damaged ones are passed
+over."""
 
 from __future__ import annotations
 
@@ -49,16 +50,26 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     toy.load_state_dict(snapshot.weights())
     again = TorchEngine(toy, EngineConfig(name="torch", precision="float32"), OPTIM, World())
     snapshot.restore(again, World())
-    assert expected == [random.random(), np.random.normal(), float(np.random.rand()), float(torch.rand(()))]
+    assert expected == [
+        random.random(),
+        np.random.normal(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+    ]
     train_steps(again, World(), 4, 2, 4)
-    assert all(torch.equal(again.weights()[name], value) for name, value in engine.weights().items())
+    assert all(
+        torch.equal(again.weights()[name], value) for name, value in engine.weights().items()
+    )
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     engine, states = trained(), store(tmp_path, keep=2)
     for step in (1, 20, 3, 100):
         states.save(step, engine, {}, RUN)
-    assert sorted(path.name for path in states.directory.iterdir()) == ["step_00000020", "step_00000100"]
+    assert sorted(path.name for path in states.directory.iterdir()) == [
+        "step_00000020",
+        "step_00000100",
+    ]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -132,7 +143,8 @@ def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_state_is_checked_in_shares(tmp_path: Path) -> None:
-    """Every process reads its share of the files through; between them they find a flipped bit that no size shows."""
+    """Every process reads its share of the files through; between them they find a flipped bit that
+    no size shows."""
     folder = store(tmp_path).save(2, trained(), {}, RUN)
     flip(folder)
     damages = []
@@ -142,7 +154,9 @@ def test_a_state_is_checked_in_shares(tmp_path: Path) -> None:
         except UserError as error:
             damages.append(str(error))
     assert len(damages) == 1
-    assert "optimizer-0.safetensors' is damaged: its contents are not what was written" in damages[0]
+    assert (
+        "optimizer-0.safetensors' is damaged: its contents are not what was written" in damages[0]
+    )
 
 
 @pytest.mark.parametrize("obstacle", ["random_state", "state_file"])
@@ -155,8 +169,12 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state, "save_random_state" if obstacle == "random_state" else "write_json", full)
-    with pytest.raises(UserError, match=r"cannot be written to .*No space left on device.* Earlier states are kept"):
+    monkeypatch.setattr(
+        state, "save_random_state" if obstacle == "random_state" else "write_json", full
+    )
+    with pytest.raises(
+        UserError, match=r"cannot be written to .*No space left on device.* Earlier states are kept"
+    ):
         states.save(4, engine, {}, RUN)
     monkeypatch.undo()
     found = states.newest()

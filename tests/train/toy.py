@@ -1,6 +1,8 @@
-"""A toy drafter and toy rows for engine tests, and the worker that trains it under every engine in several processes.
+"""A toy drafter and toy rows for engine tests, and the worker that trains it under every engine in
+several processes.
 
-The toy reads weights in every way a kind may: through modules, directly, twice in one pass, frozen, and as a buffer.
+The toy reads weights in every way a kind may: through modules, directly, twice in one pass, frozen,
+and as a buffer.
 
 Worker: torchrun ... -m tests.train.toy OUT MICRO NAME:STAGE:PRECISION[:OFFLOAD] ...
 """
@@ -48,7 +50,9 @@ class Toy(TrainableDrafter):
             states = states + torch.tanh(self.linear(states)) * self.scale
         states = states @ self.direct[0] + (states @ self.direct[1]) * self.frozen
         logits = self.out(states).float()
-        losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens.flatten(), reduction="none")
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.tokens.flatten(), reduction="none"
+        )
         mask = batch.loss_mask.flatten()
         correct = (logits.argmax(-1).flatten() == batch.tokens.flatten()) & mask
         return LossOutput((losses * mask).sum(), {"accuracy": (correct.sum(), mask.sum())})
@@ -71,8 +75,11 @@ def supervised(step: int) -> int:
     return int(rows(step, 0, ROWS).loss_mask.sum())
 
 
-def train_steps(engine: TrainEngine, world: World, micro: int, first: int, last: int) -> list[float]:
-    """Train steps first ... last - 1 with micro-batches of `micro` rows; returns the gradient norms."""
+def train_steps(
+    engine: TrainEngine, world: World, micro: int, first: int, last: int
+) -> list[float]:
+    """Train steps first ... last - 1 with micro-batches of `micro` rows; returns the gradient
+    norms."""
     norms = []
     for step in range(first, last):
         starts = range(world.rank * micro, ROWS, world.size * micro)
@@ -103,7 +110,8 @@ def gather_everything() -> None:
 
 
 def main(out: str, micro: str, *configs: str) -> None:
-    """Train a fresh toy under each configuration, halfway continued in a second engine; the main process writes the weights."""
+    """Train a fresh toy under each configuration, halfway continued in a second engine; the main
+    process writes the weights."""
     gather_everything()
     torch.set_num_threads(1)
     world = join_world("cpu")

@@ -1,1 +1,2 @@
-"""From any dataset to packed rows: sources, answers on disk, loss masks, packing, the step loader."""
+"""From any dataset to packed rows: sources, answers on disk, loss masks, packing, the step
+loader."""

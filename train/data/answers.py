@@ -1,10 +1,10 @@
-"""Answers on disk while they are being generated: small part files that survive a kill, merged into shards at
-the end.
+"""Answers on disk while they are being generated: small part files that survive a kill, merged into
+shards at the end.
 
-Every input row ends up in exactly one part file, as done, failed or skipped, so what is left to do after an
-interruption is what no part holds. Parts are written completely or not at all (temporary file, then rename)
-and carry the first row's index in their name, so that any number of processes can write side by side. Merging
-sorts by index: the shards do not depend on who wrote what when.
+Every input row ends up in exactly one part file, as done, failed or skipped, so what is left to do
+after an interruption is what no part holds. Parts are written completely or not at all (temporary
+file, then rename) and carry the first row's index in their name, so that any number of processes
+can write side by side. Merging sorts by index: the shards do not depend on who wrote what when.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from train.memory import give_back_freed_memory
 
 
 class AnswerRow(TypedDict):
-    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave them."""
+    """A row of `SHARD_SCHEMA`: one answer. weights, anchors: per token, where feedback gave
+    them."""
 
     id: str
     index: int
@@ -67,7 +68,13 @@ PART_SCHEMA = (
     .append(pa.field("cut", pa.int32()))
 )
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
-PARTS, SHARDS, FAILURES, SETTINGS, LOCK = "parts", "shards", "failures.jsonl", "generate.json", ".lock"
+PARTS, SHARDS, FAILURES, SETTINGS, LOCK = (
+    "parts",
+    "shards",
+    "failures.jsonl",
+    "generate.json",
+    ".lock",
+)
 PACKED, INPUT = "packed", "input"
 
 
@@ -81,9 +88,10 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start, end) of what is supervised; parts: where in the
-    tokens the second and later documents begin, when turns had to become documents of their own; reason: if not done; cut: tokens
-    that a truncation policy took away."""
+    """The answer to one input row, or why there is none. tokens: prompt and answer; spans: [start,
+    end) of what is supervised; parts: where in the tokens the second and later documents begin,
+    when turns had to become documents of their own; reason: if not done; cut: tokens that a
+    truncation policy took away."""
 
     id: str
     index: int
@@ -103,8 +111,8 @@ Before = Callable[[str, list[StoredAnswer]], None]
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: manifest entries of the shards and of the failures, counts, skip or failure
-    reasons by frequency, and what was truncated (rows, tokens)."""
+    """The result of a merge: manifest entries of the shards and of the failures, counts, skip or
+    failure reasons by frequency, and what was truncated (rows, tokens)."""
 
     shards: list[FileEntry]
     failures: FileEntry
@@ -114,8 +122,8 @@ class Merged:
 
 
 class PartWriter:
-    """Collects answers and writes a part file every `rows` answers or `seconds`, and once more on leaving the
-    `with` block."""
+    """Collects answers and writes a part file every `rows` answers or `seconds`, and once more on
+    leaving the `with` block."""
 
     def __init__(self, out: Path, rows: int, seconds: float, before: Before | None = None) -> None:
         """before: called with a part's name and answers just before that part is written."""
@@ -129,7 +137,10 @@ class PartWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.flush()
 
@@ -140,13 +151,15 @@ class PartWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Signals are held back meanwhile, so an interruption finds a row either waiting or
-        written."""
+        """Write what waits. Signals are held back meanwhile, so an interruption finds a row either
+        waiting or written."""
         self._last = time.monotonic()
         if not self._waiting:
             return
         with _hold_signals():
-            table = pa.Table.from_pylist([vars(answer) for answer in self._waiting], schema=PART_SCHEMA)
+            table = pa.Table.from_pylist(
+                [vars(answer) for answer in self._waiting], schema=PART_SCHEMA
+            )
             name = f"{self._waiting[0].index:010d}-{len(self._waiting)}"
             if self.before is not None:
                 self.before(name, self._waiting)
@@ -156,7 +169,8 @@ class PartWriter:
 
 
 def read_done(out: Path) -> NDArray[np.int64]:
-    """Indices of all rows that part files hold already, sorted; half-written temporary files are removed."""
+    """Indices of all rows that part files hold already, sorted; half-written temporary files are
+    removed."""
     for partial in (out / PARTS).glob("*.partial"):
         partial.unlink()
     found = [_read(part, columns=["index"]).column("index").to_numpy() for part in _parts(out)]
@@ -167,8 +181,8 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
     """Write the shards of a finished generation in index order, at most `shard_rows` each, and
     failures.jsonl.
 
-    Raises `UserError` unless the parts hold every index of range(total) exactly once. Holds one shard in
-    memory at a time, and one byte per row.
+    Raises `UserError` unless the parts hold every index of range(total) exactly once. Holds one
+    shard in memory at a time, and one byte per row.
     """
     ranges, status, truncated = _survey(out, total)
     done = np.flatnonzero(status == 1 + STATUSES.index(DONE))
@@ -182,7 +196,11 @@ def merge_parts(out: Path, total: int, shard_rows: int, watch: Watch = ignore) -
     }
     assert counts[DONE] + counts[FAILED] + counts[SKIPPED] == total, counts
     return Merged(
-        shards, file_entry(out, FAILURES, rows=len(rest)), counts, dict(reasons.most_common()), truncated
+        shards,
+        file_entry(out, FAILURES, rows=len(rest)),
+        counts,
+        dict(reasons.most_common()),
+        truncated,
     )
 
 
@@ -192,8 +210,8 @@ def remove_parts(out: Path) -> None:
 
 
 def clear_output(out: Path) -> None:
-    """Remove everything that generation writes to `out` but the input, and nothing else; the manifest first, so a kill
-    leaves no half of it valid."""
+    """Remove everything that generation writes to `out` but the input, and nothing else; the
+    manifest first, so a kill leaves no half of it valid."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
@@ -202,12 +220,12 @@ def clear_output(out: Path) -> None:
 
 @contextmanager
 def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
-    """Hold the folder's lock while generating; the system releases it when the process ends, however it
-    ends.
+    """Hold the folder's lock while generating; the system releases it when the process ends,
+    however it ends.
 
-    exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run, say)
-    writes here; it is then shared with the run's other processes. Raises `UserError` when another run holds
-    it.
+    exclusive: taken by the main process first, to find that nobody else (an orphan of a killed run,
+    say) writes here; it is then shared with the run's other processes. Raises `UserError` when
+    another run holds it.
     """
     import fcntl
 
@@ -217,9 +235,8 @@ def output_lock(out: Path, exclusive: bool) -> Iterator[None]:
             fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process is generating into '{out}' (perhaps left over from a killed run). Wait for "
-                "it or end it, "
-                "or give another output folder."
+                f"another process is generating into '{out}' (perhaps left over from a killed "
+                "run). Wait for it or end it, or give another output folder."
             ) from error
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -230,8 +247,8 @@ Ranges = list[tuple[Path, int, int]]
 
 
 def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
-    """The parts' ranges, each row's status [total] (1 + its place in STATUSES) and what was truncated; checks that no row is
-    missing or doubled."""
+    """The parts' ranges, each row's status [total] (1 + its place in STATUSES) and what was
+    truncated; checks that no row is missing or doubled."""
     status = np.zeros(total, dtype=np.uint8)
     ranges: Ranges = []
     rows, truncated = 0, {"rows": 0, "tokens": 0}
@@ -261,8 +278,16 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
     for begin in range(0, len(wanted), size):
         chunk = wanted[begin : begin + size]
         first, last = int(chunk[0]), int(chunk[-1])
-        filters = [("index", ">=", first), ("index", "<=", last), ("status", "=" if done else "!=", DONE)]
-        near = [_read(part, filters=filters) for part, low, high in ranges if low <= last and high >= first]
+        filters = [
+            ("index", ">=", first),
+            ("index", "<=", last),
+            ("status", "=" if done else "!=", DONE),
+        ]
+        near = [
+            _read(part, filters=filters)
+            for part, low, high in ranges
+            if low <= last and high >= first
+        ]
         table = pa.concat_tables(near).sort_by("index")
         del near
         assert np.array_equal(table.column("index").to_numpy(), chunk)
@@ -273,18 +298,21 @@ def _chunks(ranges: Ranges, wanted: NDArray[np.int64], size: int, done: bool) ->
 def _write_shards(
     out: Path, ranges: Ranges, done: NDArray[np.int64], shard_rows: int, watch: Watch
 ) -> tuple[list[FileEntry], int]:
-    """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier merge are
-    replaced."""
+    """Manifest entries of the shards, and how many answer tokens they hold. Shards of an earlier
+    merge are replaced."""
     shutil.rmtree(out / SHARDS, ignore_errors=True)
     entries, tokens = [], 0
     for number, chunk in enumerate(_chunks(ranges, done, shard_rows, done=True)):
         table = chunk.select(SHARD_SCHEMA.names)
-        tokens += sum(end - start for spans in table.column("spans").to_pylist() for start, end in spans)
+        tokens += sum(
+            end - start for spans in table.column("spans").to_pylist() for start, end in spans
+        )
         name = f"{SHARDS}/shard-{number:05d}.parquet"
         write_bytes(out / name, _parquet(table))
         entries.append(file_entry(out, name, rows=len(table)))
         del table, chunk
-        give_back_freed_memory()  # a shard is put together from many parts, whose room Arrow would keep
+        # a shard is put together from many parts, whose room Arrow would keep
+        give_back_freed_memory()
         watch("merge", min(len(done), (number + 1) * shard_rows))
     return entries, tokens
 
@@ -313,8 +341,8 @@ def _read(part: Path, **arguments: Any) -> pa.Table:
         return pq.read_table(part, **arguments)
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
-            f"part file '{part}' is damaged ({error}). Delete it and run again: its answers are generated "
-            "again."
+            f"part file '{part}' is damaged ({error}). Delete it and run again: its answers are "
+            "generated again."
         ) from error
 
 
@@ -328,7 +356,9 @@ def _parquet(table: pa.Table) -> bytes:
 @contextmanager
 def _hold_signals() -> Iterator[None]:
     """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+    )
     try:
         yield
     finally:

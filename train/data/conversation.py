@@ -1,4 +1,5 @@
-"""What of a conversation is rendered, answered and supervised: turns, reasoning, and what to do with too long ones."""
+"""What of a conversation is rendered, answered and supervised: turns, reasoning, and what to do
+with too long ones."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ CUT_ATTEMPTS = 12
 
 
 def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
-    """The conversation with the assistant's <think>...</think> kept, dropped, or kept in its last turn only; raises `BadRowError`
-    when a turn has nothing but reasoning that is to be dropped."""
+    """The conversation with the assistant's <think>...</think> kept, dropped, or kept in its last
+    turn only; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
     changed = list(messages)
@@ -36,10 +37,12 @@ def without_thinking(text: str) -> str:
 
 
 def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
-    """How many messages come before each answer: up to the first user message, up to the last user or tool message, or (all)
-    wherever the assistant speaks or is to speak. Raises `BadRowError` when there is no user message.
+    """How many messages come before each answer: up to the first user message, up to the last user
+    or tool message, or (all) wherever the assistant speaks or is to speak. Raises `BadRowError`
+    when there is no user message.
 
-    Of all turns, those in which the assistant calls tools stay as the dataset has them: what the tools returned belongs to them.
+    Of all turns, those in which the assistant calls tools stay as the dataset has them: what the
+    tools returned belongs to them.
     """
     if all(message["role"] != "user" for message in messages):
         raise BadRowError("the conversation has no user message")
@@ -57,18 +60,27 @@ def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
 
 
 def fit_prompt(
-    messages: Sequence[Message], longest: int, policy: str, render: Callable[[Sequence[Message]], list[int]], tokenizer: Any
+    messages: Sequence[Message],
+    longest: int,
+    policy: str,
+    render: Callable[[Sequence[Message]], list[int]],
+    tokenizer: Any,
 ) -> tuple[list[int], int]:
-    """Token ids of a prompt of at most `longest` tokens, and how many tokens were cut; raises `BadRowError` when it cannot be cut
-    to that.
+    """Token ids of a prompt of at most `longest` tokens, and how many tokens were cut; raises
+    `BadRowError` when it cannot be cut to that.
 
-    left: the oldest turns go first (a system message stays), then the beginning of the only user message left; right: the end of
-    the last user message goes; middle: the middle of the longest message.
+    left: the oldest turns go first (a system message stays), then the beginning of the only user
+    message left; right: the end of the last user message goes; middle: the middle of the longest
+    message.
     """
     tokens = render(messages)
     before = len(tokens)
     kept = list(messages)
-    while policy == "left" and len(tokens) > longest and (shorter := _without_oldest(kept)) is not None:
+    while (
+        policy == "left"
+        and len(tokens) > longest
+        and (shorter := _without_oldest(kept)) is not None
+    ):
         kept = shorter
         tokens = render(kept)
     for _ in range(CUT_ATTEMPTS):
@@ -84,8 +96,8 @@ def fit_prompt(
 def fit_document(
     tokens: Sequence[int], spans: Sequence[Span], longest: int, policy: str
 ) -> tuple[list[int], list[Span], int]:
-    """A document of at most `longest` tokens with its spans, and how many tokens were cut; raises `BadRowError` when no answer is
-    left or the policy is to skip."""
+    """A document of at most `longest` tokens with its spans, and how many tokens were cut; raises
+    `BadRowError` when no answer is left or the policy is to skip."""
     excess = len(tokens) - longest
     if excess <= 0:
         return list(tokens), list(spans), 0
@@ -107,7 +119,8 @@ def fit_document(
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """The conversation from its second user message on, system messages kept; None when there is only one."""
+    """The conversation from its second user message on, system messages kept; None when there is
+    only one."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if len(users) < 2:
         return None
@@ -122,7 +135,8 @@ def _place_to_cut(messages: Sequence[Message], policy: str) -> int:
 
 
 def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:
-    """The text without about `excess` of its tokens; raises `BadRowError` when nothing would be left."""
+    """The text without about `excess` of its tokens; raises `BadRowError` when nothing would be
+    left."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     left = len(ids) - excess
     if left < 1:

@@ -1,9 +1,9 @@
-"""Which rows each optimiser step reads: a pure function of the step's index, the same for any number of
-processes.
+"""Which rows each optimiser step reads: a pure function of the step's index, the same for any
+number of processes.
 
-Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on. Step k
-reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete last step is filled
-from the next epoch and no row is lost. Resuming is remembering the index.
+Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on.
+Step k reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete
+last step is filled from the next epoch and no row is lost. Resuming is remembering the index.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from train.data.permute import stable_permutation
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of one micro-batch on the CPU, b rows of T positions: what `TrainBatch` needs, without the
-    target's features.
+    """Rows of one micro-batch on the CPU, b rows of T positions: what `TrainBatch` needs, without
+    the target's features.
 
-    tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b, T] bool;
-    seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`); weights and anchors [b, T] float32 or None
-    (`TrainBatch.weights`).
+    tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b,
+    T] bool; seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`);
+    weights and anchors [b, T] float32 or None (`TrainBatch.weights`).
     """
 
     tokens: Tensor
@@ -58,21 +58,26 @@ class PackedBatch:
 class StepLoader:
     """Deals the rows of every global step to processes and micro-batches.
 
-    global_batch: rows per optimiser step over all processes; micro_batch: rows per forward pass of one
-    process. Raises `UserError` unless global_batch is a multiple of micro_batch * world_size. `wait_seconds`
-    adds up what `iterate` had to wait for.
+    global_batch: rows per optimiser step over all processes; micro_batch: rows per forward pass of
+    one process. Raises `UserError` unless global_batch is a multiple of micro_batch * world_size.
+    `wait_seconds` adds up what `iterate` had to wait for.
     """
 
     def __init__(
-        self, data: PackedData, global_batch: int, micro_batch: int, world_size: int, rank: int, seed: int
+        self,
+        data: PackedData,
+        global_batch: int,
+        micro_batch: int,
+        world_size: int,
+        rank: int,
+        seed: int,
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * world_size):
             raise UserError(
-                f"the global batch of {global_batch} rows cannot be dealt to {world_size} processes in "
-                "micro-batches of "
-                f"{micro_batch}: it must be a positive multiple of {micro_batch} x {world_size}. Change the "
-                "batch sizes."
+                f"the global batch of {global_batch} rows cannot be dealt to {world_size} "
+                f"processes in micro-batches of {micro_batch}: it must be a positive multiple of "
+                f"{micro_batch} x {world_size}. Change the batch sizes."
             )
         self.data = data
         self.global_batch = global_batch
@@ -93,12 +98,18 @@ class StepLoader:
         shape = (-1, self.world_size, self.micro_batch)
         rows, seeds = self.rows(index).reshape(shape), self.row_seeds(index).reshape(shape)
         return [
-            self._batch(micro[self.rank], seed[self.rank]) for micro, seed in zip(rows, seeds, strict=True)
+            self._batch(micro[self.rank], seed[self.rank])
+            for micro, seed in zip(rows, seeds, strict=True)
         ]
 
     def row_seeds(self, index: int) -> NDArray[np.int64]:
-        """Seeds [global_batch] of global step `index`: they follow from the step and the place in it alone."""
-        return np.random.SeedSequence([self.seed, index]).generate_state(self.global_batch).astype(np.int64)
+        """Seeds [global_batch] of global step `index`: they follow from the step and the place in
+        it alone."""
+        return (
+            np.random.SeedSequence([self.seed, index])
+            .generate_state(self.global_batch)
+            .astype(np.int64)
+        )
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of the whole global step, all processes together."""
@@ -115,8 +126,8 @@ class StepLoader:
         )
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of steps start ... stop - 1, each built in a thread while the step before it
-        is used."""
+        """(index, micro-batches) of steps start ... stop - 1, each built in a thread while the step
+        before it is used."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
             ahead = pool.submit(self.step, start) if start < stop else None
             for index in range(start, stop):
@@ -128,8 +139,8 @@ class StepLoader:
                 yield index, batches
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of rows; the last two are kept, since a step may reach over an epoch's
-        end."""
+        """The epoch's permutation of rows; the last two are kept, since a step may reach over an
+        epoch's end."""
         order = self._orders.get(epoch)
         if order is None:
             order = stable_permutation(len(self.data), self.seed, epoch)

@@ -1,7 +1,8 @@
-"""The one owner of loss masks: from answer spans to a mask, and a report that lets a person look at it.
+"""The one owner of loss masks: from answer spans to a mask, and a report that lets a person look at
+it.
 
-The mask is True where the token AT a position belongs to an answer; a drafter's loss looks ahead from the
-position before.
+The mask is True where the token AT a position belongs to an answer; a drafter's loss looks ahead
+from the position before.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SHOWN_TOKENS = 240
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What a loss mask covers. share: supervised / all tokens; sample: rich markup of one document, answers
-    coloured."""
+    """What a loss mask covers. share: supervised / all tokens; sample: rich markup of one document,
+    answers coloured."""
 
     documents: int
     tokens: int
@@ -51,18 +52,20 @@ def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
     """
     mask = np.zeros(length, dtype=bool)
     for start, end in spans:
-        assert 0 <= start < end <= length, f"span [{start}, {end}) outside a document of {length} tokens"
+        assert 0 <= start < end <= length, (
+            f"span [{start}, {end}) outside a document of {length} tokens"
+        )
         mask[start:end] = True
     mask[:1] = False
     return mask
 
 
 def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: Any) -> MaskReport:
-    """Measure and show the masks of (tokens, spans) documents; raises `UserError` when nothing at all is
-    supervised.
+    """Measure and show the masks of (tokens, spans) documents; raises `UserError` when nothing at
+    all is supervised.
 
-    The sample is the first document with supervised tokens, cut to a readable length around the start of its
-    first answer.
+    The sample is the first document with supervised tokens, cut to a readable length around the
+    start of its first answer.
     """
     masks = [mask_of(spans, len(tokens)) for tokens, spans in documents]
     tokens = sum(len(mask) for mask in masks)
@@ -77,15 +80,15 @@ def require_supervised(supervised: int, tokens: int) -> None:
     """Raise `UserError` when a loss mask of `tokens` tokens covers none of them."""
     if not supervised:
         raise UserError(
-            f"0% of {tokens} tokens are supervised: no document has an answer, so there is nothing to learn. "
-            "Generate answers "
-            "first, or check the chat template's {% generation %} markers or the data's spans."
+            f"0% of {tokens} tokens are supervised: no document has an answer, so there is "
+            "nothing to learn. Generate answers first, or check the chat template's {% "
+            "generation %} markers or the data's spans."
         )
 
 
 def colour(tokens: Tokens, mask: NDArray[np.bool_], tokenizer: Any) -> str:
-    """Rich markup of a document's text, supervised runs in green and context dim, at most `SHOWN_TOKENS`
-    around the first answer."""
+    """Rich markup of a document's text, supervised runs in green and context dim, at most
+    `SHOWN_TOKENS` around the first answer."""
     first = int(mask.argmax())
     begin = max(0, first - SHOWN_TOKENS // 3)
     end = min(len(tokens), begin + SHOWN_TOKENS)

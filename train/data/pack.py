@@ -1,7 +1,8 @@
 """Packs documents of token ids into rows of one length, best fit first, so that little is padding.
 
-Documents stay flat on disk beside their answers (`packed_file.py`), or in memory when they come from there; a row is put together
-when it is asked for. Everything is deterministic: the same shards and sequence length give the same rows.
+Documents stay flat on disk beside their answers (`packed_file.py`), or in memory when they come
+from there; a row is put together when it is asked for. Everything is deterministic: the same shards
+and sequence length give the same rows.
 
 Legend: R rows, T positions (sequence_length), D documents.
 """
@@ -56,8 +57,8 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class PackReport:
-    """What packing did. padding_share: of all R * T positions; supervised_share: of all tokens that are not
-    padding."""
+    """What packing did. padding_share: of all R * T positions; supervised_share: of all tokens that
+    are not padding."""
 
     documents: int
     truncated: int
@@ -70,18 +71,17 @@ class PackReport:
     def __str__(self) -> str:
         return (
             f"packed {self.documents} documents ({self.tokens} tokens) into {self.rows} rows: "
-            f"{self.padding_share:.1%} padding, "
-            f"{self.supervised_share:.1%} of the tokens supervised; {self.truncated} documents cut to the "
-            "sequence length, "
-            f"{self.dropped} dropped because they have no answer"
+            f"{self.padding_share:.1%} padding, {self.supervised_share:.1%} of the tokens "
+            f"supervised; {self.truncated} documents cut to the sequence length, {self.dropped} "
+            "dropped because they have no answer"
         )
 
 
 @dataclass(frozen=True)
 class RowArrays:
-    """One row: tokens [T] int32 (0 on padding), positions [T] int32 (restarting with each document), segments
-    [T] int32 (1, 2, ... per document, 0 on padding), loss_mask [T] bool; weights and anchors [T] float32 (1 on padding), None where
-    the answers have none."""
+    """One row: tokens [T] int32 (0 on padding), positions [T] int32 (restarting with each
+    document), segments [T] int32 (1, 2, ... per document, 0 on padding), loss_mask [T] bool;
+    weights and anchors [T] float32 (1 on padding), None where the answers have none."""
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
@@ -92,12 +92,14 @@ class RowArrays:
 
 
 class PackedData:
-    """Documents packed into R rows of T positions. `len(data)` is R; `row(i)` builds one; `supervised` [R]
-    counts its mask."""
+    """Documents packed into R rows of T positions. `len(data)` is R; `row(i)` builds one;
+    `supervised` [R] counts its mask."""
 
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
-    def __init__(self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()) -> None:
+    def __init__(
+        self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
+    ) -> None:
         _check_length(sequence_length)
         self._open(sequence_length, *pack_in_memory(documents, sequence_length, extras))
 
@@ -105,11 +107,12 @@ class PackedData:
     def from_manifest(
         cls, directory: Path, info: TargetInfo, sequence_length: int, watch: Watch = ignore
     ) -> PackedData:
-        """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside them, in `packed/`, for the next
-        training (where that folder cannot be written: in a temporary one).
+        """Pack the answers that `headstart generate` wrote to `directory`; rows are kept beside
+        them, in `packed/`, for the next training (where that folder cannot be written: in a
+        temporary one).
 
-        Raises `UserError` when the stage is unfinished, a shard was changed, the answers were tokenised for
-        another vocabulary than that of `info`, or nothing is supervised.
+        Raises `UserError` when the stage is unfinished, a shard was changed, the answers were
+        tokenised for another vocabulary than that of `info`, or nothing is supervised.
         """
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
@@ -130,12 +133,28 @@ class PackedData:
         data = cls.__new__(cls)
         if not is_whole(folder, key):
             try:
-                write_packed(folder, weighted_documents(shards, info, watch, extras), sequence_length, key, extras)
+                write_packed(
+                    folder,
+                    weighted_documents(shards, info, watch, extras),
+                    sequence_length,
+                    key,
+                    extras,
+                )
             except OSError as error:
-                logger.warning("packed rows cannot be kept in '%s' (%s); a temporary folder is used", folder, error)
+                logger.warning(
+                    "packed rows cannot be kept in '%s' (%s); a temporary folder is used",
+                    folder,
+                    error,
+                )
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
                 folder = Path(data._temporary.name) / name
-                write_packed(folder, weighted_documents(shards, info, extras=extras), sequence_length, key, extras)
+                write_packed(
+                    folder,
+                    weighted_documents(shards, info, extras=extras),
+                    sequence_length,
+                    key,
+                    extras,
+                )
         data._open(sequence_length, *read_packed(folder))
         return data
 
@@ -164,7 +183,9 @@ class PackedData:
         begin, end = int(at.starts[index]), int(at.starts[index + 1])
         stored = self._flat["tokens"].read(begin, end)
         lengths = at.lengths[at.documents[index] : at.documents[index + 1]]
-        tokens, positions, segments = (np.zeros(self.sequence_length, dtype=np.int32) for _ in range(3))
+        tokens, positions, segments = (
+            np.zeros(self.sequence_length, dtype=np.int32) for _ in range(3)
+        )
         loss_mask = np.zeros(self.sequence_length, dtype=bool)
         used = len(stored)
         loss_mask[:used] = stored < 0
@@ -184,20 +205,23 @@ def _check_length(sequence_length: int) -> None:
         raise UserError(f"the sequence length must be at least 2; given: {sequence_length}.")
 
 
-def read_documents(directory: Path, info: TargetInfo) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents (tokens, answer spans) of a finished generate stage, in shard order, after the checks of
-    `from_manifest`."""
+def read_documents(
+    directory: Path, info: TargetInfo
+) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
+    """Documents (tokens, answer spans) of a finished generate stage, in shard order, after the
+    checks of `from_manifest`."""
     yield from documents_of(checked_shards(directory, info), info)
 
 
 def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
-    """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises `UserError` otherwise."""
+    """The unchanged shards of a finished generate stage for the vocabulary of `info`; raises
+    `UserError` otherwise."""
     manifest = read_answers(directory)
     _require_target(directory, manifest.get("target"), info)
     if not manifest.get("shards"):
         raise UserError(
-            f"the manifest in '{directory}' lists no shards. Delete the folder and run `headstart generate` "
-            "again."
+            f"the manifest in '{directory}' lists no shards. Delete the folder and run `headstart "
+            "generate` again."
         )
     return [verify_file(directory, entry) for entry in manifest["shards"]]
 
@@ -205,7 +229,8 @@ def checked_shards(directory: Path, info: TargetInfo) -> list[Path]:
 def documents_of(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore
 ) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-    """Documents of shards, in order. A row may hold several, one after the other: see `Answer.parts`."""
+    """Documents of shards, in order. A row may hold several, one after the other: see
+    `Answer.parts`."""
     for tokens, spans, _ in weighted_documents(shards, info, watch):
         yield tokens, spans
 
@@ -214,31 +239,44 @@ def extras_of(shards: Sequence[Path]) -> list[str]:
     """Which of `EXTRAS` the shards have; raises `UserError` unless all have the same."""
     found = [[name for name in EXTRAS if name in pq.read_schema(path).names] for path in shards]
     if any(names != found[0] for names in found):
-        raise UserError(f"the shards beside '{shards[0]}' differ in their columns {list(EXTRAS)}. Run `headstart feedback` again.")
+        raise UserError(
+            f"the shards beside '{shards[0]}' differ in their columns {list(EXTRAS)}. Run "
+            "`headstart feedback` again."
+        )
     return found[0]
 
 
 def weighted_documents(
     shards: Iterable[Path], info: TargetInfo, watch: Watch = ignore, extras: Sequence[str] = ()
 ) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
-    """`documents_of` with the columns `extras` of every document's tokens; raises `UserError` for weights that are none."""
+    """`documents_of` with the columns `extras` of every document's tokens; raises `UserError` for
+    weights that are none."""
     rows = 0
     for path in shards:
         for batch in _batches(path, extras):
             rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
-            parts = batch.column("parts").to_pylist() if "parts" in batch.schema.names else [None] * len(spans)
+            parts = (
+                batch.column("parts").to_pylist()
+                if "parts" in batch.schema.names
+                else [None] * len(spans)
+            )
             values, bounds = tokens.values.to_numpy(), tokens.offsets.to_numpy()
             if len(values) and not 0 <= values.min() <= values.max() < info.vocab_size:
                 raise UserError(
-                    f"'{path}' holds token ids outside 0..{info.vocab_size - 1}, the vocabulary of target "
-                    f"'{info.id}'."
+                    f"'{path}' holds token ids outside 0..{info.vocab_size - 1}, the vocabulary "
+                    f"of target '{info.id}'."
                 )
             beside = {name: _weights(path, name, batch.column(name), tokens) for name in extras}
             for number, answer in enumerate(spans):
                 whole = values[bounds[number] : bounds[number + 1]]
-                own = {name: column[bounds[number] : bounds[number + 1]] for name, column in beside.items()}
-                for part, (low, high) in _split(whole, [(start, end) for start, end in answer], parts[number] or ()):
+                own = {
+                    name: column[bounds[number] : bounds[number + 1]]
+                    for name, column in beside.items()
+                }
+                for part, (low, high) in _split(
+                    whole, [(start, end) for start, end in answer], parts[number] or ()
+                ):
                     yield *part, {name: column[low:high] for name, column in own.items()}
             watch("pack", rows)
 
@@ -246,19 +284,26 @@ def weighted_documents(
 def _split(
     tokens: NDArray[np.int32], spans: list[Span], parts: Sequence[int]
 ) -> Iterator[tuple[tuple[NDArray[np.int32], list[Span]], Span]]:
-    """The documents of one row, and where they lie in it: `parts` says where the second and later ones begin."""
+    """The documents of one row, and where they lie in it: `parts` says where the second and later
+    ones begin."""
     for begin, end in pairwise([0, *parts, len(tokens)]):
         inside = [(low - begin, high - begin) for low, high in spans if begin <= low < end]
         yield (tokens[begin:end], inside), (begin, end)
 
 
-def _weights(path: Path, name: str, column: pa.ListArray, tokens: pa.ListArray) -> NDArray[np.float32]:
+def _weights(
+    path: Path, name: str, column: pa.ListArray, tokens: pa.ListArray
+) -> NDArray[np.float32]:
     """A column of weights, flat like the tokens' values."""
     values: NDArray[np.float32] = column.values.to_numpy()
     if not np.array_equal(column.offsets.to_numpy(), tokens.offsets.to_numpy()):
-        raise UserError(f"'{path}' has not one entry of '{name}' per token. Run `headstart feedback` again.")
+        raise UserError(
+            f"'{path}' has not one entry of '{name}' per token. Run `headstart feedback` again."
+        )
     if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise UserError(f"'{path}' holds {name} that are below 0 or no numbers. Run `headstart feedback` again.")
+        raise UserError(
+            f"'{path}' holds {name} that are below 0 or no numbers. Run `headstart feedback` again."
+        )
     return values
 
 
@@ -273,25 +318,27 @@ def _batches(path: Path, extras: Sequence[str] = ()) -> Iterator[pa.RecordBatch]
             or file.schema_arrow.field(name).type != SHARD_SCHEMA.field(name).type
         ):
             raise UserError(
-                f"'{path}' is not a shard of `headstart generate`: it has no column '{name}' of token "
-                "numbers."
+                f"'{path}' is not a shard of `headstart generate`: it has no column '{name}' of "
+                "token numbers."
             )
     # Shards of older versions have no column `parts`: one document per row.
-    columns = [name for name in ("tokens", "spans", "parts", *extras) if name in file.schema_arrow.names]
+    columns = [
+        name for name in ("tokens", "spans", "parts", *extras) if name in file.schema_arrow.names
+    ]
     yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
 
 
 def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
     if not isinstance(stored, Mapping):
         raise UserError(
-            f"the manifest in '{directory}' does not say which target wrote the answers. Run `headstart "
-            "generate` again."
+            f"the manifest in '{directory}' does not say which target wrote the answers. Run "
+            "`headstart generate` again."
         )
     if stored.get("tokenizer_hash") != info.tokenizer_hash:
         raise UserError(
-            f"the answers in '{directory}' were tokenised for target '{stored.get('id')}', whose tokenizer "
-            "differs from that of "
-            f"'{info.id}'. Generate answers with '{info.id}', or train for the target that wrote these."
+            f"the answers in '{directory}' were tokenised for target '{stored.get('id')}', whose "
+            f"tokenizer differs from that of '{info.id}'. Generate answers with '{info.id}', or "
+            "train for the target that wrote these."
         )
     if stored.get("revision") != info.revision:
         logger.warning(

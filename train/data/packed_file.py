@@ -1,15 +1,18 @@
 """Packed rows on disk: one flat file of tokens in row order, and small indexes beside it.
 
-    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t (its sign says so)
+    tokens.bin      int32 per token, row after row; a supervised token t is stored as ~t (its sign
+                    says so)
     lengths.bin     int32 per document, in the same order
     starts.bin      int64 [R + 1]: where each row's tokens begin
     documents.bin   int64 [R + 1]: where each row's documents begin in lengths.bin
     supervised.bin  int64 [R]
-    weights.bin, anchors.bin   float32 per token, beside tokens.bin; only where the answers have them (train/feedback)
+    weights.bin, anchors.bin   float32 per token, beside tokens.bin; only where the answers have
+                               them (train/feedback)
     packed.json     what was packed, the report, and size and SHA-256 of each file; written last
 
-Rows are read with positional reads, not through a map: what the kernel caches is then not counted as this process's memory. Held in
-memory: 24 bytes per row and 4 per document. Documents are packed in windows, so packing holds no more than one window's tokens.
+Rows are read with positional reads, not through a map: what the kernel caches is then not counted
+as this process's memory. Held in memory: 24 bytes per row and 4 per document. Documents are packed
+in windows, so packing holds no more than one window's tokens.
 
 Legend: R rows, T positions (sequence_length).
 """
@@ -34,10 +37,17 @@ from inference.target.chat import Span
 from train.data.masks import Tokens, mask_of
 
 WINDOW_DOCUMENTS = 1 << 16
-"""Most documents that are packed together; fewer than that are packed as one, best fit over all of them."""
+"""Most documents that are packed together; fewer than that are packed as one, best fit over all of
+them."""
 WINDOW_TOKENS = 1 << 23
 """Most tokens of a window, which are held in memory (int32) until it is packed."""
-PARTS = {"tokens": np.int32, "lengths": np.int32, "starts": np.int64, "documents": np.int64, "supervised": np.int64}
+PARTS = {
+    "tokens": np.int32,
+    "lengths": np.int32,
+    "starts": np.int64,
+    "documents": np.int64,
+    "supervised": np.int64,
+}
 EXTRAS = {"weights": np.float32, "anchors": np.float32}
 """What a token may carry besides: see `heads.api.batch.TrainBatch`."""
 HEADER = "packed.json"
@@ -51,7 +61,8 @@ Flat = Mapping[str, "FlatFile"]
 
 
 class PackKey(TypedDict):
-    """What decides the packed rows. answers: SHA-256 of the manifest; windows: documents, tokens."""
+    """What decides the packed rows. answers: SHA-256 of the manifest; windows: documents,
+    tokens."""
 
     answers: str
     sequence_length: int
@@ -62,7 +73,8 @@ class PackKey(TypedDict):
 
 @dataclass
 class Counts:
-    """What packing met: documents kept, cut to the sequence length, dropped for having no answer; their tokens."""
+    """What packing met: documents kept, cut to the sequence length, dropped for having no answer;
+    their tokens."""
 
     documents: int = 0
     truncated: int = 0
@@ -103,7 +115,8 @@ class Packer:
         self._put("documents", [0])
 
     def add_all(self, documents: Iterable[Document]) -> None:
-        """Take every document and write what is left at the end. With `extras` each brings its weights."""
+        """Take every document and write what is left at the end. With `extras` each brings its
+        weights."""
         for tokens, spans, *beside in documents:
             self._add(tokens, spans, beside[0] if beside else {})
         self._pack()
@@ -115,10 +128,15 @@ class Packer:
             return
         signed, begin = window
         self.counts.truncated += len(tokens) > self.length
-        if len(self._waiting) == self.window_documents or self._held + len(signed) > self.window_tokens:
+        if (
+            len(self._waiting) == self.window_documents
+            or self._held + len(signed) > self.window_tokens
+        ):
             self._pack()
         self._waiting.append(signed)
-        self._beside.append({name: beside[name][begin : begin + len(signed)] for name in self.extras})
+        self._beside.append(
+            {name: beside[name][begin : begin + len(signed)] for name in self.extras}
+        )
         self._held += len(signed)
 
     def _pack(self) -> None:
@@ -160,7 +178,8 @@ class FlatFile:
         if self._descriptor < 0:
             return np.frombuffer(self._bytes, self._dtype, end - begin, first)
         found = b""
-        while len(found) < count:  # one read gives at most 2 GiB, and fewer bytes on some file systems
+        # one read gives at most 2 GiB, and fewer bytes on some file systems
+        while len(found) < count:
             more = os.pread(self._descriptor, count - len(found), first + len(found))
             if not more:
                 raise OSError(f"the packed tokens end before byte {first + count}")
@@ -180,15 +199,22 @@ def pack_in_memory(
     packer = Packer(length, files, extras=extras)
     packer.add_all(documents)
     contents = {name: file.getvalue() for name, file in files.items()}
-    arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"}
+    arrays = {
+        name: np.frombuffer(contents[name], PARTS[name]) for name in PARTS if name != "tokens"
+    }
     flat = {name: FlatFile(contents[name], (PARTS | EXTRAS)[name]) for name in ("tokens", *extras)}
     return packer.counts, Indexes(**arrays), flat
 
 
 def write_packed(
-    folder: Path, documents: Iterable[Document], length: int, key: PackKey, extras: Sequence[str] = ()
+    folder: Path,
+    documents: Iterable[Document],
+    length: int,
+    key: PackKey,
+    extras: Sequence[str] = (),
 ) -> None:
-    """Pack documents into `folder`, which appears whole or not at all. Several processes may do it at once: the first one wins."""
+    """Pack documents into `folder`, which appears whole or not at all. Several processes may do it
+    at once: the first one wins."""
     names = (*PARTS, *extras)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
@@ -200,8 +226,16 @@ def write_packed(
         finally:
             for file in files.values():
                 file.close()
-        entries = [file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size) for name in names]
-        header = {"format": FORMAT, "key": dict(key), "counts": asdict(packer.counts), "files": entries}
+        entries = [
+            file_entry(building, f"{name}.bin", bytes=(building / f"{name}.bin").stat().st_size)
+            for name in names
+        ]
+        header = {
+            "format": FORMAT,
+            "key": dict(key),
+            "counts": asdict(packer.counts),
+            "files": entries,
+        }
         write_json(building / HEADER, header)
         if is_whole(folder, key):
             return
@@ -215,7 +249,8 @@ def write_packed(
 
 
 def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
-    """Whether `folder` holds the packed rows of `key` and no file of them is missing or short (thorough: or changed)."""
+    """Whether `folder` holds the packed rows of `key` and no file of them is missing or short
+    (thorough: or changed)."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         if header["format"] != FORMAT or header["key"] != dict(key):
@@ -233,18 +268,21 @@ def is_whole(folder: Path, key: PackKey, *, thorough: bool = False) -> bool:
 def read_packed(folder: Path) -> tuple[Counts, Indexes, Flat]:
     """Open what `write_packed` wrote."""
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    arrays = {name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"}
+    arrays = {
+        name: np.fromfile(folder / f"{name}.bin", PARTS[name]) for name in PARTS if name != "tokens"
+    }
     names = ("tokens", *header["key"].get("extras", ()))
     flat = {name: FlatFile(folder / f"{name}.bin", (PARTS | EXTRAS)[name]) for name in names}
     return Counts(**header["counts"]), Indexes(**arrays), flat
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at most
-    `capacity`.
+    """Best-fit decreasing bin packing: document numbers per row, every row's lengths summing to at
+    most `capacity`.
 
-    Each document, longest first, goes into the fullest row that still has room for it. Open rows are kept by
-    free space, and a bit set of the spaces in use finds the smallest that is large enough.
+    Each document, longest first, goes into the fullest row that still has room for it. Open rows
+    are kept by free space, and a bit set of the spaces in use finds the smallest that is large
+    enough.
     """
     rows: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -266,9 +304,11 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> tuple[NDArray[np.int32], int] | None:
-    """The tokens of a document, cut to `length`, supervised ones as ~token, and where the cut begins; None when nothing is
-    supervised.
+def signed_window(
+    tokens: Tokens, spans: Sequence[Span], length: int
+) -> tuple[NDArray[np.int32], int] | None:
+    """The tokens of a document, cut to `length`, supervised ones as ~token, and where the cut
+    begins; None when nothing is supervised.
     """
     mask = mask_of(spans, len(tokens))
     if not mask.any():
@@ -281,11 +321,11 @@ def signed_window(tokens: Tokens, spans: Sequence[Span], length: int) -> tuple[N
 
 
 def _window_start(mask: NDArray[np.bool_], length: int) -> int:
-    """Start of the window of `length` tokens to keep: the document's beginning when an answer reaches into
-    it.
+    """Start of the window of `length` tokens to keep: the document's beginning when an answer
+    reaches into it.
 
-    Otherwise half of the window is the context right before the first answer and half is the answer (more
-    when the answer ends earlier), so that at least one token is supervised.
+    Otherwise half of the window is the context right before the first answer and half is the answer
+    (more when the answer ends earlier), so that at least one token is supervised.
     """
     first = int(mask.argmax())
     if first < length:

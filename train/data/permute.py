@@ -1,5 +1,5 @@
-"""Permutations that are a function of their seed alone: the same on every machine, process and library
-version."""
+"""Permutations that are a function of their seed alone: the same on every machine, process and
+library version."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
     """A permutation of range(count) [count] int64, different for every (seed, stream).
 
-    Numbers are ordered by their splitmix64 hash (Steele, Lea and Flood, 2014), which library generators do
-    not promise to keep.
+    Numbers are ordered by their splitmix64 hash (Steele, Lea and Flood, 2014), which library
+    generators do not promise to keep.
     """
     offset = _mix_int(_mix_int(seed & MASK) ^ (stream & MASK))
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(offset)
@@ -22,10 +22,11 @@ def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int
 
 
 def unit_interval(seed: int, index: int) -> float:
-    """A number in [0, 1) for (seed, index), evenly spread over every run of indices: multiples of the golden ratio.
+    """A number in [0, 1) for (seed, index), evenly spread over every run of indices: multiples of
+    the golden ratio.
 
-    Of any n successive ones, an interval of length w holds w n of them up to a deviation that grows like log n, where random
-    numbers deviate by the root of n.
+    Of any n successive ones, an interval of length w holds w n of them up to a deviation that grows
+    like log n, where random numbers deviate by the root of n.
     """
     start = _mix_int(seed & MASK)
     return ((start + (index + 1) * GOLDEN) & MASK) / 2**64

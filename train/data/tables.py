@@ -1,9 +1,9 @@
-"""Opens any dataset source as a table with random access to rows: Hub datasets and local parquet, arrow, json
-and jsonl.
+"""Opens any dataset source as a table with random access to rows: Hub datasets and local parquet,
+arrow, json and jsonl.
 
-Local jsonl is read line by line here rather than through `datasets`, which infers one schema for the whole
-file: there, one odd row would refuse the file, and here it is one skipped row with a reason. Everything else
-goes through `datasets`.
+Local jsonl is read line by line here rather than through `datasets`, which infers one schema for
+the whole file: there, one odd row would refuse the file, and here it is one skipped row with a
+reason. Everything else goes through `datasets`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ COLUMN_PROBE = 100
 
 
 RawRow = Mapping[str, object]
-"""A row as a dataset has it, by column; which columns there are and what they hold is checked later."""
+"""A row as a dataset has it, by column; which columns there are and what they hold is checked
+later."""
 
 
 class BadRowError(Exception):
-    """A row that cannot be used; the text is the reason that is reported, without the row's content."""
+    """A row that cannot be used; the text is the reason that is reported, without the row's
+    content."""
 
 
 class Table(Protocol):
@@ -127,32 +129,43 @@ def _line_bounds(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def open_stream(
     path: str, files: list[Path] | Path | None, name: str | None, split: str, revision: str | None
 ) -> Any:
-    """A `datasets.IterableDataset` of local files, a saved dataset or a Hub dataset; raises `UserError` when there is none."""
+    """A `datasets.IterableDataset` of local files, a saved dataset or a Hub dataset; raises
+    `UserError` when there is none."""
     if isinstance(files, Path):
         return _open_saved(files, split).dataset.to_iterable_dataset()
     if files is None:
         _check_hub_id(path)
         return _load(path, split, path=path, name=name, revision=revision, streaming=True)
     kinds = _one_kind(path, files)
-    return _load(path, split="train", path=BUILDERS[kinds], data_files=[str(file) for file in files], streaming=True)
+    return _load(
+        path,
+        split="train",
+        path=BUILDERS[kinds],
+        data_files=[str(file) for file in files],
+        streaming=True,
+    )
 
 
 def local_files(path: str) -> list[Path] | Path | None:
-    """Files of a local source, the folder itself when `Dataset.save_to_disk` wrote it, None when `path` can
-    only be a Hub id."""
+    """Files of a local source, the folder itself when `Dataset.save_to_disk` wrote it, None when
+    `path` can only be a Hub id."""
     expanded = Path(path).expanduser()
     known = [*BUILDERS, LINES]
     if expanded.is_dir():
         if (expanded / "state.json").is_file() or (expanded / "dataset_dict.json").is_file():
             return expanded
         files = sorted(
-            file for file in expanded.rglob("*") if file.suffix in known and not file.name.startswith(".")
+            file
+            for file in expanded.rglob("*")
+            if file.suffix in known and not file.name.startswith(".")
         )
         if not files:
             raise UserError(f"the folder '{path}' has no files ending in {', '.join(known)}.")
         return files
-    # Not Path.glob: it takes no absolute patterns.
-    matches = [str(expanded)] if expanded.is_file() else sorted(glob.glob(str(expanded), recursive=True))  # noqa: PTH207
+    pattern = str(expanded)
+    # Path.glob takes no absolute patterns.
+    found = [pattern] if expanded.is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207
+    matches = sorted(found)
     files = [Path(match) for match in matches]
     if files:
         odd = [file.name for file in files if file.suffix not in known]
@@ -162,10 +175,14 @@ def local_files(path: str) -> list[Path] | Path | None:
                 f"{', '.join(known)}."
             )
         return files
-    if path.startswith(("/", ".", "~")) or any(sign in path for sign in "*?[") or Path(path).suffix in known:
+    if (
+        path.startswith(("/", ".", "~"))
+        or any(sign in path for sign in "*?[")
+        or Path(path).suffix in known
+    ):
         raise UserError(
-            f"there is no dataset file, folder or match for '{path}'. Check data.path (it is relative to the "
-            "current folder)."
+            f"there is no dataset file, folder or match for '{path}'. Check data.path (it is "
+            "relative to the current folder)."
         )
     return None
 
@@ -199,8 +216,8 @@ def _open_hub(path: str, name: str | None, split: str, revision: str | None) -> 
 def _check_hub_id(path: str) -> None:
     if not HUB_ID.fullmatch(path):
         raise UserError(
-            f"'{path}' is neither a local file or folder nor a Hub dataset id like 'owner/name'. Check "
-            "data.path."
+            f"'{path}' is neither a local file or folder nor a Hub dataset id like 'owner/name'. "
+            "Check data.path."
         )
 
 
@@ -213,18 +230,20 @@ def _load(shown: str, split: str, **arguments: Any) -> Any:
         return load_dataset(split=split, **arguments)
     except DatasetNotFoundError as error:
         raise UserError(
-            f"dataset '{shown}' is neither a local path nor a dataset on the Hub that this account can read."
+            f"dataset '{shown}' is neither a local path nor a dataset on the Hub that this "
+            "account can read."
         ) from error
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise UserError(
-            f"dataset '{shown}' cannot be read: {cause}. Check the file, or turn it into jsonl to skip "
-            "broken rows."
+            f"dataset '{shown}' cannot be read: {cause}. Check the file, or turn it into jsonl to "
+            "skip broken rows."
         ) from error
-    except ValueError as error:  # unknown split or configuration: the message of `datasets` lists what exists
+    # unknown split or configuration: the message of `datasets` lists what exists
+    except ValueError as error:
         raise UserError(f"dataset '{shown}': {error}. Check data.split and data.name.") from error
     except OSError as error:  # ConnectionError and every error of huggingface_hub are OSErrors
         raise UserError(
-            f"dataset '{shown}' is not a local path, and the Hub did not answer: {error}. Check the path or "
-            "the network."
+            f"dataset '{shown}' is not a local path, and the Hub did not answer: {error}. Check "
+            "the path or the network."
         ) from error

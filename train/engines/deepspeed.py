@@ -1,13 +1,14 @@
-"""Training under DeepSpeed: ZeRO 0 to 3 behind the `TrainEngine` protocol. The only file that imports
-deepspeed.
+"""Training under DeepSpeed: ZeRO 0 to 3 behind the `TrainEngine` protocol. The only file that
+imports deepspeed.
 
-Three habits of DeepSpeed are met here and nowhere else: it averages gradients over processes (we add them, so
-the loss is multiplied by their number first), it wants a process group and LOCAL_RANK even for one process,
-and it compiles C++ helpers at run time (the CPU's shared-memory helper is not needed, and building it takes a
-compiler and half a minute: it is switched off).
+Three habits of DeepSpeed are met here and nowhere else: it averages gradients over processes (we
+add them, so the loss is multiplied by their number first), it wants a process group and LOCAL_RANK
+even for one process, and it compiles C++ helpers at run time (the CPU's shared-memory helper is not
+needed, and building it takes a compiler and half a minute: it is switched off).
 
-DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole; AdamW's state
-is saved by weight (`train.engines.shards`), every process its own runs, so that any world size and any stage can go on.
+DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole;
+AdamW's state is saved by weight (`train.engines.shards`), every process its own runs, so that any
+world size and any stage can go on.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ def import_deepspeed(device_type: str) -> Any:
         import deepspeed
     except ImportError as error:
         raise UserError(
-            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Install it, or use "
-            "engine.name=torch."
+            f"engine.name=deepspeed, but deepspeed cannot be imported ({error}). Install it, or "
+            "use engine.name=torch."
         ) from error
     deepspeed.utils.logger.setLevel(logging.ERROR)
     if device_type == "cpu":
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        deepspeed.ops.__compatible_ops__ = dict.fromkeys([*ALL_OPS, "deepspeed_not_implemented"], False)
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(
+            [*ALL_OPS, "deepspeed_not_implemented"], False
+        )
     return deepspeed
 
 
@@ -74,18 +77,22 @@ def require_async_io(deepspeed: Any, path: str) -> None:
 
     if not AsyncIOBuilder().is_compatible():
         raise UserError(
-            f"engine.offload_path is '{path}', but deepspeed cannot write there: its async_io operation needs a C++ compiler, "
-            "ninja and libaio with its header (Debian, Ubuntu: apt install libaio-dev), or CFLAGS and LDFLAGS that point to them. "
-            "Leave engine.offload_path empty to use CPU memory."
+            f"engine.offload_path is '{path}', but deepspeed cannot write there: its async_io "
+            "operation needs a C++ compiler, ninja and libaio with its header (Debian, Ubuntu: "
+            "apt install libaio-dev), or CFLAGS and LDFLAGS that point to them. Leave "
+            "engine.offload_path empty to use CPU memory."
         )
     if not Path(path).is_dir():
-        raise UserError(f"engine.offload_path '{path}' is no folder. Create it on a local disk, on every machine of the launch.")
+        raise UserError(
+            f"engine.offload_path '{path}' is no folder. Create it on a local disk, on every "
+            "machine of the launch."
+        )
     deepspeed.ops.__compatible_ops__["async_io"] = True
 
 
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32 weights and
-    our boundaries."""
+    """DeepSpeed's configuration. Precision and accumulation are ours: it only ever sees float32
+    weights and our boundaries."""
     bucket = min(numel + numel % 2, BUCKET_ELEMENTS)  # ZeRO 1 and 2 refuse an odd number
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
@@ -93,8 +100,8 @@ def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, An
         "allgather_bucket_size": bucket,
     }
     if config.zero_stage == 3:
-        # memory_efficient_linear replaces torch.nn.functional.linear for the whole process and computes
-        # outside of autocast.
+        # memory_efficient_linear replaces torch.nn.functional.linear for the whole process and
+        # computes outside of autocast.
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": LIVE_BUCKETS * bucket,
@@ -106,7 +113,8 @@ def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, An
     if config.offload == "all":
         zero["offload_param"] = {"device": "cpu"}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: batches never pass through DeepSpeed's loader
+        # bookkeeping only: batches never pass through DeepSpeed's loader
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": clip if config.zero_stage > 0 else 0.0,
         "zero_optimization": zero,
@@ -126,12 +134,18 @@ class DeepSpeedEngine:
         if config.offload_path:
             require_async_io(self.deepspeed, config.offload_path)
         join_world(world.device, always=True)
-        self.drafter, self.world, self.stage, self.clip = drafter, world, config.zero_stage, optim.clip
+        self.drafter, self.world, self.stage, self.clip = (
+            drafter,
+            world,
+            config.zero_stage,
+            optim.clip,
+        )
         self.sharded = config.sharded
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
-        # DeepSpeed reads LOCAL_RANK while it works; `close` takes it away, since others take it for a launch.
+        # DeepSpeed reads LOCAL_RANK while it works; `close` takes it away, since others take it for
+        # a launch.
         self._alone = "LOCAL_RANK" not in os.environ
         os.environ.setdefault("LOCAL_RANK", "0")
         self.engine, *_ = self.deepspeed.initialize(
@@ -149,8 +163,8 @@ class DeepSpeedEngine:
         return LossOutput(loss.detach(), self.engine.module.metrics)
 
     def step(self, rate: float) -> float:
-        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it is clipped
-        here."""
+        """See `TrainEngine`. ZeRO 1 to 3 clip by themselves; stage 0 has no ZeRO optimiser, so it
+        is clipped here."""
         set_rate(self.engine.optimizer, rate)
         norm = None
         if self.stage == 0:
@@ -164,8 +178,8 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main process
-        holds them all."""
+        """See `TrainEngine`. With ZeRO-3 one weight at a time is gathered, so that only the main
+        process holds them all."""
         buffers = dict(self.drafter.named_buffers())
         parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
         found: dict[str, Tensor] = {}
@@ -179,8 +193,8 @@ class DeepSpeedEngine:
         return found
 
     def _spans(self) -> list[list[Span]]:
-        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights. Only here is known how it
-        divides them.
+        """The runs of weights that AdamW updates in this process, by DeepSpeed's groups of weights.
+        Only here is known how it divides them.
         """
         zero, rank = self.engine.optimizer, self.world.rank
         if self.stage == 0:
@@ -188,11 +202,15 @@ class DeepSpeedEngine:
         names = {id(p): name for name, p in self._named().items()}
         groups: list[list[Span]] = []
         if self.stage == 3:
-            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            for group, flat in zip(
+                zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True
+            ):
                 named = [(names[id(p)], tuple(p.ds_shape)) for p in group]
                 groups.append(piece_spans(named, [p.partition_numel() for p in group], rank, flat))
             return groups
-        for group, flat in zip(zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        for group, flat in zip(
+            zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups, strict=True
+        ):
             named = [(names[id(p)], tuple(p.shape)) for p in group]
             offsets = [0, *accumulate(p.numel() for p in group[:-1])]
             groups.append(slice_spans(named, offsets, rank * flat.numel(), flat))
@@ -200,7 +218,8 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _in_memory(self, group: int, *, changed: bool) -> Iterator[None]:
-        """AdamW's state of a group in memory inside the block, read from disk where it is kept there, and written if `changed`."""
+        """AdamW's state of a group in memory inside the block, read from disk where it is kept
+        there, and written if `changed`."""
         zero = self.engine.optimizer
         if self.stage != 3 or not zero._swappable_optimizer_subgroup(group):
             yield
@@ -240,8 +259,8 @@ class DeepSpeedEngine:
                 distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
-        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as the
-        process lives."""
+        """See `TrainEngine`. The process group stays: DeepSpeed remembers its groups for as long as
+        the process lives."""
         self.engine.destroy()
         del self.engine
         gc.collect()

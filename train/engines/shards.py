@@ -1,12 +1,15 @@
-"""AdamW's state by weight, whoever holds it: how it lies on disk, and how any number of processes reads it again.
+"""AdamW's state by weight, whoever holds it: how it lies on disk, and how any number of processes
+reads it again.
 
-ZeRO divides AdamW's state into flat pieces that depend on the stage and on the number of processes. Here every piece is named
-after what it is of: a run of elements of one weight. A process writes the runs it holds; a process that continues, in a launch of
-any size and under any engine, reads the runs it needs from whichever files have them. Nothing is gathered: a process never holds
-more than its own part. Values are copied, never computed with, so a state comes back bit for bit.
+ZeRO divides AdamW's state into flat pieces that depend on the stage and on the number of processes.
+Here every piece is named after what it is of: a run of elements of one weight. A process writes the
+runs it holds; a process that continues, in a launch of any size and under any engine, reads the
+runs it needs from whichever files have them. Nothing is gathered: a process never holds more than
+its own part. Values are copied, never computed with, so a state comes back bit for bit.
 
-A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run) and `<weight>.step` (a scalar);
-its metadata `runs` say for each weight where the run starts and what shape the whole weight has.
+A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run)
+and `<weight>.step` (a scalar); its metadata `runs` say for each weight where the run starts and
+what shape the whole weight has.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Span:
     """A run of one weight's elements, row by row, that this process updates.
 
-    weight: its name; shape: of the whole weight; start, count: the run; tensor: what AdamW updates, under which its state is kept;
-    at: where the run begins in the flattened `tensor`.
+    weight: its name; shape: of the whole weight; start, count: the run; tensor: what AdamW updates,
+    under which its state is kept; at: where the run begins in the flattened `tensor`.
     """
 
     weight: str
@@ -67,7 +70,8 @@ class StatePart:
 
 
 class FilePart:
-    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a file that is not one of ours."""
+    """The same as `StatePart`, on disk: only what is asked for is read. Raises `UserError` for a
+    file that is not one of ours."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -80,7 +84,8 @@ class FilePart:
             self._counts = {name: self._length(f"{name}.{MOMENTS[0]}") for name in self.runs}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: {error})."
+                f"'{path}' is no optimiser state that this version reads ({type(error).__name__}: "
+                f"{error})."
             ) from error
 
     def _length(self, name: str) -> int:
@@ -111,17 +116,23 @@ def collect(optimizer: torch.optim.Optimizer, spans: Iterable[Span]) -> StatePar
         for name in MOMENTS:
             run = state[name].detach().flatten()[span.at : span.at + span.count]
             part.tensors[f"{span.weight}.{name}"] = run.to("cpu", copy=True).contiguous()
-        part.tensors[f"{span.weight}.step"] = torch.as_tensor(state["step"]).detach().to("cpu", copy=True)
+        part.tensors[f"{span.weight}.step"] = (
+            torch.as_tensor(state["step"]).detach().to("cpu", copy=True)
+        )
     return part
 
 
 def distribute(
-    optimizer: torch.optim.Optimizer, spans: Sequence[Span], whole: Mapping[str, tuple[int, ...]], parts: Sequence[AnyPart]
+    optimizer: torch.optim.Optimizer,
+    spans: Sequence[Span],
+    whole: Mapping[str, tuple[int, ...]],
+    parts: Sequence[AnyPart],
 ) -> None:
     """Give AdamW the state of `spans` out of `parts`, which together hold that of every weight.
 
-    whole: name and shape of every trained weight, of all processes. Nothing changes when the parts are empty (a state from before
-    the first update). Raises `UserError` when they are of other weights or incomplete.
+    whole: name and shape of every trained weight, of all processes. Nothing changes when the parts
+    are empty (a state from before the first update). Raises `UserError` when they are of other
+    weights or incomplete.
     """
     found = _by_weight(parts)
     if not found:
@@ -150,25 +161,30 @@ def _by_weight(parts: Sequence[AnyPart]) -> dict[str, list[AnyPart]]:
     return found
 
 
-def _require_same_weights(found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]) -> None:
+def _require_same_weights(
+    found: dict[str, list[AnyPart]], whole: Mapping[str, tuple[int, ...]]
+) -> None:
     """Names and shapes must agree."""
     unknown, missing = sorted(set(found) - set(whole)), sorted(set(whole) - set(found))
     if unknown or missing:
         raise UserError(
-            f"the saved optimiser state is of another drafter: unknown weights {unknown[:4]}, missing weights {missing[:4]}. "
-            "Train with the settings it was started with, or in another folder."
+            f"the saved optimiser state is of another drafter: unknown weights {unknown[:4]}, "
+            f"missing weights {missing[:4]}. Train with the settings it was started with, or in "
+            "another folder."
         )
     for weight, shape in whole.items():
         for part in found[weight]:
             if part.runs[weight][1] != shape:
                 raise UserError(
-                    f"the saved optimiser state of '{weight}' is of a weight of another shape: {list(part.runs[weight][1])}, "
-                    f"here {list(shape)}. Train with the settings it was started with, or in another folder."
+                    f"the saved optimiser state of '{weight}' is of a weight of another shape: "
+                    f"{list(part.runs[weight][1])}, here {list(shape)}. Train with the settings "
+                    "it was started with, or in another folder."
                 )
 
 
 def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> None:
-    """Copy the span's elements out of all runs that overlap it; raises `UserError` when some are nowhere."""
+    """Copy the span's elements out of all runs that overlap it; raises `UserError` when some are
+    nowhere."""
     filled = 0
     for part in parts:
         begin = part.runs[span.weight][0]
@@ -180,12 +196,13 @@ def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> No
             filled += last - first
     if filled != span.count:
         raise UserError(
-            f"the saved optimiser state is incomplete: of '{span.weight}' {filled} of {span.count} elements were found. A file of "
-            "another process is missing; copy the whole folder."
+            f"the saved optimiser state is incomplete: of '{span.weight}' {filled} of "
+            f"{span.count} elements were found. A file of another process is missing; copy the "
+            "whole folder."
         )
 
 
-# ---- which runs a process updates --------------------------------------------------------------------------------------
+# Which runs a process updates
 
 
 def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
@@ -196,7 +213,8 @@ def whole_spans(named: Mapping[str, Tensor]) -> list[Span]:
 def slice_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], offsets: Sequence[int], begin: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 1 and 2: weights lie one behind the other at `offsets`; this process updates `tensor`, a slice of it from `begin` on."""
+    """ZeRO 1 and 2: weights lie one behind the other at `offsets`; this process updates `tensor`, a
+    slice of it from `begin` on."""
     spans = []
     for (name, shape), offset in zip(named, offsets, strict=True):
         first = max(offset, begin)
@@ -209,8 +227,8 @@ def slice_spans(
 def piece_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[int], rank: int, tensor: Tensor
 ) -> list[Span]:
-    """ZeRO 3: every weight is divided by itself into pieces of `pieces` elements, of which this process updates number `rank`; they
-    lie one behind the other in `tensor`.
+    """ZeRO 3: every weight is divided by itself into pieces of `pieces` elements, of which this
+    process updates number `rank`; they lie one behind the other in `tensor`.
     """
     spans, at = [], 0
     for (name, shape), piece in zip(named, pieces, strict=True):

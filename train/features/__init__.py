@@ -1,1 +1,2 @@
-"""Where the target's hidden states for training come from: this process, a store, servers, other processes."""
+"""Where the target's hidden states for training come from: this process, a store, servers, other
+processes."""

@@ -1,7 +1,9 @@
-"""Where a drafter's training features come from: the same target, through the same taps, as in decoding.
+"""Where a drafter's training features come from: the same target, through the same taps, as in
+decoding.
 
-Four ways, the same numbers: online (here), from a store on disk (train/store), from feature servers (train/features/remote/client.py), from
-other processes of the same launch (train/features/group.py).
+Four ways, the same numbers: online (here), from a store on disk (train/store), from feature servers
+(train/features/remote/client.py), from other processes of the same launch
+(train/features/group.py).
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ class DescribedTarget(FeatureTarget, Protocol):
 class OnlineFeatures:
     """Runs the frozen target on every micro-batch.
 
-    dtype: of the features that the drafter is given (default: the target's). Where that is bfloat16, a float32 target runs under
-    autocast: nearly twice as fast on a CPU, and closer to its float32 self than a copy of it in bfloat16.
+    dtype: of the features that the drafter is given (default: the target's). Where that is
+    bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and closer to its
+    float32 self than a copy of it in bfloat16.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
-        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far as they are needed; the same in
-        every step of the training.
+        """`packed` on the target's device with taps [B, T, n, H] and last_hidden [B, T, H] as far
+        as they are needed; the same in every step of the training.
         """
         device = self.target.device
         batch = batch_on(packed, device)
@@ -78,7 +81,8 @@ class OnlineFeatures:
 
 @contextmanager
 def in_use(features: Features) -> Iterator[Features]:
-    """Features while a training uses them; their files, connections and threads are closed at the end."""
+    """Features while a training uses them; their files, connections and threads are closed at the
+    end."""
     try:
         yield features
     finally:

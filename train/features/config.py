@@ -19,28 +19,33 @@ class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
     mode: Literal["online", "store", "remote", "group"] = "online"
-    """online: the frozen target runs in the training process. store: they were written by `headstart features`, or are being
-    written. remote: feature servers compute them. group: some processes of the same launch do.
+    """online: the frozen target runs in the training process. store: they were written by
+    `headstart features`, or are being written. remote: feature servers compute them. group: some
+    processes of the same launch do.
     """
     trainer_target: Literal["whole", "parts"] = "whole"
-    """store, remote, group: what a trainer holds of the target. whole: all of it, so that checkpoints are chosen by decoding with
-    them. parts: embedding and LM head alone, layers only as a head asks for their weights; nothing is decoded then
-    (train.eval_every=0, train.parity=false).
+    """store, remote, group: what a trainer holds of the target. whole: all of it, so that
+    checkpoints are chosen by decoding with them. parts: embedding and LM head alone, layers only as
+    a head asks for their weights; nothing is decoded then (train.eval_every=0, train.parity=false).
     """
     path: str = ""
     """store: the store's folder; empty: features/<format> beside the folder of the answers."""
     format: str = "bf16"
-    """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
+    """store, remote, group: how states are stored or sent: bf16, fp32, fp8, int8 or int4
+    (docs/features.md)."""
     top_logits: NonNegativeInt = 0
-    """Keep the target's so many largest logits in place of its last hidden state; 0: the last hidden state, from which all logits
-    follow exactly. For kinds that read it for nothing but the target's distribution.
+    """Keep the target's so many largest logits in place of its last hidden state; 0: the last
+    hidden state, from which all logits follow exactly. For kinds that read it for nothing but the
+    target's distribution.
     """
     heads: tuple[str, ...] = ()
-    """`headstart features`: further heads (names of conf/head) that the store shall serve besides `head`."""
+    """`headstart features`: further heads (names of conf/head) that the store shall serve besides
+    `head`."""
     shard_mib: PositiveFloat = 256.0
     """store: about how many MiB one file has."""
     quota_gib: NonNegativeFloat = 0.0
-    """store: most GiB that the whole store may take, checked before the first byte; 0: as much as the disk has room for."""
+    """store: most GiB that the whole store may take, checked before the first byte; 0: as much as
+    the disk has room for."""
     verify: bool = False
     """`headstart features`: compare all checksums first, and write damaged shards again."""
     wait_seconds: PositiveFloat = 300.0
@@ -48,13 +53,15 @@ class FeaturesConfig:
     ahead: NonNegativeInt = 2
     """store, remote, group: how many steps ahead features are fetched."""
     servers: tuple[str, ...] = ()
-    """remote: addresses of the feature servers, as http://host:port; requests go to each in turn."""
+    """remote: addresses of the feature servers, as http://host:port; requests go to each in
+    turn."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
     """remote: environment variable with the token that servers ask for."""
     timeout_seconds: PositiveFloat = 60.0
     """remote, group: longest wait for one answer."""
     retries: NonNegativeInt = 5
-    """remote: how often a request is tried again, each time with the next server and after a longer pause."""
+    """remote: how often a request is tried again, each time with the next server and after a longer
+    pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
@@ -68,17 +75,19 @@ class FeaturesConfig:
         check_format(self.format)
         if self.mode == "remote" and not self.servers:
             raise UserError(
-                "features.mode=remote needs features.servers, for instance [http://10.0.0.5:8765]. Start one "
-                "with `headstart features features.serve=true`."
+                "features.mode=remote needs features.servers, for instance "
+                "[http://10.0.0.5:8765]. Start one with `headstart features features.serve=true`."
             )
 
     def form(self, info: TargetInfo) -> Form:
-        """How states are stored or sent; raises `UserError` when so many logits cannot be told from a hidden state."""
+        """How states are stored or sent; raises `UserError` when so many logits cannot be told from
+        a hidden state."""
         top = self.top_logits
         if top and (top >= info.vocab_size or 2 * top + 1 == info.hidden_size):
             raise UserError(
-                f"features.top_logits={top} cannot be used here: it must be below the vocabulary of {info.vocab_size}, and "
-                f"2 x {top} + 1 must not be the hidden size {info.hidden_size}. Take one less."
+                f"features.top_logits={top} cannot be used here: it must be below the vocabulary "
+                f"of {info.vocab_size}, and 2 x {top} + 1 must not be the hidden size "
+                f"{info.hidden_size}. Take one less."
             )
         return Form(self.format, info.hidden_size, info.vocab_size, top)
 

@@ -1,7 +1,9 @@
-"""Features that come from somewhere else: fetched some steps ahead, put together on the trainer's device.
+"""Features that come from somewhere else: fetched some steps ahead, put together on the trainer's
+device.
 
-Where from is a `Source`: a store on disk, a feature server, another process of the launch. All of them give the same tensors
-(`train.features.store.batches`), so that a training cannot tell them apart, but for the rounding of the form they were asked for in.
+Where from is a `Source`: a store on disk, a feature server, another process of the launch. All of
+them give the same tensors (`train.features.store.batches`), so that a training cannot tell them
+apart, but for the rounding of the form they were asked for in.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Coming(Protocol):
     """Features that were asked for."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether they are there, or cannot come, after at most so long. A source that waits no longer than a step takes may say
-        so at once.
+        """Whether they are there, or cannot come, after at most so long. A source that waits no
+        longer than a step takes may say so at once.
         """
         ...
 
@@ -60,8 +62,9 @@ class Source(Protocol):
 class FetchedFeatures:
     """`train.features.base.Features` from a source.
 
-    loader: tells which batches come next; ahead: how many steps are asked for before they are needed (0: none). device, dtype:
-    where and as what the drafter is given the features. `wait_seconds` adds up what the training had to wait for them.
+    loader: tells which batches come next; ahead: how many steps are asked for before they are
+    needed (0: none). device, dtype: where and as what the drafter is given the features.
+    `wait_seconds` adds up what the training had to wait for them.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class FetchedFeatures:
         self._asked = -1
 
     def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
-        """Wait until the features of a step are there, or its failure is; False when `stopping` came before that."""
+        """Wait until the features of a step are there, or its failure is; False when `stopping`
+        came before that."""
         self._look_ahead(step)
         begun = time.perf_counter()
         try:
@@ -150,8 +154,8 @@ class Fetch:
 class ThreadedSource:
     """A source whose `fetch` blocks, run by threads of its own.
 
-    stop: makes a `fetch` that waits give up; called once. A fetch may be under way for minutes, and an interpreter that ends waits
-    for a pool's threads: these are daemons, which it leaves behind.
+    stop: makes a `fetch` that waits give up; called once. A fetch may be under way for minutes, and
+    an interpreter that ends waits for a pool's threads: these are daemons, which it leaves behind.
     """
 
     def __init__(

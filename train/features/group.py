@@ -1,11 +1,13 @@
-"""Features from other processes of the same launch: of W processes the last ones run the target, the others train.
+"""Features from other processes of the same launch: of W processes the last ones run the target,
+the others train.
 
-The trainers form a group of their own for gradients. Between them and the target processes tensors go point to point over gloo,
-so from CPU memory to CPU memory also where there are GPUs: no kernel of one side ever waits for the other, and steps are asked
-for ahead.
+The trainers form a group of their own for gradients. Between them and the target processes tensors
+go point to point over gloo, so from CPU memory to CPU memory also where there are GPUs: no kernel
+of one side ever waits for the other, and steps are asked for ahead.
 
-Each trainer talks to one target process. A message is a header [4] int64 (operation, rows, positions, status), for a request
-followed by tokens, positions and segments [3, b, T] int32; the answer is one run of bytes whose layout both sides know.
+Each trainer talks to one target process. A message is a header [4] int64 (operation, rows,
+positions, status), for a request followed by tokens, positions and segments [3, b, T] int32; the
+answer is one run of bytes whose layout both sides know.
 
 Legend: b rows, T positions, N real tokens.
 """
@@ -66,9 +68,11 @@ class Division:
 def run_in_group(
     job: TrainingJob, world: World, train: Callable[[World], TrainManifest]
 ) -> TrainManifest:
-    """Train in the first processes, run the target in the last ones; returns the manifest in all of them.
+    """Train in the first processes, run the target in the last ones; returns the manifest in all of
+    them.
 
-    train: trains with the given world. Raises `UserError` where processes cannot be divided like this.
+    train: trains with the given world. Raises `UserError` where processes cannot be divided like
+    this.
     """
     division = divide(job, world)
     ranks = list(range(division.trainers))
@@ -111,37 +115,39 @@ _links: list[Link] = []
 
 
 def divide(job: TrainingJob, world: World) -> Division:
-    """The processes' roles; raises `UserError` when there are too few, or when the engine takes all of them for trainers."""
+    """The processes' roles; raises `UserError` when there are too few, or when the engine takes all
+    of them for trainers."""
     division = Division(world.size, job.features.targets)
     if division.trainers < 1 or division.trainers < division.targets:
         raise UserError(
-            f"features.mode=group: of {world.size} processes, features.targets={division.targets} run the target, which leaves "
-            f"{max(0, division.trainers)} to train; at least as many must train. Start more processes (torchrun "
-            "--nproc-per-node=...), or lower features.targets."
+            f"features.mode=group: of {world.size} processes, features.targets={division.targets} "
+            f"run the target, which leaves {max(0, division.trainers)} to train; at least as many "
+            "must train. Start more processes (torchrun --nproc-per-node=...), or lower "
+            "features.targets."
         )
     if job.engine.target_sharding != "none":
         raise UserError(
-            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides the target among all processes "
-            "of the "
-            "launch, but here some of them run it and the others train. Set engine.target_sharding=none, or use "
-            "features.mode=remote."
+            f"features.mode=group: engine.target_sharding={job.engine.target_sharding} divides "
+            "the target among all processes of the launch, but here some of them run it and the "
+            "others train. Set engine.target_sharding=none, or use features.mode=remote."
         )
     if job.engine.name != "torch":
         raise UserError(
-            "features.mode=group needs engine=torch: DeepSpeed takes every process of a launch for a trainer, so it would wait "
-            "for the "
-            "target's processes. With DeepSpeed use features.mode=remote with servers of their own."
+            "features.mode=group needs engine=torch: DeepSpeed takes every process of a launch "
+            "for a trainer, so it would wait for the target's processes. With DeepSpeed use "
+            "features.mode=remote with servers of their own."
         )
     return division
 
 
-# ---- the trainers' end -----------------------------------------------------------------------------------------------------
+# The trainers' end
 
 
 @dataclass(frozen=True)
 class Message:
-    """A `train.features.fetch.Coming` under way. gloo cannot say whether it is there; a target process goes on answering until its
-    trainers have left, so it is waited for as for a computation.
+    """A `train.features.fetch.Coming` under way. gloo cannot say whether it is there; a target
+    process goes on answering until its trainers have left, so it is waited for as for a
+    computation.
     """
 
     result: Callable[[], Content]
@@ -152,7 +158,8 @@ class Message:
 
 
 class GroupSource:
-    """A `train.features.fetch.Source` of this launch's target process; asks it first whether it runs the same target."""
+    """A `train.features.fetch.Source` of this launch's target process; asks it first whether it
+    runs the same target."""
 
     def __init__(
         self,
@@ -200,9 +207,10 @@ class GroupSource:
                 work.wait(timeout=self.timeout)
             except RuntimeError as error:
                 raise UserError(
-                    f"the target's process (rank {self.target}) has not sent features within {self.timeout.total_seconds():g} s "
-                    f"({str(error).splitlines()[0]}). Look at its output, or raise features.timeout_seconds; this command "
-                    "continues from its last saved state."
+                    f"the target's process (rank {self.target}) has not sent features within "
+                    f"{self.timeout.total_seconds():g} s ({str(error).splitlines()[0]}). Look at "
+                    "its output, or raise features.timeout_seconds; this command continues from "
+                    "its last saved state."
                 ) from error
             self._coming.remove(work)
             return cut(buffer, parts, count)
@@ -216,11 +224,12 @@ class GroupSource:
         self._coming.clear()
 
 
-# ---- the target's end ------------------------------------------------------------------------------------------------------
+# The target's end
 
 
 def serve(target: DescribedTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests in the order in which they come until every trainer has said good-bye; returns whether all were content."""
+    """Answer requests in the order in which they come until every trainer has said good-bye;
+    returns whether all were content."""
     group = _links[0].group
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
@@ -268,13 +277,14 @@ def compute(target: DescribedTarget, dtype: torch.dtype, ask: Ask, body: Tensor)
     return torch.cat(flat)
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------------
+# Bytes
 
 
 def answer_parts(
     taps: tuple[int, ...], last: bool, form: Form
 ) -> list[tuple[str, str, torch.dtype, int, int]]:
-    """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which they follow one another."""
+    """(thing, part, dtype, values per token, bytes per token) of an answer, in the order in which
+    they follow one another."""
     found = []
     state = parts_of(form.fmt, form.hidden)
     things = {f"tap.{tap}": state for tap in taps}

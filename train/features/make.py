@@ -1,4 +1,5 @@
-"""Opens the configured source of features: a store, feature servers, or other processes of the launch."""
+"""Opens the configured source of features: a store, feature servers, or other processes of the
+launch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def make_source(
     answers: Path,
     loader: StepLoader,
 ) -> Source:
-    """The source for a training of a drafter with `needs` on `answers`; raises `UserError` when it does not fit or is not there."""
+    """The source for a training of a drafter with `needs` on `answers`; raises `UserError` when it
+    does not fit or is not there."""
     form = config.form(target.info)
     precision = precision_of(dtype, target.dtype)
     if config.mode == "store":
@@ -56,8 +58,9 @@ def make_source(
 def require_logits_only(
     drafter: TrainableDrafter, config: FeaturesConfig, target: DescribedTarget, packed: PackedBatch
 ) -> None:
-    """Raise `UserError` when the drafter reads the last hidden state for more than the target's distribution, so that
-    features.top_logits cannot stand in for it: its loss is tried once on states of zeros.
+    """Raise `UserError` when the drafter reads the last hidden state for more than the target's
+    distribution, so that features.top_logits cannot stand in for it: its loss is tried once on
+    states of zeros.
     """
     form, needs = config.form(target.info), drafter.needs
     batch = batch_on(packed, target.device)
@@ -70,9 +73,9 @@ def require_logits_only(
         drafter.loss(batch)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(
-            f"features.top_logits={config.top_logits}: kind '{drafter.kind}' reads the target's last hidden state itself, "
-            "which the "
-            "largest logits cannot replace. Set features.top_logits=0."
+            f"features.top_logits={config.top_logits}: kind '{drafter.kind}' reads the target's "
+            "last hidden state itself, which the largest logits cannot replace. Set "
+            "features.top_logits=0."
         ) from error
 
 
@@ -89,15 +92,17 @@ def make_features(
 ) -> Features:
     """The configured way for a training of `steps` steps on `answers`, whose features are `dtype`.
 
-    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError` where the way cannot be gone.
+    on_policy: whether rows are rewritten on the way, which no store can know of. Raises `UserError`
+    where the way cannot be gone.
     """
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online
     if on_policy and config.mode == "store":
         raise UserError(
-            f"train.on_policy.share is above 0, so that rows change while they are trained, but features.mode={config.mode} deals "
-            "features of rows that were known beforehand. Use features.mode=online, remote or group."
+            "train.on_policy.share is above 0, so that rows change while they are trained, but "
+            f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
+            "features.mode=online, remote or group."
         )
     source = make_source(config, target, needs, dtype, answers, loader)
     return FetchedFeatures(

@@ -12,8 +12,11 @@ from heads.api.errors import UserError
 
 
 @torch.no_grad()
-def require_weighed(drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool) -> None:
-    """Raise `UserError` when the loss of `batch`, whose tokens or roots have weights, does not become 0 where all these are."""
+def require_weighed(
+    drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
+) -> None:
+    """Raise `UserError` when the loss of `batch`, whose tokens or roots have weights, does not
+    become 0 where all these are."""
     silent = {}
     if batch.weights is not None:
         silent["weights"] = replace(batch, weights=torch.zeros_like(batch.weights))
@@ -24,7 +27,7 @@ def require_weighed(drafter: TrainableDrafter, batch: TrainBatch, device_type: s
             loss = float(drafter.loss(without).loss_sum)
         if loss != 0.0:
             raise UserError(
-                f"the answers bring {name} for the loss, but kind '{drafter.kind}' does not heed them: its loss is {loss:.3g} "
-                f"where all {name} are 0. Let its loss call `batch.weighed` (docs/adding_a_drafter.md), or train without "
-                "feedback."
+                f"the answers bring {name} for the loss, but kind '{drafter.kind}' does not heed "
+                f"them: its loss is {loss:.3g} where all {name} are 0. Let its loss call "
+                "`batch.weighed` (docs/adding_a_drafter.md), or train without feedback."
             )

@@ -1,4 +1,5 @@
-"""Which uses are made of records. Each is a switch; with all of them off, answers stay as they are."""
+"""Which uses are made of records. Each is a switch; with all of them off, answers stay as they
+are."""
 
 from __future__ import annotations
 
@@ -20,24 +21,32 @@ from heads.api.errors import UserError
 @config("feedback")
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """What training learns from where drafts failed. The numbers below a switch count only when it is on."""
+    """What training learns from where drafts failed. The numbers below a switch count only when it
+    is on."""
 
     records: tuple[str, ...] = ()
-    """`headstart feedback`: folders of records, one for each folder of answers and in that order; empty: <answers>/records."""
+    """`headstart feedback`: folders of records, one for each folder of answers and in that order;
+    empty: <answers>/records."""
     answers: tuple[str, ...] = ()
-    """`headstart feedback`: folders of answers that the records are of; empty: <run>/generate. Not read with `sequences`."""
+    """`headstart feedback`: folders of answers that the records are of; empty: <run>/generate. Not
+    read with `sequences`."""
     sequences: bool = False
-    """Take the documents from the records themselves, such as those of a server, instead of from answers."""
+    """Take the documents from the records themselves, such as those of a server, instead of from
+    answers."""
     token_weights: bool = False
-    """More loss on tokens that the drafter missed, by how unlikely it held them and by what an error at that depth costs."""
+    """More loss on tokens that the drafter missed, by how unlikely it held them and by what an
+    error at that depth costs."""
     error_weight: Weight = 4.0
-    """How much heavier than an accepted token an error at depth 1 is whose right token the drafter held impossible (>= 0)."""
+    """How much heavier than an accepted token an error at depth 1 is whose right token the drafter
+    held impossible (>= 0)."""
     anchor_weights: bool = False
-    """More loss on drafts from the roots whose drafts failed: block drafters draw their anchors by it."""
+    """More loss on drafts from the roots whose drafts failed: block drafters draw their anchors by
+    it."""
     root_weight: Weight = 2.0
     """How much heavier than other roots one is whose draft failed at once (>= 0)."""
     replay: bool = False
-    """Train on first errors and what is near them alone: documents end behind their last error, those without any are left out."""
+    """Train on first errors and what is near them alone: documents end behind their last error,
+    those without any are left out."""
     replay_before: NonNegativeInt = 2
     """Tokens before an error that stay supervised (>= 0)."""
     replay_after: NonNegativeInt = 2
@@ -47,23 +56,30 @@ class FeedbackConfig:
     domain_power: Weight = 1.0
     """Exponent of that weight: 0 changes nothing, 1 is in proportion to what is lost."""
     traffic: Mapping[str, Weight] = field(default_factory=dict)
-    """Share of the traffic's tokens per domain, in any unit; domains that are not named have none. Empty: as in the answers."""
+    """Share of the traffic's tokens per domain, in any unit; domains that are not named have none.
+    Empty: as in the answers."""
     hard_prompts: UnitInterval = 0.0
-    """Share of the prompts, those with the most verify passes per token, that are written to hard_prompts.jsonl (0 to 1)."""
+    """Share of the prompts, those with the most verify passes per token, that are written to
+    hard_prompts.jsonl (0 to 1)."""
 
     branches: NonNegativeInt = 0
-    """Branches per answer: the target answers on from a token that it refused, though it held it likely (0: none). In rounds it
-    does so at once; `headstart feedback` writes them to branches.jsonl for the next generation."""
+    """Branches per answer: the target answers on from a token that it refused, though it held it
+    likely (0: none). In rounds it does so at once; `headstart feedback` writes them to
+    branches.jsonl for the next generation."""
     branch_likely: Fraction = 0.05
-    """The least probability that the target must have given to the refused token (above 0, up to 1)."""
+    """The least probability that the target must have given to the refused token (above 0, up to
+    1)."""
     branch_within: PositiveInt = 32
-    """Only errors within so many tokens of an answer's begin are branched from: what stands before is not learned again."""
+    """Only errors within so many tokens of an answer's begin are branched from: what stands before
+    is not learned again."""
 
     variations: NonNegativeInt = 0
-    """Prompts that the target writes itself, per prompt that there is (0: none): they begin as the ones begin whose answers cost
-    the most verify passes per token. In rounds they are answered at once; `headstart feedback` writes them to variations.jsonl."""
+    """Prompts that the target writes itself, per prompt that there is (0: none): they begin as the
+    ones begin whose answers cost the most verify passes per token. In rounds they are answered at
+    once; `headstart feedback` writes them to variations.jsonl."""
     variation_begin: PositiveInt = 6
-    """At most so many tokens of the user's text are taken over; how many is drawn for each (at least 1)."""
+    """At most so many tokens of the user's text are taken over; how many is drawn for each (at
+    least 1)."""
     variation_tokens: PositiveInt = 256
     """Texts that do not end within so many tokens are left out (at least 1)."""
     variation_temperature: PositiveFloat = 0.8
@@ -77,7 +93,8 @@ class FeedbackConfig:
             )
         if self.traffic and not self.domain_weights:
             raise UserError(
-                "feedback.traffic is given, but feedback.domain_weights, which reads it, is off. Switch it on."
+                "feedback.traffic is given, but feedback.domain_weights, which reads it, is off. "
+                "Switch it on."
             )
 
     @property

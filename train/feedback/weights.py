@@ -1,17 +1,19 @@
 """From what records say of tokens to how much each counts in the loss.
 
-An error at depth d costs what would have followed: with a_j the share of tests at depth j that were passed, a draft that is right
-at d goes on for
+An error at depth d costs what would have followed: with a_j the share of tests at depth j that were
+passed, a draft that is right at d goes on for
 
     v_d = 1 + a_{d+1} + a_{d+1} a_{d+2} + ...
 
-tokens up to the deepest level (the token itself included). A token whose draft was refused at depth d weighs
-1 + error_weight (1 - c) v_d / v_1, c being the chance min(1, q / p) that rejection sampling would have kept it; all others 1.
-The same for roots: 1 + root_weight v_d / v_1 where the draft failed at depth d. What a domain loses is its share of the traffic
-times (1 / tau - 1 / best tau that drafts of this length can have); it weighs by that over its share of the supervised tokens.
+tokens up to the deepest level (the token itself included). A token whose draft was refused at depth
+d weighs 1 + error_weight (1 - c) v_d / v_1, c being the chance min(1, q / p) that rejection
+sampling would have kept it; all others 1. The same for roots: 1 + root_weight v_d / v_1 where the
+draft failed at depth d. What a domain loses is its share of the traffic times (1 / tau - 1 / best
+tau that drafts of this length can have); it weighs by that over its share of the supervised tokens.
 
-Every weight is then divided by the mean over all supervised tokens, so that the loss keeps its scale. These means follow from sums
-that one pass over the records gives (`WeightTotals`); no weight is held in memory.
+Every weight is then divided by the mean over all supervised tokens, so that the loss keeps its
+scale. These means follow from sums that one pass over the records gives (`WeightTotals`); no weight
+is held in memory.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ def _by_depth() -> NDArray[np.float64]:
 
 @dataclass
 class DomainTally:
-    """Sums over a domain's documents. supervised: tokens; passes, committed: of verifications; missing [DEEPEST]: sum of
-    1 - chance over supervised errors by depth; failed_roots [DEEPEST]: roots before a supervised token by error depth.
+    """Sums over a domain's documents. supervised: tokens; passes, committed: of verifications;
+    missing [DEEPEST]: sum of 1 - chance over supervised errors by depth; failed_roots [DEEPEST]:
+    roots before a supervised token by error depth.
     """
 
     supervised: int = 0
@@ -84,7 +87,9 @@ class WeightTotals:
         """v_d / v_1 [DEEPEST] by depth; 0 where nothing was tested."""
         value, found = 0.0, _by_depth()
         for depth in range(self.deepest, 0, -1):
-            share = self.passed[depth + 1] / self.tested[depth + 1] if self.tested[depth + 1] else 0.0
+            share = (
+                self.passed[depth + 1] / self.tested[depth + 1] if self.tested[depth + 1] else 0.0
+            )
             value = 1.0 + share * value
             found[depth] = value
         return found / found[1] if self.deepest else found
@@ -92,7 +97,8 @@ class WeightTotals:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How weights are made, once everything was tallied. cost [DEEPEST]: v_d / v_1; factors: domain -> factor."""
+    """How weights are made, once everything was tallied. cost [DEEPEST]: v_d / v_1; factors: domain
+    -> factor."""
 
     config: FeedbackConfig
     cost: NDArray[np.float64]
@@ -106,8 +112,13 @@ class Weighing:
         cost, factors = tally.going_on(), domain_factors(config, tally)
         tokens = max(1, sum(one.supervised for one in tally.domains.values()))
         plain = cls(config, cost, factors, 1.0, 1.0)
-        weight = sum(one.supervised * plain.domain_mean(name, one) for name, one in tally.domains.items())
-        roots = sum(one.supervised + config.root_weight * float(one.failed_roots @ cost) for one in tally.domains.values())
+        weight = sum(
+            one.supervised * plain.domain_mean(name, one) for name, one in tally.domains.items()
+        )
+        roots = sum(
+            one.supervised + config.root_weight * float(one.failed_roots @ cost)
+            for one in tally.domains.values()
+        )
         return cls(config, cost, factors, weight / tokens or 1.0, roots / tokens or 1.0)
 
     def domain_mean(self, domain: str, tally: DomainTally) -> float:
@@ -131,14 +142,17 @@ class Weighing:
 
 
 def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, float]:
-    """The factor of each domain's weights; raises `UserError` for a traffic of domains that the answers do not have."""
+    """The factor of each domain's weights; raises `UserError` for a traffic of domains that the
+    answers do not have."""
     names = list(tally.domains)
     plain = dict.fromkeys(names, 1.0)
     if not config.domain_weights:
         return plain
     unknown = sorted(set(config.traffic) - set(names))
     if unknown:
-        raise UserError(f"feedback.traffic names {unknown}; the answers have the domains {sorted(names)}.")
+        raise UserError(
+            f"feedback.traffic names {unknown}; the answers have the domains {sorted(names)}."
+        )
     total = sum(one.supervised for one in tally.domains.values())
     own = {name: one.supervised / max(1, total) for name, one in tally.domains.items()}
     shares = {name: config.traffic.get(name, 0.0) for name in names} if config.traffic else own
@@ -156,10 +170,12 @@ def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, flo
     return factors
 
 
-def replay_mask(found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig) -> NDArray[np.bool_]:
-    """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end from their roots on, and what is
-    near. (A block is drafted from its root, so a head that drafts blocks sees the error only where the root counts.) A document
-    without records keeps all.
+def replay_mask(
+    found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig
+) -> NDArray[np.bool_]:
+    """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end
+    from their roots on, and what is near. (A block is drafted from its root, so a head that drafts
+    blocks sees the error only where the root counts.) A document without records keeps all.
     """
     if not found.passes:
         return supervised

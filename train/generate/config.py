@@ -12,10 +12,7 @@ from heads.api.config import PositiveInt, config
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.verifications import RecordsConfig
-from train.data.answers import (
-    Watch,
-    ignore,
-)
+from train.data.answers import Watch, ignore
 from train.data.config import DataConfig
 from train.generate.backends.base import Backend
 
@@ -26,27 +23,30 @@ class GenerateConfig:
     """Where answers come from and how they are written."""
 
     answers: Literal["sample", "dataset"] = "sample"
-    """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and only
-    tokenise them."""
+    """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and
+    only tokenise them."""
     drafter: str | None = None
-    """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly. The
-    answers are the same."""
+    """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly.
+    The answers are the same."""
     shard_rows: PositiveInt = 4096
     """Most answers in one shard of the final output."""
     window_rows: PositiveInt = 8192
-    """Rows that are rendered, ordered by length and answered together, per process; memory grows with it."""
+    """Rows that are rendered, ordered by length and answered together, per process; memory grows
+    with it."""
     flush_rows: PositiveInt = 256
-    """Finished answers that are written together; a kill loses at most these, and they are generated
-    again."""
+    """Finished answers that are written together; a kill loses at most these, and they are
+    generated again."""
     flush_seconds: float = 30.0
-    """Longest time, in seconds, that a finished answer waits to be written (checked as answers finish)."""
+    """Longest time, in seconds, that a finished answer waits to be written (checked as answers
+    finish)."""
     overwrite: bool = False
-    """Replace what a different configuration left in the output folder, instead of refusing. The same one is
-    still continued."""
+    """Replace what a different configuration left in the output folder, instead of refusing. The
+    same one is still continued."""
     round: int = 0
     """How often rejected drafts have been fed back before these answers: a note in the manifest."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when its files reach the limit."""
+    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when
+    its files reach the limit."""
 
 
 @dataclass(frozen=True)

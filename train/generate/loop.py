@@ -1,7 +1,9 @@
-"""Answers all rows of a generation: a window of them at a time, so that memory does not grow with their number.
+"""Answers all rows of a generation: a window of them at a time, so that memory does not grow with
+their number.
 
-In a window, prompts of similar length are decoded together (longest first). Conversations of which all turns are answered go round
-after round: what the target said last is context of what it is asked next.
+In a window, prompts of similar length are decoded together (longest first). Conversations of which
+all turns are answered go round after round: what the target said last is context of what it is
+asked next.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
@@ -35,8 +44,6 @@ from train.processes import own_device, terminable
 from train.recording import PartRecords
 
 AnyTarget = TargetModel | TargetFacts
-
-
 
 
 class OwnDecoder:
@@ -76,7 +83,9 @@ def open_records(job: GenerateJob, backend: Backend) -> PartRecords | None:
     if not job.config.records.enabled:
         return None
     assert isinstance(backend, OwnDecoder) and job.config.drafter is not None
-    return PartRecords(job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes)
+    return PartRecords(
+        job.out, job.config.records, backend.engine, job.config.drafter, job.state.num_processes
+    )
 
 
 def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:
@@ -98,8 +107,8 @@ def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) ->
             answering.run(rows)
     except (KeyboardInterrupt, SystemExit):
         console.print(
-            f"interrupted: {writer.written} rows of this run are kept in '{job.out}'; the same command "
-            "continues"
+            f"interrupted: {writer.written} rows of this run are kept in '{job.out}'; the same "
+            "command continues"
         )
         raise
 
@@ -112,7 +121,9 @@ class Answering:
         self.tokens = self.seen = 0
         self._backend: Backend | None = None
         self._records: PartRecords | None = None
-        self.writer = PartWriter(job.out, job.config.flush_rows, job.config.flush_seconds, self._before)
+        self.writer = PartWriter(
+            job.out, job.config.flush_rows, job.config.flush_seconds, self._before
+        )
 
     def shows(self, progress: Progress, task: TaskID) -> None:
         """Where the work is seen."""
@@ -151,7 +162,9 @@ class Answering:
                 else:
                     talks[row.index] = Talk(row, self.target, self.job.data, self.job.decode)
             except (BadRowError, UserError) as error:
-                self._write(StoredAnswer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error)))
+                self._write(
+                    StoredAnswer(row.id, row.index, row.domain, status=SKIPPED, reason=str(error))
+                )
         return talks
 
     def _round(self, talks: Mapping[int, Talk]) -> dict[int, Talk]:
@@ -172,7 +185,8 @@ class Answering:
             self.tokens += len(outcome.tokens)
             try:
                 talk.take(outcome)
-            except BadRowError:  # its words leave no context for the next turn; those it has are good
+            # its words leave no context for the next turn; those it has are good
+            except BadRowError:
                 self._record(talk, outcome)
                 self._write(talk.answer())
                 continue
@@ -195,8 +209,8 @@ class Answering:
 
 
 def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-    """Decode all requests, in finishing order. A request that the engine refuses becomes `Refused`; the
-    others go on without it."""
+    """Decode all requests, in finishing order. A request that the engine refuses becomes `Refused`;
+    the others go on without it."""
     waiting = {request.index: request for request in requests}
     while waiting:
         try:
@@ -204,8 +218,8 @@ def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Comp
                 del waiting[completion.request.index]
                 yield completion
         except UserError:
-            # One of them is at fault; the engine does not say which in a form to rely on, so they are tried
-            # alone up to that one.
+            # One of them is at fault; the engine does not say which in a form to rely on, so they
+            # are tried alone up to that one.
             yield from _until_refused(engine, waiting)
 
 

@@ -1,4 +1,5 @@
-"""How answers are sampled, and by whom: our decoder, servers that speak vLLM's or SGLang's protocol, or vLLM in this process."""
+"""How answers are sampled, and by whom: our decoder, servers that speak vLLM's or SGLang's
+protocol, or vLLM in this process."""
 
 from __future__ import annotations
 
@@ -18,44 +19,54 @@ class SamplingConfig(DecodeConfig):
     """A decode configuration for answers, and who decodes."""
 
     backend: Literal["own", "server", "vllm"] = "own"
-    """own: the bundled decoder; server: the servers in `server`; vllm: vLLM in this process (it must be installed here)."""
+    """own: the bundled decoder; server: the servers in `server`; vllm: vLLM in this process (it
+    must be installed here)."""
     server: str | tuple[str, ...] = ""
-    """Address of a server (http://host:8000), or a list of several that share the work. Setting it chooses backend server."""
+    """Address of a server (http://host:8000), or a list of several that share the work. Setting it
+    chooses backend server."""
     protocol: Literal["auto", "openai", "sglang"] = "auto"
-    """openai (vLLM: /v1/completions with token ids), sglang (/generate), or auto: whichever the server answers to."""
+    """openai (vLLM: /v1/completions with token ids), sglang (/generate), or auto: whichever the
+    server answers to."""
     served_model: str = ""
     """The model's name at the server; empty: the only one it serves."""
     key_variable: str = "HEADSTART_SERVER_KEY"
-    """Environment variable with the server's key, if it wants one. The key itself is never written or logged."""
+    """Environment variable with the server's key, if it wants one. The key itself is never written
+    or logged."""
     concurrency: PositiveInt = 64
     """Requests under way at once, per server and process."""
     retries: NonNegativeInt = 8
-    """How often a request is tried again after an error that may pass (429, 5xx, a broken connection, no answer in time)."""
+    """How often a request is tried again after an error that may pass (429, 5xx, a broken
+    connection, no answer in time)."""
     backoff: NonNegativeFloat = 1.0
-    """Seconds before the first of these attempts; doubled each time, up to 60. A server's Retry-After goes first."""
+    """Seconds before the first of these attempts; doubled each time, up to 60. A server's
+    Retry-After goes first."""
     timeout: PositiveFloat = 600.0
     """Seconds without an answer after which a request is tried again."""
     patience: float = 3600.0
-    """Seconds without an answer from any server after which generation gives up, though servers say that they are only busy."""
+    """Seconds without an answer from any server after which generation gives up, though servers say
+    that they are only busy."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Backend vllm: more arguments of `vllm.LLM`, such as {tensor_parallel_size: 8}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend == "server" and not self.servers:
-            raise UserError("sampling.backend is 'server', but sampling.server names none: http://host:8000.")
+            raise UserError(
+                "sampling.backend is 'server', but sampling.server names none: http://host:8000."
+            )
         if self.backend == "vllm" and self.servers:
             raise UserError("sampling.backend=vllm and sampling.server exclude each other.")
         for address in self.servers:
             if not address.startswith(("http://", "https://")):
                 raise UserError(
-                    f"sampling.server '{address}' is no address; it must begin with http:// or https://."
+                    f"sampling.server '{address}' is no address; it must begin with http:// or "
+                    "https://."
                 )
         if self.chosen_backend != "own" and (self.bad_words or self.shape != "none"):
             what = "bad_words" if self.bad_words else "shape"
             raise UserError(
-                f"sampling.{what} is only known to our own decoder; leave it out (shape=none) with sampling.backend="
-                f"{self.chosen_backend}."
+                f"sampling.{what} is only known to our own decoder; leave it out (shape=none) "
+                f"with sampling.backend={self.chosen_backend}."
             )
 
     @property
@@ -76,10 +87,12 @@ def backend_of(decode: DecodeConfig) -> str:
 
 
 def sampling_of(decode: DecodeConfig) -> dict[str, object]:
-    """The part of a decode configuration that decides the text. Seeds mean something else to each backend, so it is part of it."""
+    """The part of a decode configuration that decides the text. Seeds mean something else to each
+    backend, so it is part of it."""
     backend = backend_of(decode)
     return {
-        **json.loads(json.dumps(asdict(decode.sampling()))),  # as it is read back: lists, not tuples
+        # as it is read back: lists, not tuples
+        **json.loads(json.dumps(asdict(decode.sampling()))),
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
         **({} if backend == "own" else {"backend": backend}),

@@ -1,4 +1,5 @@
-"""What rendering prompts needs of a target, without its weights: for answers that come from elsewhere."""
+"""What rendering prompts needs of a target, without its weights: for answers that come from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from inference.target.loading import (
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target's tokenizer, description and end-of-text tokens; `info` equals that of the loaded target."""
+    """A target's tokenizer, description and end-of-text tokens; `info` equals that of the loaded
+    target."""
 
     tokenizer: Any
     info: TargetInfo
@@ -34,7 +36,9 @@ class TargetFacts:
         require_supported(config.path, described)
         tokenizer = load_tokenizer(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                described, trust_remote_code=config.trust_remote_code
+            )
         ends = end_tokens(_generation_eos(config, model), tokenizer)
         return cls(tokenizer, describe(model, tokenizer, config), ends)
 

@@ -1,4 +1,5 @@
-"""From rows to answers: the requests of a row, turn by turn, the answers they get, and answers that the dataset brings itself."""
+"""From rows to answers: the requests of a row, turn by turn, the answers they get, and answers that
+the dataset brings itself."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from train.data.tables import BadRowError
 
 
 class Facts(Protocol):
-    """What of a target rendering needs: the target itself, or `train.generate.target_facts.TargetFacts`."""
+    """What of a target rendering needs: the target itself, or
+    `train.generate.target_facts.TargetFacts`."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -44,11 +46,13 @@ class Refused:
 
 
 class Talk:
-    """The conversation of one row: a request per turn to answer, each with the earlier answers before it.
+    """The conversation of one row: a request per turn to answer, each with the earlier answers
+    before it.
 
-    Turns whose prompt begins with the document so far, token by token, go on in that document; where a template writes earlier
-    turns differently once others follow (it drops their reasoning, say), a turn becomes a document of its own. So every supervised
-    token is one that the target sampled after exactly the tokens before it; no text is tokenised again.
+    Turns whose prompt begins with the document so far, token by token, go on in that document;
+    where a template writes earlier turns differently once others follow (it drops their reasoning,
+    say), a turn becomes a document of its own. So every supervised token is one that the target
+    sampled after exactly the tokens before it; no text is tokenised again.
     """
 
     def __init__(self, row: Row, target: Facts, data: DataConfig, decode: DecodeConfig) -> None:
@@ -77,7 +81,8 @@ class Talk:
         return sum(map(len, self.documents[:-1]))
 
     def request(self) -> Request:
-        """The request for the present turn; raises `BadRowError` or `UserError` when there can be none."""
+        """The request for the present turn; raises `BadRowError` or `UserError` when there can be
+        none."""
         tokens, cut = self._prompt()
         if not tokens:
             raise BadRowError("there is no prompt before the answer")
@@ -100,22 +105,34 @@ class Talk:
         self.turn += 1
         if self.done:
             return
-        text = str(self.target.tokenizer.decode(_unclosed(said, self.target.tokenizer), skip_special_tokens=False))
+        text = str(
+            self.target.tokenizer.decode(
+                _unclosed(said, self.target.tokenizer), skip_special_tokens=False
+            )
+        )
         if completion.finish != "stop" or not text.strip():
-            self.turn = len(self.places)  # what follows would continue an answer that was not finished
+            # what follows would continue an answer that was not finished
+            self.turn = len(self.places)
             return
         self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
         if self.data.reasoning == "last":
-            self.messages[: place + 1] = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")[:-1]
+            self.messages[: place + 1] = apply_reasoning(
+                [*self.messages[: place + 1], _NEXT], "last"
+            )[:-1]
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
-        """The row's answer; a row with at least one answered turn is done, even if later turns failed."""
+        """The row's answer; a row with at least one answered turn is done, even if later turns
+        failed."""
         row = self.row
         seed = prompt_seed(self.decode.seed, row.id)
         if not self.documents:
-            return StoredAnswer(row.id, row.index, row.domain, seed=seed, status=status, reason=reason)
+            return StoredAnswer(
+                row.id, row.index, row.domain, seed=seed, status=status, reason=reason
+            )
         tokens, spans, parts = join_documents(list(zip(self.documents, self.spans, strict=True)))
-        return StoredAnswer(row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut)
+        return StoredAnswer(
+            row.id, row.index, row.domain, tokens, spans, self.finish, seed, parts, cut=self.cut
+        )
 
     def _prompt(self) -> tuple[list[int], int]:
         """The prompt's tokens and how many were cut."""
@@ -127,7 +144,9 @@ class Talk:
         messages = self.messages[: self.places[self.turn]]
 
         def render(kept: Sequence[Message]) -> list[int]:
-            return render_prompt(self.target.tokenizer, kept, self.row.tools, self.data.template_arguments)
+            return render_prompt(
+                self.target.tokenizer, kept, self.row.tools, self.data.template_arguments
+            )
 
         if self.data.truncate == "skip":
             tokens = render(messages)
@@ -142,7 +161,9 @@ class Talk:
         end = len(tokens) if not spans else spans[0 if self.data.turn == "first" else -1][0]
         prompt = list(tokens[:end])
         if self.data.truncate == "skip":
-            self._require_room(len(prompt), self.target.info.max_position_embeddings - self.decode.max_new_tokens)
+            self._require_room(
+                len(prompt), self.target.info.max_position_embeddings - self.decode.max_new_tokens
+            )
             return prompt, 0
         kept, _, cut = fit_document(prompt, [(0, len(prompt))], longest, self.data.truncate)
         return kept, cut
@@ -161,8 +182,8 @@ _NEXT: Message = {"role": "assistant", "content": "."}
 
 
 def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
-    """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it has none
-    that can be located."""
+    """A row with the dataset's own answers, tokenised; raises `BadRowError` or `UserError` when it
+    has none that can be located."""
     if row.messages is not None:
         found = _kept_documents(apply_reasoning(row.messages, data.reasoning), row, target, data)
     else:
@@ -174,15 +195,22 @@ def keep_answer(row: Row, target: Facts, data: DataConfig) -> StoredAnswer:
         found = [(list(row.tokens), list(chosen))]
     cut = 0
     if data.max_tokens is not None:
-        fitted = [fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found]
+        fitted = [
+            fit_document(tokens, spans, data.max_tokens, data.truncate) for tokens, spans in found
+        ]
         cut = sum(removed for _, _, removed in fitted)
         found = [(tokens, spans) for tokens, spans, _ in fitted]
     tokens, spans, parts = join_documents(found)
-    return StoredAnswer(row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut)
+    return StoredAnswer(
+        row.id, row.index, row.domain, tokens, spans, finish="dataset", parts=parts, cut=cut
+    )
 
 
-def join_documents(documents: Sequence[tuple[list[int], list[Span]]]) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
-    """Documents as one row: all tokens, the spans in them, and where the second and later documents begin."""
+def join_documents(
+    documents: Sequence[tuple[list[int], list[Span]]],
+) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
+    """Documents as one row: all tokens, the spans in them, and where the second and later documents
+    begin."""
     tokens: list[int] = []
     spans: list[Span] = []
     parts: list[int] = []
@@ -203,7 +231,8 @@ def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
 def _kept_documents(
     messages: Sequence[Message], row: Row, target: Facts, data: DataConfig
 ) -> list[tuple[list[int], list[Span]]]:
-    """The conversation as one document, or, when its template allows no such thing, one document per supervised turn."""
+    """The conversation as one document, or, when its template allows no such thing, one document
+    per supervised turn."""
     extra = (row.tools, data.template_arguments)
     try:
         return [render_conversation(target.tokenizer, messages, data.supervise, *extra)]
@@ -211,7 +240,8 @@ def _kept_documents(
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = {"all": said, "first": said[:1], "last": said[-1:]}[data.supervise]
         return [
-            render_conversation(target.tokenizer, messages[: place + 1], "last", *extra) for place in chosen
+            render_conversation(target.tokenizer, messages[: place + 1], "last", *extra)
+            for place in chosen
         ]
 
 

@@ -1,7 +1,9 @@
-"""The target's layers with low-rank updates (peft's LoRA): trained, switched off, or merged for as long as one measures.
+"""The target's layers with low-rank updates (peft's LoRA): trained, switched off, or merged for as
+long as one measures.
 
-Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit for bit after a
-measurement; whoever reads the target's named tensors in between sees the merged ones.
+Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit
+for bit after a measurement; whoever reads the target's named tensors in between sees the merged
+ones.
 
 Legend: none needed; weights are [out, in] as `nn.Linear` holds them.
 """
@@ -28,8 +30,8 @@ ADAPTER = "default"
 class Backbone:
     """A loaded target whose layers carry trainable updates, which are zero at first.
 
-    parameters: name -> float32 weight of an update. Raises `UserError` where LoRA cannot be merged again (quantised or split
-    weights), or when `joint.modules` names no layer.
+    parameters: name -> float32 weight of an update. Raises `UserError` where LoRA cannot be merged
+    again (quantised or split weights), or when `joint.modules` names no layer.
     """
 
     def __init__(self, target: TargetModel, config: JointConfig, seed: int) -> None:
@@ -46,23 +48,32 @@ class Backbone:
         """Full names of the linear layers that are updated."""
         model, wanted = self.target.model, self.config.modules
         inside = {
-            id(part) for part in find_layers(self.target.decoder, self.target.info.num_layers).modules()
+            id(part)
+            for part in find_layers(self.target.decoder, self.target.info.num_layers).modules()
         }
         linears = {
-            name: part for name, part in model.named_modules() if id(part) in inside and _is_linear(part)
+            name: part
+            for name, part in model.named_modules()
+            if id(part) in inside and _is_linear(part)
         }
-        chosen = {name: part for name, part in linears.items() if not wanted or name.split(".")[-1] in wanted}
+        chosen = {
+            name: part
+            for name, part in linears.items()
+            if not wanted or name.split(".")[-1] in wanted
+        }
         if not chosen:
             known = sorted({name.split(".")[-1] for name in linears})
             raise UserError(
-                f"joint.modules {list(wanted)} names no linear layer of the target. It has: {', '.join(known)}."
+                f"joint.modules {list(wanted)} names no linear layer of the target. It has: "
+                f"{', '.join(known)}."
             )
         for name, part in chosen.items():
             weight = getattr(part, "weight", None)
             if type(weight) is not nn.Parameter or not weight.is_floating_point():
                 raise UserError(
-                    f"the target's '{name}' is quantised or split, so updates of it cannot be merged. Train jointly with "
-                    "target.quantization=none and target.tensor_parallel=false."
+                    f"the target's '{name}' is quantised or split, so updates of it cannot be "
+                    "merged. Train jointly with target.quantization=none and "
+                    "target.tensor_parallel=false."
                 )
         return list(chosen)
 
@@ -80,12 +91,14 @@ class Backbone:
             init_lora_weights=False,
         )
         device = self.target.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # nothing of it is kept
+        # nothing of it is kept
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             inject_adapter_in_model(config, self.target.model, ADAPTER)
         self.target.model.eval()
 
     def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
-        """A like peft's own uniform one in its variance, B zero: the same for a seed on every device."""
+        """A like peft's own uniform one in its variance, B zero: the same for a seed on every
+        device."""
         found: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -96,7 +109,8 @@ class Backbone:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put these updates in the place of the present ones; names and shapes as in `parameters`."""
+        """Put these updates in the place of the present ones; names and shapes as in
+        `parameters`."""
         assert set(tensors) == set(self.parameters), "updates of another training"
         for name, value in tensors.items():
             init.copy(self.parameters[name], value)
@@ -112,7 +126,8 @@ class Backbone:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The target as it would be saved now: its updates added to its weights, in its own dtype."""
+        """The target as it would be saved now: its updates added to its weights, in its own
+        dtype."""
         kept = {name: layer.base_layer.weight.data for name, layer in self.layers.items()}
         self.merge()
         try:
@@ -132,7 +147,8 @@ class Backbone:
         self._switch(False)
 
     def strip(self) -> None:
-        """Take the updates out of the model, which then is of its original structure with the weights as they are."""
+        """Take the updates out of the model, which then is of its original structure with the
+        weights as they are."""
         for name, layer in self.layers.items():
             parent, _, own = name.rpartition(".")
             setattr(self.target.model.get_submodule(parent), own, layer.base_layer)

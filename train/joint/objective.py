@@ -1,13 +1,15 @@
-"""Training a drafter and its target's layers together: Medusa-2's objective for any trainable kind (2401.10774, section
-2.2.2; methods.md, 2.1).
+"""Training a drafter and its target's layers together: Medusa-2's objective for any trainable kind
+(2401.10774, section 2.2.2; methods.md, 2.1).
 
-    L = KL(p_original || p_updated) + lambda(step) * (the drafter's own loss, on the updated target's features)
+    L = KL(p_original || p_updated) + lambda(step) * (the drafter's own loss, on the updated
+    target's features)
 
-The original is the same model with its updates switched off, so nothing but the answers is needed to stay close to it
-(self-distillation). The drafter comes first: while the updates are still zero only it is trained (two stages), then lambda
-rises to its value. lambda stands at the features, on what flows back into the target; the drafter's gradient is whole at
-all times. With `early_exit`, whose loss reads the tap at its exit, the same objective is LayerSkip's finetuning: the
-middle of the target learns to predict what its end does.
+The original is the same model with its updates switched off, so nothing but the answers is needed
+to stay close to it (self-distillation). The drafter comes first: while the updates are still zero
+only it is trained (two stages), then lambda rises to its value. lambda stands at the features, on
+what flows back into the target; the drafter's gradient is whole at all times. With `early_exit`,
+whose loss reads the tap at its exit, the same objective is LayerSkip's finetuning: the middle of
+the target learns to predict what its end does.
 
 Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n taps.
 """
@@ -38,7 +40,8 @@ DRAFTER, UPDATES = "drafter.", "updates."
 
 @dataclass
 class PlainTokens:
-    """Batches without features: joint training computes them itself, with their graph. `train.features.base.Features`."""
+    """Batches without features: joint training computes them itself, with their graph.
+    `train.features.base.Features`."""
 
     device: torch.device
 
@@ -48,7 +51,8 @@ class PlainTokens:
 
 
 class JointDrafter(TrainableDrafter):
-    """A drafter and the updates of its target, as training engines see them: one module with one loss.
+    """A drafter and the updates of its target, as training engines see them: one module with one
+    loss.
 
     dtype: of the features that the drafter is given, as in `train.features.OnlineFeatures`.
     """
@@ -66,7 +70,8 @@ class JointDrafter(TrainableDrafter):
         )
         for value in self.updates.values():
             set_rate_scale(value, 1.0 / config.rate_ratio)
-        self._backbone, self._dtype = [backbone], dtype  # in a list: the target is no part of this module
+        # in a list: the target is no part of this module
+        self._backbone, self._dtype = [backbone], dtype
         self._seen = FeatureSpec(drafter.needs.taps, last_hidden=True)
 
     @property
@@ -86,10 +91,13 @@ class JointDrafter(TrainableDrafter):
         taps, hidden = self._features(batch)
         drift, count = self._drift(batch, original[1], hidden)
         output = self._drafter_loss(batch, taps, hidden, weight)
-        return LossOutput(drift + output.loss_sum, {**output.metrics, "target_kl": (drift.detach(), count)})
+        return LossOutput(
+            drift + output.loss_sum, {**output.metrics, "target_kl": (drift.detach(), count)}
+        )
 
     def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
-        """taps [B, T, n, H] and last_hidden [B, T, H] of the target as it is now, in the features' dtype."""
+        """taps [B, T, n, H] and last_hidden [B, T, H] of the target as it is now, in the features'
+        dtype."""
         target = self.backbone.target
         autocast = self._dtype == torch.bfloat16 and target.dtype == torch.float32
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
@@ -99,8 +107,11 @@ class JointDrafter(TrainableDrafter):
         assert hidden is not None
         return None if taps is None else taps.to(self._dtype), hidden.to(self._dtype)
 
-    def _drafter_loss(self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float) -> LossOutput:
-        """The drafter's loss on these features, of whose gradient `weight` flows on into the target."""
+    def _drafter_loss(
+        self, batch: TrainBatch, taps: Tensor | None, hidden: Tensor, weight: float
+    ) -> LossOutput:
+        """The drafter's loss on these features, of whose gradient `weight` flows on into the
+        target."""
         needs = self.needs
         return self.drafter.loss(
             replace(
@@ -116,7 +127,8 @@ class JointDrafter(TrainableDrafter):
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [M, V] at last hidden states [M, H], in its own dtype. The LM head is never updated."""
+        """The target's logits [M, V] at last hidden states [M, H], in its own dtype. The LM head is
+        never updated."""
         target = self.backbone.target
         with torch.autocast(hidden.device.type, enabled=False):
             return target.weights.logits(hidden.to(target.dtype))
@@ -128,7 +140,9 @@ class JointDrafter(TrainableDrafter):
         before, after = before.flatten(0, 1), after.flatten(0, 1)
 
         def part(chosen: Tensor) -> losses.Sums:
-            values = losses.forward_kl(self._logits(after[chosen]), self._logits_for_drafter(before[chosen]))
+            values = losses.forward_kl(
+                self._logits(after[chosen]), self._logits_for_drafter(before[chosen])
+            )
             return (values.sum(),)
 
         (total,) = losses.sum_over_rows(part, rows, self.info.vocab_size)
@@ -155,17 +169,24 @@ def _scale(states: Tensor, weight: float) -> Tensor:
 
 
 def require_trainable_features(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them without their updates."""
+    """Raise `UserError` for a drafter that runs layers of the target in its loss: it would run them
+    without their updates."""
     if drafter.runs_target_layers:
         raise UserError(
-            f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs the target's layers itself, "
-            "without their updates. Use head.exit_layer (an early exit), or joint=none."
+            f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs "
+            "the target's layers itself, without their updates. Use head.exit_layer (an early "
+            "exit), or joint=none."
         )
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A `JointDrafter`'s state -> the drafter's own and the updates by their names in the target."""
-    drafter = {name.removeprefix(DRAFTER): value for name, value in state.items() if name.startswith(DRAFTER)}
+    """A `JointDrafter`'s state -> the drafter's own and the updates by their names in the
+    target."""
+    drafter = {
+        name.removeprefix(DRAFTER): value
+        for name, value in state.items()
+        if name.startswith(DRAFTER)
+    }
     updates = {
         name.removeprefix(UPDATES).replace("/", "."): value
         for name, value in state.items()

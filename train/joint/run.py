@@ -1,11 +1,14 @@
 """`train(..., joint=...)`: a drafter and its target trained together, and what comes out of it.
 
-    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: the LoRA updates it was measured with
-    <out>/target/          the new target: updates merged, a Hugging Face folder that says what it is and how far it has moved
+    <out>/best/            the drafter, bound to the NEW target; updates.safetensors: the LoRA
+                           updates it was measured with
+    <out>/target/          the new target: updates merged, a Hugging Face folder that says what it
+                           is and how far it has moved
     <out>/manifest.json    names both targets and the drift
 
-tau is measured on the target as it would be saved at that moment: merged, in its own dtype. Until the training is complete the
-drafter in best/ belongs to a target that is not on disk yet, and is refused by every other.
+tau is measured on the target as it would be saved at that moment: merged, in its own dtype. Until
+the training is complete the drafter in best/ belongs to a target that is not on disk yet, and is
+refused by every other.
 """
 
 from __future__ import annotations
@@ -45,21 +48,24 @@ def refuse_combinations(job: TrainingJob) -> None:
     """Raise `UserError` for settings that joint training does not go with."""
     if job.engine.name == "deepspeed" and job.engine.zero_stage == 3:
         raise UserError(
-            "joint training with engine.zero_stage=3 is not supported: it would divide the updates inside the target, which "
-            "runs outside of the engine. Use zero_stage 0, 1 or 2, or engine=torch."
+            "joint training with engine.zero_stage=3 is not supported: it would divide the "
+            "updates inside the target, which runs outside of the engine. Use zero_stage 0, 1 or "
+            "2, or engine=torch."
         )
     if job.config.on_policy.share > 0:
         raise UserError(
-            "train.on_policy continues answers with a drafter of a fixed target; set train.on_policy.share=0 or joint=none."
+            "train.on_policy continues answers with a drafter of a fixed target; set "
+            "train.on_policy.share=0 or joint=none."
         )
     if job.config.refresh.lora_rank > 0:
         raise UserError(
-            "train.refresh.lora_rank keeps most of the drafter still while joint training moves its target away; set it to 0."
+            "train.refresh.lora_rank keeps most of the drafter still while joint training moves "
+            "its target away; set it to 0."
         )
     if not job.config.prompts:
         raise UserError(
-            "joint training makes a new target, whose drift from the original is measured on held-out prompts: give them with "
-            "train.prompts."
+            "joint training makes a new target, whose drift from the original is measured on "
+            "held-out prompts: give them with train.prompts."
         )
 
 
@@ -80,7 +86,7 @@ class JointRun(Run):
         """Tokens alone: the features are part of what is trained."""
         return PlainTokens(self.target.device)
 
-    # ---- with weights --------------------------------------------------------------------------------------------------
+    # With weights
 
     def as_saved(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The target with these weights' updates merged for as long as the context lasts."""
@@ -106,16 +112,18 @@ class JointRun(Run):
             super().check(weights, display)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """The drafter and the updates that belong to it. The drafter is bound to a target that is not there yet."""
+        """The drafter and the updates that belong to it. The drafter is bound to a target that is
+        not there yet."""
         promised = replace(self.original, id=str(self.job.out / TARGET), revision=UNFINISHED)
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
         save_file(split_state(weights)[1], str(folder / UPDATES_FILE))
 
-    # ---- the new target ------------------------------------------------------------------------------------------------
+    # The new target
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """See `Run`. On the way the best target is saved, its drafter bound to it, and the drift measured."""
+        """See `Run`. On the way the best target is saved, its drafter bound to it, and the drift
+        measured."""
         folder = self.job.out / TARGET
         self.backbone.load(load_file(str(self.job.out / BEST / UPDATES_FILE)))
         self.backbone.merge()

@@ -1,8 +1,9 @@
-"""A jointly trained target on disk: a Hugging Face folder that says what it is and how far it has moved.
+"""A jointly trained target on disk: a Hugging Face folder that says what it is and how far it has
+moved.
 
-<out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA settings, the drift
-<out>/target/README.md        the same for people
-<out>/target/drift.json       the measured drift alone (`inference.measure.drift`)
+<out>/target/config.json      with an entry "headstart": the original, its revision, the LoRA
+settings, the drift <out>/target/README.md        the same for people <out>/target/drift.json
+the measured drift alone (`inference.measure.drift`)
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
     for leftover in (partial, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     text = target.model.config.get_text_config()
-    ours = vars(text).pop("headstart_long_context", None)  # a setting of the loading, not of the model
+    # a setting of the loading, not of the model
+    ours = vars(text).pop("headstart_long_context", None)
     target.model.save_pretrained(str(partial))
     target.tokenizer.save_pretrained(str(partial))
     if ours is not None:
@@ -72,7 +74,8 @@ def save_changed_target(target: TargetModel, folder: Path) -> None:
 def label(folder: Path, original: TargetInfo, kind: str, joint: JointConfig, drift: Drift) -> None:
     """Say in the folder what the model was made of, and how far it has moved."""
     write_json(
-        folder / DRIFT_FILE, {"original": original.id, "revision": original.revision, **drift.to_dict()}
+        folder / DRIFT_FILE,
+        {"original": original.id, "revision": original.revision, **drift.to_dict()},
     )
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config[ENTRY] = {

@@ -1,7 +1,7 @@
 """What devices can do at most: a table of known GPUs, and a short matrix product on CPUs.
 
-Peaks are the makers' figures for dense bfloat16 tensor cores with float32 sums (without sparsity), at the boost clock; what
-float32 reaches there is not used, since GPUs train in bfloat16.
+Peaks are the makers' figures for dense bfloat16 tensor cores with float32 sums (without sparsity),
+at the boost clock; what float32 reaches there is not used, since GPUs train in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """peak: bfloat16 FLOP/s; memory: bytes; link: bytes/s to each of the GPUs of the same machine, one direction; name_part: how
-    CUDA's device names show it.
+    """peak: bfloat16 FLOP/s; memory: bytes; link: bytes/s to each of the GPUs of the same machine,
+    one direction; name_part: how CUDA's device names show it.
     """
 
     peak: float
@@ -62,8 +62,11 @@ def gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0, *, again: bool = False) -> Peak:
-    """The peak of this device in `dtype`: as given, from the table, or measured (CPU; `again` measures once more)."""
+def find_peak(
+    device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0, *, again: bool = False
+) -> Peak:
+    """The peak of this device in `dtype`: as given, from the table, or measured (CPU; `again`
+    measures once more)."""
     if given_tflops > 0:
         return Peak(given_tflops * TERA, "train.peak_tflops")
     if device.type == "cuda":
@@ -77,10 +80,12 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float = 0.
 
 
 def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> Peak:
-    """What a product of two [1024, 1024] matrices reaches on this CPU with `threads` threads: the highest of all probes so far.
+    """What a product of two [1024, 1024] matrices reaches on this CPU with `threads` threads: the
+    highest of all probes so far.
 
-    A probe is made where there is none yet, or where `again` asks for it. Whatever else runs on the machine can only slow a product
-    down, so probes at different times come nearer to what the CPU can do than one.
+    A probe is made where there is none yet, or where `again` asks for it. Whatever else runs on the
+    machine can only slow a product down, so probes at different times come nearer to what the CPU
+    can do than one.
     """
     assert threads == torch.get_num_threads(), "measured with the threads that are set"
     highest, count = _probes.get((dtype, threads), (0.0, 0))
@@ -88,7 +93,10 @@ def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> P
         highest, count = max(highest, _probe(dtype)), count + 1
         _probes[dtype, threads] = highest, count
     name = str(dtype).removeprefix("torch.")
-    source = f"measured: {PROBE_SIZE}^3 {name} matrix product, {threads} threads, highest of {count} probe{'s' * (count > 1)}"
+    source = (
+        f"measured: {PROBE_SIZE}^3 {name} matrix product, {threads} threads, highest of "
+        f"{count} probe{'s' * (count > 1)}"
+    )
     return Peak(highest, source)
 
 

@@ -1,8 +1,10 @@
-"""A drafter's step without its memory: the real loss on fake floating-point tensors of the real sizes, forward and backward.
+"""A drafter's step without its memory: the real loss on fake floating-point tensors of the real
+sizes, forward and backward.
 
-Token ids, segments and masks are real, because the losses choose positions by them; whatever is a float has a shape and a dtype
-only. So every kind is counted by the code that will train it, and no kind needs a formula. Fake tensors say they are on the CPU;
-where a kind has another path on CUDA (flex attention of block drafters), that path needs less.
+Token ids, segments and masks are real, because the losses choose positions by them; whatever is a
+float has a shape and a dtype only. So every kind is counted by the code that will train it, and no
+kind needs a formula. Fake tensors say they are on the CPU; where a kind has another path on CUDA
+(flex attention of block drafters), that path needs less.
 
 Legend: B rows, T positions.
 """
@@ -30,8 +32,8 @@ from train.planning.target import PlannedTarget
 
 @dataclass(frozen=True)
 class DryStep:
-    """Of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes at the peak beside weights and their
-    gradients, and the largest tensor.
+    """Of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes at the
+    peak beside weights and their gradients, and the largest tensor.
     """
 
     flops: int
@@ -41,9 +43,13 @@ class DryStep:
 
 
 def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafter:
-    """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds that are not trained."""
+    """The drafter with fake float32 weights, bound to the target's; raises `UserError` for kinds
+    that are not trained."""
     if not get_kind(kind).trainable:
-        raise UserError(f"a drafter of kind '{kind}' has no weights of its own, so there is no training to plan.")
+        raise UserError(
+            f"a drafter of kind '{kind}' has no weights of its own, so there is no training to "
+            "plan."
+        )
     with target.mode:
         drafter: TrainableDrafter = get_kind(kind).drafter_class(head, target.info)
     drafter.bind(target.weights)
@@ -74,20 +80,27 @@ class _Asked(Mapping[str, Tensor]):
 
 
 def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
-    """Bytes of the target that a trainer holds which loads it in parts (train/target/parts.py): embedding and LM head, and the
-    weights of layers that the drafter goes on using (kinds that run the target's own layers).
+    """Bytes of the target that a trainer holds which loads it in parts (train/target/parts.py):
+    embedding and LM head, and the weights of layers that the drafter goes on using (kinds that run
+    the target's own layers).
     """
     asked = _Asked(target.weights.state)
     plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
-    ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}  # one where they are tied
+    # one where they are tied
+    ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}
     return sum(ends.values()) + sum(asked.state[name].nbytes for name in asked.names)
 
 
 def dry_step(
-    drafter: TrainableDrafter, target: PlannedTarget, engine: EngineConfig, rows: int, length: int, supervised: float
+    drafter: TrainableDrafter,
+    target: PlannedTarget,
+    engine: EngineConfig,
+    rows: int,
+    length: int,
+    supervised: float,
 ) -> DryStep:
-    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients exist already, as in every
-    micro-batch but a step's first.
+    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients
+    exist already, as in every micro-batch but a step's first.
     """
     batch = dry_batch(drafter, target, engine.dtype, rows, length, supervised)
     objective = Objective(drafter, engine, "cpu")
@@ -101,7 +114,12 @@ def dry_step(
 
 
 def dry_batch(
-    drafter: TrainableDrafter, target: PlannedTarget, dtype: torch.dtype, rows: int, length: int, supervised: float
+    drafter: TrainableDrafter,
+    target: PlannedTarget,
+    dtype: torch.dtype,
+    rows: int,
+    length: int,
+    supervised: float,
 ) -> TrainBatch:
     """Rows of two documents each, whose last tokens are supervised."""
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +135,9 @@ def dry_batch(
         (1 + (place >= half).int()).expand(rows, -1),
         mask.expand(rows, -1),
         fake(target, rows, length, len(needs.taps), hidden, dtype=dtype) if needs.taps else None,
-        fake(target, rows, length, hidden, dtype=dtype) if needs.last_hidden or needs.logits else None,
+        fake(target, rows, length, hidden, dtype=dtype)
+        if needs.last_hidden or needs.logits
+        else None,
         target.weights.logits if needs.logits else None,
         seeds=torch.arange(rows),
     )
@@ -130,15 +150,24 @@ def fake(target: PlannedTarget, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class _ByNumber(TorchDispatchMode):
-    """Indexing fake values by a real mask: how many are chosen is known, but fake tensors would not look."""
+    """Indexing fake values by a real mask: how many are chosen is known, but fake tensors would not
+    look."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
             indices: list[Tensor | None] = []
             for each in args[1]:
-                real_mask = each is not None and each.dtype == torch.bool and not isinstance(each, FakeTensor)
+                real_mask = (
+                    each is not None
+                    and each.dtype == torch.bool
+                    and not isinstance(each, FakeTensor)
+                )
                 indices += each.nonzero().unbind(1) if real_mask else [each]
             args = (args[0], indices)
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,10 @@
-"""What a piece of computation takes: floating-point operations, bytes alive at once, the largest tensor. Counted, not estimated.
+"""What a piece of computation takes: floating-point operations, bytes alive at once, the largest
+tensor. Counted, not estimated.
 
-A dispatch mode sees every operation below autograd, backward passes and recomputations included. It works on real tensors
-and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can be counted without the memory for it
-(`train.planning.dry_run`). Not seen: what kernels take for themselves while they run, and products inside kernels that torch has no
-formula for.
+A dispatch mode sees every operation below autograd, backward passes and recomputations included. It
+works on real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size
+can be counted without the memory for it (`train.planning.dry_run`). Not seen: what kernels take for
+themselves while they run, and products inside kernels that torch has no formula for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
-    """FLOPs of `products` products of [Q, D] with [S, D], for query [B, h, Q, D], key and value [B, h, S, D]."""
+    """FLOPs of `products` products of [Q, D] with [S, D], for query [B, h, Q, D], key and value [B,
+    h, S, D]."""
     batch, heads, queries, size = query.shape
     return products * 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]) // 2
 
@@ -28,7 +30,9 @@ def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__:
     return _attention(query, key, value, 2)
 
 
-def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
     return _attention(query, key, value, 5)
 
 
@@ -48,10 +52,11 @@ def _own_formulas() -> dict[Any, Any]:
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up the floating-point operations of matrix products and attention, as they are really computed: `flops`.
+    """Adds up the floating-point operations of matrix products and attention, as they are really
+    computed: `flops`.
 
-    torch's own `FlopCounterMode` keeps tensors alive in cycles until the garbage collector comes by, which changes what
-    is measured beside it.
+    torch's own `FlopCounterMode` keeps tensors alive in cycles until the garbage collector comes
+    by, which changes what is measured beside it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +65,11 @@ class FlopCount(TorchDispatchMode):
         self._own = _own_formulas()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -77,8 +86,9 @@ class FlopCount(TorchDispatchMode):
 
 
 class Footprint(FlopCount):
-    """Also follows memory. `peak`: most bytes alive at once of tensors that were made inside; `largest`: bytes of the largest
-    single one, of shape `largest_shape`, made by `largest_op`. What was there before is not counted.
+    """Also follows memory. `peak`: most bytes alive at once of tensors that were made inside;
+    `largest`: bytes of the largest single one, of shape `largest_shape`, made by `largest_op`. What
+    was there before is not counted.
     """
 
     def __init__(self) -> None:
@@ -90,7 +100,11 @@ class Footprint(FlopCount):
         self._outside: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         for value in tree_leaves((args, kwargs)):

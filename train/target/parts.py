@@ -1,11 +1,14 @@
-"""A target of which only that is in memory what training a drafter takes: for trainers whose features come from elsewhere.
+"""A target of which only that is in memory what training a drafter takes: for trainers whose
+features come from elsewhere.
 
-Embedding and LM head are there, since drafters share them and losses turn hidden states into logits. All else has a shape and no
-contents: a head that starts from a layer has that layer's weights read from their file when it asks for them. Only safetensors
-files are read, tensor by tensor, and of a Hub repository only those files are fetched that hold what is asked for. Facts
+Embedding and LM head are there, since drafters share them and losses turn hidden states into
+logits. All else has a shape and no contents: a head that starts from a layer has that layer's
+weights read from their file when it asks for them. Only safetensors files are read, tensor by
+tensor, and of a Hub repository only those files are fetched that hold what is asked for. Facts
 (`TargetInfo`) are those of the whole target.
 
-What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left to whoever makes the features.
+What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
+to whoever makes the features.
 """
 
 from __future__ import annotations
@@ -55,44 +58,61 @@ def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
 
 
 def refuse_parts(job: TrainingJob) -> None:
-    """Raise `UserError` for everything that a trainer with parts of its target cannot do, all at once."""
+    """Raise `UserError` for everything that a trainer with parts of its target cannot do, all at
+    once."""
     if job.features.trainer_target == "whole":
         return
     config = job.config
     wishes = (
-        (job.features.mode == "online", "features.mode=online runs them in every trainer (features=store, remote or group)"),
-        (config.eval_every > 0, "measuring tau decodes with them (train.eval_every=0: the last weights count as the best, and "
-                                "`headstart measure` tells their tau)"),
+        (
+            job.features.mode == "online",
+            "features.mode=online runs them in every trainer (features=store, remote or group)",
+        ),
+        (
+            config.eval_every > 0,
+            "measuring tau decodes with them (train.eval_every=0: the last weights count as the "
+            "best, and `headstart measure` tells their tau)",
+        ),
         (config.parity, "the parity check runs them (train.parity=false)"),
         (job.joint.on, "joint training changes them (joint=none)"),
-        (job.engine.target_sharding != "none", "engine.target_sharding divides them (engine.target_sharding=none)"),
-        (job.target.quantization not in ("auto", "none"),
-         f"target.quantization={job.target.quantization} packs them as they are loaded (target.quantization=none)"),
-    )  # fmt: skip
+        (
+            job.engine.target_sharding != "none",
+            "engine.target_sharding divides them (engine.target_sharding=none)",
+        ),
+        (
+            job.target.quantization not in ("auto", "none"),
+            f"target.quantization={job.target.quantization} packs them as they are loaded "
+            "(target.quantization=none)",
+        ),
+    )
     needed = [what for on, what in wishes if on]
     if needed:
         raise UserError(
-            f"features.trainer_target=parts leaves the target's layers in their files, but {'; '.join(needed)}. Change "
-            f"{'that' if len(needed) == 1 else 'those'}, or use {WHOLE}."
+            "features.trainer_target=parts leaves the target's layers in their files, but "
+            f"{'; '.join(needed)}. Change {'that' if len(needed) == 1 else 'those'}, or use "
+            f"{WHOLE}."
         )
 
 
 def load_parts(config: TargetConfig) -> TargetModel:
-    """The target with embedding and LM head alone, on its device and in its dtype. It answers for everything but passes through
-    its layers. Raises `UserError` where it cannot be found or read, is no target, or lies in files that cannot be read in parts.
+    """The target with embedding and LM head alone, on its device and in its dtype. It answers for
+    everything but passes through its layers. Raises `UserError` where it cannot be found or read,
+    is no target, or lies in files that cannot be read in parts.
     """
     described = checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
-            f"target '{config.path}' has packed (quantised) weights, which cannot be read in parts. Use {WHOLE}, or its "
-            "unquantised checkpoint."
+            f"target '{config.path}' has packed (quantised) weights, which cannot be read in "
+            f"parts. Use {WHOLE}, or its unquantised checkpoint."
         )
     device, model = pick_device(config.device), empty_model(config, described)
     files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
     fill(model, files, device)
     tokenizer = load_tokenizer(config)
     with suppress(OSError):  # then it keeps the one made of its config, as when it is loaded whole
-        model.generation_config = GenerationConfig.from_pretrained(config.path, revision=files.revision)
+        model.generation_config = GenerationConfig.from_pretrained(
+            config.path, revision=files.revision
+        )
     switch_attention(model)
     target = TargetModel(model, tokenizer, describe(model, tokenizer, config))
     target.weights.state = StoredWeights(model, files, device)
@@ -101,11 +121,14 @@ def load_parts(config: TargetConfig) -> TargetModel:
 
 
 def _cannot_run(*_: Any) -> None:
-    raise RuntimeError(f"this target is held in parts and has no layers to run ({WHOLE} loads them)")
+    raise RuntimeError(
+        f"this target is held in parts and has no layers to run ({WHOLE} loads them)"
+    )
 
 
 def empty_model(config: TargetConfig, described: Any) -> Any:
-    """The target's modules, frozen, with weights that have shapes and no contents; buffers, such as frequencies, are real."""
+    """The target's modules, frozen, with weights that have shapes and no contents; buffers, such as
+    frequencies, are real."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             described, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
@@ -144,15 +167,15 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
             head.weight = nn.Parameter(value, requires_grad=False)
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# Files
 
 
 class WeightFiles:
-    """Where each named weight of a model lies in its safetensors files: one file, or several with an index. A file is fetched
-    and opened when something in it is read.
+    """Where each named weight of a model lies in its safetensors files: one file, or several with
+    an index. A file is fetched and opened when something in it is read.
 
-    read_so_far: the weights that were read, and their bytes. Raises `UserError` when there are no such files or weights are
-    missing.
+    read_so_far: the weights that were read, and their bytes. Raises `UserError` when there are no
+    such files or weights are missing.
     """
 
     def __init__(self, model: Any, config: TargetConfig, revision: str | None) -> None:
@@ -172,7 +195,10 @@ class WeightFiles:
             if not any(name in self._keys or name in self._built for name in names)
         )
         if missing:
-            raise UserError(f"target '{self.path}' is incomplete: weights {missing[:4]} are missing from its files.")
+            raise UserError(
+                f"target '{self.path}' is incomplete: weights {missing[:4]} are missing from its "
+                "files."
+            )
 
     def _index(self) -> dict[str, str]:
         """Every key in the files -> the file's name."""
@@ -183,16 +209,20 @@ class WeightFiles:
         index = self._fetch(SAFE_WEIGHTS_INDEX_NAME)
         if index is None:
             raise UserError(
-                f"target '{self.path}' has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and other files cannot be "
-                f"read in parts. Use {WHOLE}, or save it as safetensors."
+                f"target '{self.path}' has neither {SAFE_WEIGHTS_NAME} nor "
+                f"{SAFE_WEIGHTS_INDEX_NAME}, and other files cannot be read in parts. Use "
+                f"{WHOLE}, or save it as safetensors."
             )
         try:
             return dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"target '{self.path}': '{index}' cannot be read ({error!r}). Fetch it again.") from error
+            raise UserError(
+                f"target '{self.path}': '{index}' cannot be read ({error!r}). Fetch it again."
+            ) from error
 
     def _fetch(self, name: str) -> str | None:
-        """The path of one of the target's files, from its folder or from the Hub by way of the cache; None when there is none."""
+        """The path of one of the target's files, from its folder or from the Hub by way of the
+        cache; None when there is none."""
         try:
             found: str | None = cached_file(
                 self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
@@ -205,10 +235,13 @@ class WeightFiles:
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again.") from error
+            raise UserError(
+                f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again."
+            ) from error
 
     def apart(self, name: str) -> bool:
-        """Whether a weight that others are tied to lies in the files under its own name and under another one's too."""
+        """Whether a weight that others are tied to lies in the files under its own name and under
+        another one's too."""
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
     def read(self, name: str, device: torch.device) -> Tensor:
@@ -217,26 +250,31 @@ class WeightFiles:
         stored = next((each for each in own if each in self._keys), None)
         if stored is None:
             raise UserError(
-                f"target '{self.path}': {name} is put together from several tensors of its files, which is not done in parts. Use "
-                f"{WHOLE}."
+                f"target '{self.path}': {name} is put together from several tensors of its files, "
+                f"which is not done in parts. Use {WHOLE}."
             )
         key = self._keys[stored]
         path = self._fetch(self._files[key])
         if path is None:
-            raise UserError(f"target '{self.path}' is incomplete: its file {self._files[key]} is missing. Fetch it again.")
+            raise UserError(
+                f"target '{self.path}' is incomplete: its file {self._files[key]} is missing. "
+                "Fetch it again."
+            )
         try:
             with self._opened(path) as file:
                 value: Tensor = file.get_tensor(key)
         except SafetensorError as error:
-            raise UserError(f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again.") from error
+            raise UserError(
+                f"target '{self.path}': '{path}' cannot be read ({error}). Fetch it again."
+            ) from error
         value = value.to(device=device, dtype=self._dtypes[name])
         self.read_so_far[stored] = value.nbytes
         return value
 
 
 def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """How transformers names what lies in files under `keys`: weights that lie there as they are -> their key; and weights that it
-    makes of several, or of parts of one.
+    """How transformers names what lies in files under `keys`: weights that lie there as they are ->
+    their key; and weights that it makes of several, or of parts of one.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -258,7 +296,8 @@ def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[s
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The named weights of a target in parts: those in memory, and any other one from its file when it is asked for."""
+    """The named weights of a target in parts: those in memory, and any other one from its file when
+    it is asked for."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
         self.files, self._device = files, device
@@ -266,7 +305,11 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         parameter = self._parameters[name]
-        return self.files.read(name, self._device) if parameter.device.type == "meta" else parameter.detach()
+        return (
+            self.files.read(name, self._device)
+            if parameter.device.type == "meta"
+            else parameter.detach()
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._parameters
@@ -280,21 +323,28 @@ class StoredWeights(Mapping[str, Tensor]):
     def __str__(self) -> str:
         whole = sum(parameter.nbytes for parameter in self._parameters.values())
         return (
-            f"target held in parts: {gib(sum(self.files.read_so_far.values()))} of {gib(whole)} were read; tau and parity are not "
-            "checked in this training"
+            f"target held in parts: {gib(sum(self.files.read_so_far.values()))} of {gib(whole)} "
+            "were read; tau and parity are not checked in this training"
         )
 
 
-# ---- what is tried before the first step -------------------------------------------------------------------------------
+# What is tried before the first step
 
 
-def trial_batch(job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch) -> TrainBatch:
-    """A batch to try the loss with: `packed` with the target's features, or with random ones where it cannot compute them."""
+def trial_batch(
+    job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch
+) -> TrainBatch:
+    """A batch to try the loss with: `packed` with the target's features, or with random ones where
+    it cannot compute them."""
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":
         return online.batch(packed)
     batch = batch_on(packed, target.device)
-    generator, shape, hidden = torch.Generator().manual_seed(0), batch.tokens.shape, target.info.hidden_size
+    generator, shape, hidden = (
+        torch.Generator().manual_seed(0),
+        batch.tokens.shape,
+        target.info.hidden_size,
+    )
 
     def drawn(*sizes: int) -> Tensor:
         return torch.randn(*shape, *sizes, generator=generator).to(target.device, job.engine.dtype)

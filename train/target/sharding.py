@@ -1,14 +1,18 @@
-"""A frozen target that is too large for one device, divided among the processes of a training (ZeRO-3 without gradients).
+"""A frozen target that is too large for one device, divided among the processes of a training
+(ZeRO-3 without gradients).
 
-Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released right after it; meanwhile
-the next one is being gathered. Each process runs its own rows through the whole target, so data parallelism, features and taps are
-what they are with a whole target, to the last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole
-everywhere, since drafters share it. Memory per device: layers / N + two layers + the rest.
+Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released
+right after it; meanwhile the next one is being gathered. Each process runs its own rows through the
+whole target, so data parallelism, features and taps are what they are with a whole target, to the
+last bit. What lies outside of the layers (embeddings, final norm, LM head) is whole everywhere,
+since drafters share it. Memory per device: layers / N + two layers + the rest.
 
-Only the main process reads the target from disk, into CPU memory; the others are handed their pieces layer by layer.
+Only the main process reads the target from disk, into CPU memory; the others are handed their
+pieces layer by layer.
 
-Putting a layer together takes all processes. Where the main process alone runs the target (measuring tau, the parity check), it
-announces each layer, and the others, waiting in `main_alone`, send their pieces of it.
+Putting a layer together takes all processes. Where the main process alone runs the target
+(measuring tau, the parity check), it announces each layer, and the others, waiting in `main_alone`,
+send their pieces of it.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ class TargetAccess:
 
 
 def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
-    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it cannot be loaded so."""
+    """The target of a training: whole, in parts or divided. Collective; raises `UserError` when it
+    cannot be loaded so."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
         return loader(job)(job.target), TargetAccess()
@@ -69,27 +74,38 @@ def refuse_combinations(job: TrainingJob) -> None:
     """Raise `UserError` for what a target cannot do while it is divided."""
     if job.target.tensor_parallel:
         raise UserError(
-            "target.tensor_parallel splits a target over processes that all read the same rows, but in training every process has "
-            "rows of its own. Set target.tensor_parallel=false; engine.target_sharding=zero3 divides a large target in training."
+            "target.tensor_parallel splits a target over processes that all read the same rows, "
+            "but in training every process has rows of its own. Set "
+            "target.tensor_parallel=false; engine.target_sharding=zero3 divides a large target "
+            "in training."
         )
     if job.engine.target_sharding == "none":
         return
     for on, what in (
         (job.joint.on, "joint training changes the target's own weights (joint=none)"),
-        (job.config.on_policy.share > 0, "train.on_policy runs it a different number of times in every process (share=0)"),
+        (
+            job.config.on_policy.share > 0,
+            "train.on_policy runs it a different number of times in every process (share=0)",
+        ),
         (job.decode.compile, "a compiled pass holds no messages (decode.compile=false)"),
-        (job.target.quantization not in ("auto", "none"), "packed weights cannot be divided (target.quantization=none)"),
+        (
+            job.target.quantization not in ("auto", "none"),
+            "packed weights cannot be divided (target.quantization=none)",
+        ),
     ):
         if on:
-            raise UserError(f"engine.target_sharding={job.engine.target_sharding} divides a frozen target, but {what}.")
+            raise UserError(
+                f"engine.target_sharding={job.engine.target_sharding} divides a frozen target, "
+                f"but {what}."
+            )
 
 
-# ---- from the main process to all --------------------------------------------------------------------------------------
+# From the main process to all
 
 
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
-    """The target's modules in every process, with real weights in the main process and none in the others; and the number of its
-    parameters. Collective.
+    """The target's modules in every process, with real weights in the main process and none in the
+    others; and the number of its parameters. Collective.
     """
     described = load_config(config)
     require_supported(config.path, described)
@@ -99,8 +115,16 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
         try:
             model = load_model(replace(config, device="cpu"))
             _require_plain(model, config)
-            ends = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
-            facts = [[(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()], ends, None]
+            ends = (
+                getattr(model.generation_config, "eos_token_id", None)
+                if model.generation_config
+                else None
+            )
+            facts = [
+                [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()],
+                ends,
+                None,
+            ]
         except UserError as error:
             facts[2] = str(error)
     dist.broadcast_object_list(facts, group=world.group)
@@ -119,22 +143,27 @@ def _require_plain(model: Any, config: TargetConfig) -> None:
     """Packed weights have parts that are no parameters."""
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(
-            f"target '{config.path}' has packed (quantised) weights, which engine.target_sharding cannot divide. Use its "
-            "unquantised checkpoint, or engine.target_sharding=none."
+            f"target '{config.path}' has packed (quantised) weights, which engine.target_sharding "
+            "cannot divide. Use its unquantised checkpoint, or engine.target_sharding=none."
         )
 
 
 def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
-    """Bring what stays whole to every process's device; give the layers' weights their dtype, without contents in the others."""
+    """Bring what stays whole to every process's device; give the layers' weights their dtype,
+    without contents in the others."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
-    assert list(here) == [name for name, _, _ in named], "the same class has other weights in another process"
+    assert list(here) == [name for name, _, _ in named], (
+        "the same class has other weights in another process"
+    )
     fresh: dict[int, nn.Parameter] = {}
     for name, shape, dtype in named:
         old = here[name]
         if id(old) in inside:
             if not world.is_main:
-                fresh[id(old)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+                fresh[id(old)] = nn.Parameter(
+                    torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False
+                )
             continue
         value = torch.empty(shape, dtype=dtype, device=world.device)
         if world.is_main:
@@ -156,16 +185,18 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same contiguous memory as bytes, [n] uint8: every backend carries those, whatever the dtype."""
+    """The same contiguous memory as bytes, [n] uint8: every backend carries those, whatever the
+    dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
-# ---- divided layers ----------------------------------------------------------------------------------------------------
+# Divided layers
 
 
 @dataclass
 class _Group:
-    """The weights of one dtype in one layer: where each lies in their concatenation, and this process's piece of that."""
+    """The weights of one dtype in one layer: where each lies in their concatenation, and this
+    process's piece of that."""
 
     parameters: list[nn.Parameter]
     shapes: list[tuple[int, ...]]
@@ -185,10 +216,12 @@ class _Group:
 
 
 class DividedLayers(TargetAccess):
-    """The decoder layers of a frozen model, each divided among all processes and whole only while it runs.
+    """The decoder layers of a frozen model, each divided among all processes and whole only while
+    it runs.
 
-    Building it takes the weights from the main process's layers and installs the hooks. Collective, as is running the model: all
-    processes run it equally often, or the main process alone inside `main_alone`.
+    Building it takes the weights from the main process's layers and installs the hooks. Collective,
+    as is running the model: all processes run it equally often, or the main process alone inside
+    `main_alone`.
     """
 
     served: ClassVar[bool] = True
@@ -197,14 +230,18 @@ class DividedLayers(TargetAccess):
         self.world = world
         # Messages of their own: whatever else the processes say to one another cannot come between.
         members = list(range(world.size))
-        self.processes = dist.new_group(members, timeout=JOIN_TIMEOUT, use_local_synchronization=True)
+        self.processes = dist.new_group(
+            members, timeout=JOIN_TIMEOUT, use_local_synchronization=True
+        )
         self.layers = layers
         self.units = [self._divide(layer) for layer in layers]
         self._coming: tuple[int, list[Tensor], list[Any]] | None = None
         self._leading = False
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._arrive(index))
-            layer.register_forward_hook(lambda *_, index=index: self._release(index), always_call=True)
+            layer.register_forward_hook(
+                lambda *_, index=index: self._release(index), always_call=True
+            )
 
     def _divide(self, layer: nn.Module) -> list[_Group]:
         """Scatter the main process's weights of a layer."""
@@ -219,14 +256,17 @@ class DividedLayers(TargetAccess):
             if world.is_main:
                 flat = torch.cat([p.detach().flatten() for p in chosen])
                 padded = torch.nn.functional.pad(flat, (0, size * world.size - flat.numel()))
-                pieces = [as_bytes(part) for part in padded.to(world.device).view(world.size, size).unbind()]
+                pieces = [
+                    as_bytes(part)
+                    for part in padded.to(world.device).view(world.size, size).unbind()
+                ]
             dist.scatter(as_bytes(piece), pieces, src=0, group=self.processes)
             fresh = {id(p): nn.Parameter(piece.new_empty(0), requires_grad=False) for p in chosen}
             replace_parameters(layer, fresh)
             groups.append(_Group([fresh[id(p)] for p in chosen], shapes, piece))
         return groups
 
-    # ---- all processes run the target ----------------------------------------------------------------------------------
+    # All processes run the target
 
     def _start(self, index: int) -> tuple[int, list[Tensor], list[Any]]:
         """Begin to put layer `index` together: what it will be, and what to wait for."""
@@ -259,7 +299,8 @@ class DividedLayers(TargetAccess):
         self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
 
     def _drop(self) -> None:
-        """Release a layer that was being gathered and is not needed: a pass ended before its last layer."""
+        """Release a layer that was being gathered and is not needed: a pass ended before its last
+        layer."""
         if self._coming is not None:
             for wait in self._coming[2]:
                 wait.wait()
@@ -278,11 +319,12 @@ class DividedLayers(TargetAccess):
         finally:
             self._release(index)
 
-    # ---- the main process alone does -----------------------------------------------------------------------------------
+    # The main process alone does
 
     @contextmanager
     def main_alone(self) -> Iterator[None]:
-        """See `TargetAccess`: the others serve the main process until its block ends, then run theirs."""
+        """See `TargetAccess`: the others serve the main process until its block ends, then run
+        theirs."""
         self._drop()
         if not self.world.is_main:
             self._follow()
@@ -296,7 +338,8 @@ class DividedLayers(TargetAccess):
             self._announce(_DONE)
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
-        """See `TargetAccess`: a captured step would hold no messages, so every operation is launched."""
+        """See `TargetAccess`: a captured step would hold no messages, so every operation is
+        launched."""
         return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
@@ -306,7 +349,8 @@ class DividedLayers(TargetAccess):
         return int(message)
 
     def _collect(self, index: int) -> list[Tensor]:
-        """Put layer `index` together in the main process; the others send their pieces and get nothing."""
+        """Put layer `index` together in the main process; the others send their pieces and get
+        nothing."""
         wholes = []
         for group in self.units[index]:
             size, pieces = group.piece.numel(), None
@@ -323,10 +367,11 @@ class DividedLayers(TargetAccess):
 
 
 class DividedState(Mapping[str, Tensor]):
-    """The named weights of a target whose layers are divided; each is put together when it is asked for.
+    """The named weights of a target whose layers are divided; each is put together when it is asked
+    for.
 
-    Collective: all processes ask for the same names in the same order (they build the same drafter), or the main process alone
-    inside `main_alone`.
+    Collective: all processes ask for the same names in the same order (they build the same
+    drafter), or the main process alone inside `main_alone`.
     """
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:

@@ -1,15 +1,17 @@
 """Where a training's time goes, by part, without slowing it down.
 
-A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is counted for the kind before.
-So the parts are exclusive and add up to the whole. On the CPU a mark is a reading of `perf_counter`; on CUDA it is an event in the
-stream, which is read when the device has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much
-as the host runs ahead, which shifts time between two lines of the log and loses none.
+A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is
+counted for the kind before. So the parts are exclusive and add up to the whole. On the CPU a mark
+is a reading of `perf_counter`; on CUDA it is an event in the stream, which is read when the device
+has come past it anyhow: nothing waits for a clock. Readings therefore come late by as much as the
+host runs ahead, which shifts time between two lines of the log and loses none.
 
     target          the frozen target's forward pass, and its logits where a loss asks for them
     drafter         the drafter's forward and backward pass
     update          clipping and AdamW
     data            waiting for rows, or for features that come from elsewhere
-    communication   inside collectives, waiting for slower processes included (what overlaps with computing counts as that)
+    communication   inside collectives, waiting for slower processes included (what overlaps with
+                    computing counts as that)
     evaluation      measuring tau, and the last comparison of training with decoding
     saving          states and best checkpoints
     other           everything else of the loop
@@ -31,14 +33,26 @@ from torch import Tensor
 
 PARTS = ("target", "drafter", "update", "data", "communication", "evaluation", "saving", "other")
 COLLECTIVES = (
-    "all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "broadcast_object_list",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast_object_list",
+)
 """Functions of torch.distributed whose time counts as communication."""
 
 
 class Timeline(Protocol):
-    """Gives marks, and the seconds between two of them; None while the device has not come there."""
+    """Gives marks, and the seconds between two of them; None while the device has not come
+    there."""
 
     def mark(self) -> Any: ...
 
@@ -67,7 +81,8 @@ class DeviceTimeline:
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """Seconds of the device's time, if it has come past the second event; never waits for it."""
+        """Seconds of the device's time, if it has come past the second event; never waits for
+        it."""
         return first.elapsed_time(second) / 1000.0 if second.query() else None
 
 
@@ -152,7 +167,8 @@ class _TimedWork:
 
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
-    """Inside the block, time in torch.distributed's collectives is counted as communication, whoever calls them (DeepSpeed too).
+    """Inside the block, time in torch.distributed's collectives is counted as communication,
+    whoever calls them (DeepSpeed too).
 
     Put around making the engine as well: DeepSpeed keeps some of these functions when it starts.
     """
@@ -162,7 +178,8 @@ def timing_collectives(clock: Clock) -> Iterator[None]:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Threads that fetch ahead run beside the training. Those of the backward pass run in its place.
+            # Threads that fetch ahead run beside the training. Those of the backward pass run in
+            # its place.
             if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:
                 return function(*args, **kwargs)
             with clock.part("communication"):

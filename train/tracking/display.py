@@ -1,6 +1,8 @@
-"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left, and a line per evaluation.
+"""What a person sees while a drafter trains: progress with loss, tau, tokens/s and the time left,
+and a line per evaluation.
 
-Where there is no terminal (a log file, a scheduler), the same figures come as a plain line every half minute.
+Where there is no terminal (a log file, a scheduler), the same figures come as a plain line every
+half minute.
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ PLAIN_SECONDS = 30.0
 
 
 class Display:
-    """Live progress on a terminal, plain lines elsewhere. Use as a context manager; `active=False` shows nothing."""
+    """Live progress on a terminal, plain lines elsewhere. Use as a context manager; `active=False`
+    shows nothing."""
 
     def __init__(
-        self, title: str, steps: int, done: int, console: Console | None = None, *, active: bool = True,
+        self,
+        title: str,
+        steps: int,
+        done: int,
+        console: Console | None = None,
+        *,
+        active: bool = True,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.console = console or Console(stderr=True, quiet=not active)
         self.active, self.steps = active, steps
         self.tau = ""
@@ -41,10 +50,14 @@ class Display:
         )
         live = active and self.console.is_terminal
         self.plain, self.now = active and not live, now
-        self._first: tuple[int, float] | None = None  # step and time of this session's first figures
+        # step and time of this session's first figures
+        self._first: tuple[int, float] | None = None
         self._told = 0.0
         self._bar = Progress(
-            *columns, console=self.console, refresh_per_second=REFRESHES_PER_SECOND, disable=not live
+            *columns,
+            console=self.console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            disable=not live,
         )
         self._task = self._bar.add_task(title, total=steps, completed=done, figures="")
 
@@ -55,7 +68,9 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def step(self, step: int, loss: float, tokens_per_second: float, costs: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, loss: float, tokens_per_second: float, costs: Mapping[str, float]
+    ) -> None:
         """Show the figures of a finished step. costs: see `train.tracking.meter.Meter.step`."""
         figures = f"loss {loss:.3f}{self.tau}  {tokens_per_second:,.0f} tokens/s  {spread(costs)}"
         self._bar.update(self._task, completed=step, figures=figures)
@@ -63,15 +78,20 @@ class Display:
             self.tell(step, f"{figures}  memory {gib(int(costs.get('peak_memory', 0)))}")
 
     def tell(self, step: int, figures: str) -> None:
-        """A plain line with the time left: for the first step of a session, the last of all, and every `PLAIN_SECONDS`."""
+        """A plain line with the time left: for the first step of a session, the last of all, and
+        every `PLAIN_SECONDS`."""
         now = self.now()
         first, begun = self._first = self._first or (step, now)
         if first < step < self.steps and now - self._told < PLAIN_SECONDS:
             return
         self._told = now
         left = ""
-        if first < step < self.steps:  # as long per step as in this session so far, measuring and saving included
-            left = f"  left {timedelta(seconds=round((now - begun) / (step - first) * (self.steps - step)))}"
+        # as long per step as in this session so far, measuring and saving included
+        if first < step < self.steps:
+            left = (
+                "  left "
+                f"{timedelta(seconds=round((now - begun) / (step - first) * (self.steps - step)))}"
+            )
         self.say(f"step {step}/{self.steps}: {figures}{left}")
 
     @contextmanager
@@ -86,7 +106,8 @@ class Display:
         """A line for an evaluation."""
         self.tau = f"  tau {tau:.2f}"
         self.say(
-            f"step {step}/{self.steps}: tau {tau:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}]{'  best so far' if best else ''}"
+            f"step {step}/{self.steps}: tau {tau:.3f} [{ci95[0]:.3f}, "
+            f"{ci95[1]:.3f}]{'  best so far' if best else ''}"
         )
 
     def say(self, text: str) -> None:
@@ -96,7 +117,8 @@ class Display:
 
 
 def spread(costs: Mapping[str, float]) -> str:
-    """Where the time went, for people: shares of the three largest parts, waiting for data if any, and the utilisation."""
+    """Where the time went, for people: shares of the three largest parts, waiting for data if any,
+    and the utilisation."""
     total = sum(costs.get(name, 0.0) for name in PARTS)
     if total <= 0:
         return ""

@@ -1,7 +1,7 @@
 """What NVIDIA GPUs have used, where NVML tells: joules since the last reading.
 
-The `pynvml` module (package nvidia-ml-py, the extra `gpu`) is optional; without it, on CPUs, and where the driver refuses, there is
-no figure.
+The `pynvml` module (package nvidia-ml-py, the extra `gpu`) is optional; without it, on CPUs, and
+where the driver refuses, there is no figure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 
 class EnergyMeter:
-    """Joules of one CUDA device. Cards with an energy counter are read exactly; for others the power is integrated from reading to
-    reading.
+    """Joules of one CUDA device. Cards with an energy counter are read exactly; for others the
+    power is integrated from reading to reading.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,9 @@ class EnergyMeter:
             return
         try:
             nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(
+                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            )
         except (nvml.NVMLError, AttributeError):
             return
         self._nvml = nvml
@@ -41,7 +43,8 @@ class EnergyMeter:
         return self._nvml is not None
 
     def take(self) -> float | None:
-        """Joules since the last call (or since the meter was made); None where they are not known."""
+        """Joules since the last call (or since the meter was made); None where they are not
+        known."""
         if self._nvml is None:
             return None
         counter, now = self._total(), time.monotonic()

@@ -151,9 +151,7 @@ def summarise(
         kind=job.kind,
         device=describe(world, processes),
         engine=EngineFacts(
-            name=job.engine.name,
-            zero_stage=job.engine.zero_stage,
-            precision=job.engine.precision,
+            name=job.engine.name, zero_stage=job.engine.zero_stage, precision=job.engine.precision
         ),
         features=job.features.mode,
         steps=progress.step,
@@ -197,9 +195,7 @@ def describe(world: World, processes: int) -> Device:
             kind="cuda", name=name, threads=None, processes=processes, trainers=world.size
         )
     name, threads = platform.processor() or platform.machine(), torch.get_num_threads()
-    return Device(
-        kind="cpu", name=name, threads=threads, processes=processes, trainers=world.size
-    )
+    return Device(kind="cpu", name=name, threads=threads, processes=processes, trainers=world.size)
 
 
 def write_summary(summary: Summary, out: Path) -> Table:

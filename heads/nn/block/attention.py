@@ -1,11 +1,14 @@
-"""Attention of block drafters in training: many blocks of one sequence at once, each seeing its own past and itself.
+"""Attention of block drafters in training: many blocks of one sequence at once, each seeing its own
+past and itself.
 
-A block stands behind a place t of the sequence, the last position whose true states it may see: its queries attend to
-the context up to t within t's document, and to the block's own slots. Nothing of another block and nothing behind t is
-visible (methods.md, 3.1). Two ways to compute the same: exactly with dense scores (the CPU, float64), and with flex
-attention on CUDA, which skips what is masked.
+A block stands behind a place t of the sequence, the last position whose true states it may see: its
+queries attend to the context up to t within t's document, and to the block's own slots. Nothing of
+another block and nothing behind t is visible (methods.md, 3.1). Two ways to compute the same:
+exactly with dense scores (the CPU, float64), and with flex attention on CUDA, which skips what is
+masked.
 
-Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads, G = h / g, D head size.
+Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads,
+G = h / g, D head size.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ KeyValue = tuple[Tensor, Tensor]
 class Anchors:
     """Where the blocks of a batch stand.
 
-    last [B, A] int64: the last visible position t of each block; its root is the token at t + 1. valid [B, A] bool: False for
-    fillers of rows with fewer blocks. scale [B, A] float: what each block's loss is multiplied by, so that a sum over the chosen
-    blocks is an estimate of the (weighted) sum over all eligible places.
+    last [B, A] int64: the last visible position t of each block; its root is the token at t + 1.
+    valid [B, A] bool: False for fillers of rows with fewer blocks. scale [B, A] float: what each
+    block's loss is multiplied by, so that a sum over the chosen blocks is an estimate of the
+    (weighted) sum over all eligible places.
     """
 
     last: Tensor
@@ -42,24 +46,34 @@ class Anchors:
 
     @classmethod
     def sample(
-        cls, eligible: Tensor, most: int, generators: Sequence[torch.Generator], weights: Tensor | None = None
+        cls,
+        eligible: Tensor,
+        most: int,
+        generators: Sequence[torch.Generator],
+        weights: Tensor | None = None,
     ) -> Anchors:
-        """Up to `most` places of every row where `eligible` [B, T] bool, drawn without repetition from each row's own
-        generator and in ascending order. Reads the mask on the host; for training only.
+        """Up to `most` places of every row where `eligible` [B, T] bool, drawn without repetition
+        from each row's own generator and in ascending order. Reads the mask on the host; for
+        training only.
 
-        weights [B, T]: how much a block with its root at this position counts, the root of a block behind place t standing at
-        t + 1; places are drawn in proportion to that.
+        weights [B, T]: how much a block with its root at this position counts, the root of a block
+        behind place t standing at t + 1; places are drawn in proportion to that.
         """
         chosen, scales = [], []
         for number, (row, generator) in enumerate(zip(eligible.cpu(), generators, strict=True)):
             places = row.nonzero().squeeze(1)
-            heavy = None if weights is None else weights[number].cpu()[(places + 1).clamp(max=row.shape[0] - 1)]
+            heavy = (
+                None
+                if weights is None
+                else weights[number].cpu()[(places + 1).clamp(max=row.shape[0] - 1)]
+            )
             order, scale = draw(places.shape[0], most, generator, heavy)
             chosen.append(places[order])
             scales.append(scale)
         width = max(1, *(places.shape[0] for places in chosen))
         last, scale = (
-            torch.stack([torch.nn.functional.pad(p, (0, width - p.shape[0])) for p in rows]) for rows in (chosen, scales)
+            torch.stack([torch.nn.functional.pad(p, (0, width - p.shape[0])) for p in rows])
+            for rows in (chosen, scales)
         )
         counts = torch.tensor([p.shape[0] for p in chosen])
         valid = torch.arange(width) < counts[:, None]
@@ -71,16 +85,21 @@ class Anchors:
         """A block behind every position of `tokens` [B, T]."""
         last = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return cls(
-            last, torch.ones_like(last, dtype=torch.bool), torch.ones(tokens.shape, device=tokens.device)
+            last,
+            torch.ones_like(last, dtype=torch.bool),
+            torch.ones(tokens.shape, device=tokens.device),
         )
 
 
-def draw(count: int, most: int, generator: torch.Generator, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Numbers below `count`, at most `most` of them, ascending int64, and the scale [chosen] float32 that makes a sum over them an
-    unbiased estimate of the sum over all, each times its weight.
+def draw(
+    count: int, most: int, generator: torch.Generator, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Numbers below `count`, at most `most` of them, ascending int64, and the scale [chosen]
+    float32 that makes a sum over them an unbiased estimate of the sum over all, each times its
+    weight.
 
-    weights [count]: a number is drawn with a chance in proportion to its weight (at most 1), by systematic sampling in a random
-    order; None, or all the same: every number with the same chance.
+    weights [count]: a number is drawn with a chance in proportion to its weight (at most 1), by
+    systematic sampling in a random order; None, or all the same: every number with the same chance.
     """
     order = torch.randperm(count, generator=generator)
     if weights is None or count == 0 or bool((weights == weights[0]).all()):
@@ -97,7 +116,8 @@ def draw(count: int, most: int, generator: torch.Generator, weights: Tensor | No
 
 
 def inclusion(weights: Tensor, most: int) -> Tensor:
-    """Chances [count], in proportion to the weights but at most 1, that sum to `most` (or to the number of weights above 0)."""
+    """Chances [count], in proportion to the weights but at most 1, that sum to `most` (or to the
+    number of weights above 0)."""
     chances = torch.zeros_like(weights)
     sure = torch.zeros_like(weights, dtype=torch.bool)
     while True:
@@ -114,8 +134,9 @@ def inclusion(weights: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a slot sees only itself and earlier
-    slots of its block; flex: the same as a block mask of flex attention, None for dense scores.
+    """What the slots of some blocks see. visible [B, A, T] bool: the context; causal: whether a
+    slot sees only itself and earlier slots of its block; flex: the same as a block mask of flex
+    attention, None for dense scores.
     """
 
     visible: Tensor
@@ -124,7 +145,8 @@ class View:
 
     @classmethod
     def of(cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool) -> View:
-        """segments [B, T]: document numbers; last [B, A]; slots: b. flex: build the block mask too."""
+        """segments [B, T]: document numbers; last [B, A]; slots: b. flex: build the block mask
+        too."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, last)[..., None]  # [B, A, T]
         visible = same & (places <= last[..., None])
@@ -133,8 +155,8 @@ class View:
 
 
 def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
-    """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks' own [B, A, b, g, D] ->
-    [B, A, b, h * D].
+    """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks'
+    own [B, A, b, g, D] -> [B, A, b, h * D].
     """
     if view.flex is not None:
         return _flex(query, context, own, view.flex)
@@ -142,7 +164,8 @@ def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -
 
 
 def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
-    """One softmax over context and block. The context's keys are shared by all blocks of a row and never copied."""
+    """One softmax over context and block. The context's keys are shared by all blocks of a row and
+    never copied."""
     blocks, slots, heads, size = query.shape[1:]
     kv_heads, length = context[0].shape[2], context[0].shape[1]
     groups = heads // kv_heads
@@ -158,13 +181,17 @@ def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tenso
         later = numbers > numbers.repeat_interleave(groups)[:, None]  # [b * G, b]
         inside = inside.masked_fill(later, float("-inf"))
     scores = torch.cat([past, inside], -1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(own[1].dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        own[1].dtype
+    )
     out = weights[..., :length].flatten(2, 3) @ context[1].transpose(1, 2)  # [B, g, A * b * G, D]
-    out = out.unflatten(2, (blocks, slots * groups)) + weights[..., length:] @ own[1].permute(0, 3, 1, 2, 4)
+    out = out.unflatten(2, (blocks, slots * groups)) + weights[..., length:] @ own[1].permute(
+        0, 3, 1, 2, 4
+    )
     return out.unflatten(3, (slots, groups)).permute(0, 2, 3, 1, 4, 5).flatten(3)
 
 
-# --- flex attention -----------------------------------------------------------------------------------------------
+# Flex attention
 
 
 def _block_mask(visible: Tensor, slots: int, causal: bool) -> Any:
@@ -188,7 +215,8 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _flex(query: Tensor, context: KeyValue, own: KeyValue, mask: Any) -> Tensor:
-    """The same through flex attention: compiled on CUDA; elsewhere in eager mode, which has a forward pass only."""
+    """The same through flex attention: compiled on CUDA; elsewhere in eager mode, which has a
+    forward pass only."""
     blocks, slots = query.shape[1:3]
     key, value = (
         torch.cat([past, inside.flatten(1, 2)], 1).transpose(1, 2)

@@ -1,17 +1,19 @@
 """A first draft layer that starts by carrying the root's embedding to the slots of the block.
 
-Behind the root a block consists of equal mask embeddings, which say nothing: before anything else slots have to learn
-to look at the root, and until they do nothing else can be learnt of them. Here the first layer does it from the start,
-with the weights of an ordinary layer and nothing else. Equal queries and keys score by their distance alone, through
-their rotations:
+Behind the root a block consists of equal mask embeddings, which say nothing: before anything else
+slots have to learn to look at the root, and until they do nothing else can be learnt of them. Here
+the first layer does it from the start, with the weights of an ordinary layer and nothing else.
+Equal queries and keys score by their distance alone, through their rotations:
 
-* Half of the key/value heads look for the root: their keys read one direction on which nearly all embeddings lie on one
-  side (least squares over the vocabulary; their mean would leave the frequent ones out), and the norm of key heads keeps
-  nothing but the side. The mask embedding starts on the other one, so the nearest key that counts is the root's.
-* The other half (all where there is one) look at the slot before. So the first drafted slot holds the whole root and the later
-  ones a part of it: were they all alike, the deeper depths, of which little can be known, would spoil the first.
-* Values are the leading principal directions of the embeddings, as many as the value heads hold, and the output matrix
-  turns them back, at the embeddings' own size. The MLP starts at zero.
+* Half of the key/value heads look for the root: their keys read one direction on which nearly all
+  embeddings lie on one side (least squares over the vocabulary; their mean would leave the frequent
+  ones out), and the norm of key heads keeps nothing but the side. The mask embedding starts on the
+  other one, so the nearest key that counts is the root's.
+* The other half (all where there is one) look at the slot before. So the first drafted slot holds
+  the whole root and the later ones a part of it: were they all alike, the deeper depths, of which
+  little can be known, would spoil the first.
+* Values are the leading principal directions of the embeddings, as many as the value heads hold,
+  and the output matrix turns them back, at the embeddings' own size. The MLP starts at zero.
 
 Legend: V vocabulary, H hidden, g key/value heads, D head size.
 """
@@ -27,16 +29,20 @@ from heads.nn.block.layers import BlockLayer
 from heads.nn.rope import Rope, rotate
 
 SHARPNESS = 24.0
-"""Factor on the scores of heads of unit size: large enough that the seventh token before a slot beats the eighth."""
+"""Factor on the scores of heads of unit size: large enough that the seventh token before a slot
+beats the eighth."""
 MASK_SIZE = 0.5
-"""Length of the mask embedding, as a share of the embeddings' usual length: the carried root outweighs it."""
+"""Length of the mask embedding, as a share of the embeddings' usual length: the carried root
+outweighs it."""
 
 
 @torch.no_grad()
 def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, rope: Rope) -> None:
-    """Set `layer`, and the mask embedding [H] where it is learned, from the target's embeddings [V, H]. rope: of the layer's heads.
+    """Set `layer`, and the mask embedding [H] where it is learned, from the target's embeddings [V,
+    H]. rope: of the layer's heads.
 
-    Assumes that `layer` holds random values of an ordinary start (its MLP's inner matrices keep them).
+    Assumes that `layer` holds random values of an ordinary start (its MLP's inner matrices keep
+    them).
     """
     rows = embedding.detach().float()
     size = rows.square().mean(1).sqrt().median()  # per element
@@ -44,11 +50,14 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     moments = normed.T @ normed / rows.shape[0]  # [H, H]
     ridge = 1e-3 * moments.diagonal().mean() * torch.eye(rows.shape[1], device=rows.device)
     side = F.normalize(torch.linalg.solve(moments + ridge, normed.mean(0)), dim=0)
-    # The directions that tokens use, the least used first: on that one the mask can be told from them.
+    # The directions that tokens use, the least used first: on that one the mask can be told from
+    # them.
     spread = torch.linalg.eigh(moments).eigenvectors
     quiet = F.normalize(spread[:, 0] - (spread[:, 0] @ side) * side, dim=0)
     attention = layer.self_attn
-    heads, kv_heads = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
+    heads, kv_heads = (
+        p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj)
+    )
     constant = torch.zeros(attention.head_dim, device=rows.device)
     # Not the pairs that turn fastest: within a block their scores rise again with the distance.
     constant[attention.head_dim // 16 : attention.head_dim // 2] = 1.0
@@ -63,8 +72,12 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
         1, kv_heads // 2
     )  # key/value heads that look at the slot before; the others look for the root
     near = kv_heads - before
-    keys = torch.cat([torch.outer(constant.repeat(near), side), torch.outer(whole.repeat(before), both)])
-    asked = torch.cat([constant.repeat(near * heads // kv_heads), turned.repeat(before * heads // kv_heads)])
+    keys = torch.cat(
+        [torch.outer(constant.repeat(near), side), torch.outer(whole.repeat(before), both)]
+    )
+    asked = torch.cat(
+        [constant.repeat(near * heads // kv_heads), turned.repeat(before * heads // kv_heads)]
+    )
     init.copy(attention.k_proj.weight, keys)
     init.copy(attention.q_proj.weight, torch.outer(asked, both))
     for norm in (attention.q_norm, attention.k_norm):

@@ -1,10 +1,10 @@
 """A drafter's own estimate that a draft will be accepted, and its calibration.
 
-The head (DSpark, methods.md 3.5) reads a slot's state and, where the drafter has a table of them, the parent's row; it is
-trained on 1 - TV(p, q), the chance of acceptance under the rule. What it says is then calibrated on recorded
-drafts by sequential temperature scaling: depth by depth a temperature is fitted such that the PRODUCT of the
-confidences up to there, the chance that a chain survives so far, fits what was accepted. Schedulers rank drafts by
-that product.
+The head (DSpark, methods.md 3.5) reads a slot's state and, where the drafter has a table of them,
+the parent's row; it is trained on 1 - TV(p, q), the chance of acceptance under the rule. What it
+says is then calibrated on recorded drafts by sequential temperature scaling: depth by depth a
+temperature is fitted such that the PRODUCT of the confidences up to there, the chance that a chain
+survives so far, fits what was accepted. Schedulers rank drafts by that product.
 
 Legend: M recorded chains, K depths, H hidden, r rank, `...` any.
 """
@@ -26,7 +26,8 @@ COOLEST, HOTTEST, STEPS = 0.2, 5.0, 65
 
 
 class ConfidenceHead(nn.Module):
-    """One linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth that calibration sets (1 before)."""
+    """One linear unit over [h_k; W1[x_{k-1}]], and a temperature per depth that calibration sets (1
+    before)."""
 
     temperatures: Tensor
 
@@ -41,7 +42,8 @@ class ConfidenceHead(nn.Module):
         init.constant(self.proj.bias, 0.0)
 
     def forward(self, states: Tensor, hint: Tensor | None) -> Tensor:
-        """States [..., H] and hints [..., r] -> the log-odds of acceptance [...], before calibration."""
+        """States [..., H] and hints [..., r] -> the log-odds of acceptance [...], before
+        calibration."""
         both = states if hint is None else torch.cat([states, hint.to(states.dtype)], -1)
         out: Tensor = self.proj(both)[..., 0]
         return out
@@ -53,36 +55,48 @@ class ConfidenceHead(nn.Module):
 
 @full_precision
 def confidence_loss(log_odds: Tensor, acceptance: Tensor) -> Tensor:
-    """Binary cross entropy [R] of log-odds [R] against chances of acceptance [R], without gradient for those."""
+    """Binary cross entropy [R] of log-odds [R] against chances of acceptance [R], without gradient
+    for those."""
     log_odds = widen(log_odds)
     wanted = acceptance.detach().to(log_odds).clamp(0, 1)
     return F.binary_cross_entropy_with_logits(log_odds, wanted, reduction="none")
 
 
 def survival(log_odds: Tensor, temperatures: Tensor) -> Tensor:
-    """Chance [M, K] that a chain's first k drafts are all accepted, from log-odds [M, K] and temperatures [K]."""
+    """Chance [M, K] that a chain's first k drafts are all accepted, from log-odds [M, K] and
+    temperatures [K]."""
     return F.logsigmoid(log_odds.double() / temperatures.double()).cumsum(1).exp()
 
 
 def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
-    """Sequential temperature scaling: log_odds [M, K] as recorded, accepted [M] int64 drafts of each chain that were
-    accepted -> temperatures [K] float32.
+    """Sequential temperature scaling: log_odds [M, K] as recorded, accepted [M] int64 drafts of
+    each chain that were accepted -> temperatures [K] float32.
 
-    Depth k's temperature is the one under which the survival up to k explains the outcomes best (least binary cross entropy), the
-    temperatures before it being settled. Choosing it by the calibration error itself followed the noise of a few hundred chains
-    (docs/log.md). Raises `UserError` without records.
+    Depth k's temperature is the one under which the survival up to k explains the outcomes best
+    (least binary cross entropy), the temperatures before it being settled. Choosing it by the
+    calibration error itself followed the noise of a few hundred chains (docs/log.md). Raises
+    `UserError` without records.
     """
     if log_odds.shape[0] == 0:
-        raise UserError("calibration needs recorded drafts; given none. Draft for a few prompts first.")
+        raise UserError(
+            "calibration needs recorded drafts; given none. Draft for a few prompts first."
+        )
     tried = torch.logspace(
-        torch.tensor(COOLEST).log10().item(), torch.tensor(HOTTEST).log10().item(), STEPS, dtype=torch.float64
+        torch.tensor(COOLEST).log10().item(),
+        torch.tensor(HOTTEST).log10().item(),
+        STEPS,
+        dtype=torch.float64,
     )
     settled = torch.ones(log_odds.shape[0], dtype=torch.float64)
     temperatures = []
     for depth in range(log_odds.shape[1]):
         outcome = (accepted.cpu() > depth).double()
-        chances = settled * (log_odds[:, depth].cpu().double() / tried[:, None]).sigmoid()  # [tried, M]
-        errors = [float(F.binary_cross_entropy(chance.clamp(1e-9, 1 - 1e-9), outcome)) for chance in chances]
+        # [tried, M]
+        chances = settled * (log_odds[:, depth].cpu().double() / tried[:, None]).sigmoid()
+        errors = [
+            float(F.binary_cross_entropy(chance.clamp(1e-9, 1 - 1e-9), outcome))
+            for chance in chances
+        ]
         best = min(range(STEPS), key=lambda i: (errors[i], abs(i - STEPS // 2)))
         temperatures.append(float(tried[best]))
         settled = chances[best]
@@ -90,8 +104,8 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
 
 
 def calibration_error(chances: Tensor, outcomes: Tensor, bins: int = 10) -> float:
-    """Expected calibration error of chances [M] in [0, 1] against outcomes [M] of 0 and 1: the mean gap between what was said and
-    what happened, over bins of equal width, weighted by their share.
+    """Expected calibration error of chances [M] in [0, 1] against outcomes [M] of 0 and 1: the mean
+    gap between what was said and what happened, over bins of equal width, weighted by their share.
     """
     place = (chances * bins).long().clamp(0, bins - 1)
     said = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, chances.double())

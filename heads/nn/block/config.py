@@ -10,7 +10,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from heads.api.config import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval, config
+from heads.api.config import (
+    AtLeastTwo,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    UnitInterval,
+    config,
+)
 from heads.nn.block.losses import Objective, Weighting
 
 
@@ -22,17 +29,20 @@ class Config:
     block_size: AtLeastTwo = 8
     """Slots b of a block, the root's included (>= 2)."""
     sample_from_anchor: bool = False
-    """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark); otherwise slot i gives the token
-    at its own place, b - 1 in all (DFlash).
+    """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark);
+    otherwise slot i gives the token at its own place, b - 1 in all (DFlash).
     """
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
-    """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier ones; JetSpec)."""
+    """What slots see of their block: bidirectional (all of it) or causal (themselves and earlier
+    ones; JetSpec)."""
     num_layers: NonNegativeInt = 0
     """Draft layers; 0: half of the target's and one, 3 to 5."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small targets) to n-2."""
+    """Layers of the target that are read, ascending; empty: up to five, spread from 2 (1 in small
+    targets) to n-2."""
     layer_fusion: bool = False
-    """A mixture of the taps of its own, and separate projections of it, for every draft layer (DFlare)."""
+    """A mixture of the taps of its own, and separate projections of it, for every draft layer
+    (DFlare)."""
     num_attention_heads: int = 0
     """Query heads."""
     num_key_value_heads: int = 0
@@ -42,20 +52,21 @@ class Config:
     intermediate_size: int = 0
     """Width of the MLPs."""
     start_from: Literal["auto", "target", "random"] = "auto"
-    """Where the layers begin: target (from layers of it, refused where they do not fit), random, or auto (from the target where
-    its layers are Llama-like and of the same sizes).
+    """Where the layers begin: target (from layers of it, refused where they do not fit), random, or
+    auto (from the target where its layers are Llama-like and of the same sizes).
     """
     from_target_layers: tuple[int, ...] = ()
-    """The target's layers (0-based) that the draft layers start from, one each (but the carrying one); empty: evenly from the
-    first to the last.
+    """The target's layers (0-based) that the draft layers start from, one each (but the carrying
+    one); empty: evenly from the first to the last.
     """
     carry_root: bool = True
-    """Start with one more layer in front that carries the root's embedding to every slot; it counts among `num_layers`."""
+    """Start with one more layer in front that carries the root's embedding to every slot; it counts
+    among `num_layers`."""
     mask_token_id: Annotated[int, Ge(-1)] = -1
     """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
     dependency: str = "none"
-    """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru (Domino), selector (DFlash 2),
-    parent (TreeFlash).
+    """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
+    (Domino), selector (DFlash 2), parent (TreeFlash).
     """
     dependency_rank: int = 256
     """Rank of its tables, size of its recurrent state, width of its MLP."""
@@ -82,11 +93,13 @@ class Config:
     annealed_lk: float = 0.0
     """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
     base_share_start: UnitInterval = 0.0
-    """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the beginning of training."""
+    """Share of the loss (0 to 1) that is taken on the logits before the dependency, at the
+    beginning of training."""
     base_share_end: UnitInterval = 0.0
     """The same at its end; linear in between."""
     depth_weights: str = "exponential"
-    """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to the accepted length)."""
+    """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to
+    the accepted length)."""
     gamma: float = 0.0
     """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
 

@@ -1,9 +1,11 @@
-"""The local convolution of DFlash 2: every slot of a block mixes in the slot before it, around each sublayer.
+"""The local convolution of DFlash 2: every slot of a block mixes in the slot before it, around each
+sublayer.
 
-Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part that the input decides
-per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t, group(c)]) * x[i - t, c] (methods.md, 3.8).
-One projection of the sublayer's input gives the kernels of both of its sides. It starts as the identity. Parameter
-names are those of serving engines (serving-formats.md, 3.6).
+Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part
+that the input decides per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t,
+group(c)]) * x[i - t, c] (methods.md, 3.8). One projection of the sublayer's input gives the kernels
+of both of its sides. It starts as the identity. Parameter names are those of serving engines
+(serving-formats.md, 3.6).
 
 Legend: N blocks, b slots, H hidden, C = H / group size.
 """
@@ -25,11 +27,14 @@ class BlockConv(nn.Module):
         super().__init__()
         if group_size < 1 or hidden_size % group_size != 0:
             raise UserError(
-                f"head.conv_group_size must divide the hidden size {hidden_size}; given {group_size}."
+                f"head.conv_group_size must divide the hidden size {hidden_size}; given "
+                f"{group_size}."
             )
         self.group_size = group_size
         self.base_kernel = nn.Parameter(torch.empty(2, TAPS, hidden_size))
-        self.kernel_projection = nn.Linear(hidden_size, 2 * TAPS * (hidden_size // group_size), bias=False)
+        self.kernel_projection = nn.Linear(
+            hidden_size, 2 * TAPS * (hidden_size // group_size), bias=False
+        )
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -38,7 +43,8 @@ class BlockConv(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input [N, b, H] -> (convolved input, kernel of the output side [N, b, TAPS, C])."""
+        """The sublayer's input [N, b, H] -> (convolved input, kernel of the output side [N, b,
+        TAPS, C])."""
         kernels = self.kernel_projection(states).unflatten(-1, (2, TAPS, -1))
         return self._mix(states, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
 

@@ -1,20 +1,23 @@
 """What makes a block drafter's slots depend on the tokens before them.
 
-The backbone gives every slot k a state h_k and base logits U_k that know nothing of the tokens drafted in between. A
-dependency adds what the drafted prefix says; x_0 is the root, x_{k-1} the parent of the token at depth k:
+The backbone gives every slot k a state h_k and base logits U_k that know nothing of the tokens
+drafted in between. A dependency adds what the drafted prefix says; x_0 is the root, x_{k-1} the
+parent of the token at depth k:
 
-* markov (DSpark, methods.md 3.5): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k; W1[x]]); rnn: a
-  gated state over W1[x_0] .. W1[x_{k-1}] and the h.
-* gru (Domino, 3.4): U_k + V SiLU(W [h_k; GRU over the embeddings of x_0 .. x_{k-1}]), from the second depth on.
+* markov (DSpark, methods.md 3.5): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k;
+  W1[x]]); rnn: a gated state over W1[x_0] .. W1[x_{k-1}] and the h.
+* gru (Domino, 3.4): U_k + V SiLU(W [h_k; GRU over the embeddings of x_0 .. x_{k-1}]), from the
+  second depth on.
 * selector (DFlash 2, 3.8): among the best of U_k, U_k(b) + <A[x_{k-1}] * P h_k, B[b]>.
 * parent (TreeFlash, 3.7): the logits of h_k + SwiGLU([norm(emb(x_{k-1})); norm(h_k)]).
 
-Each reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`), which costs a
-vocabulary. Training reads along the true tokens, drafting level by level along every path of a tree; both use the
-same two functions. Parameter names are those of serving engines where there are any (serving-formats.md, 3.6).
+Each reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`),
+which costs a vocabulary. Training reads along the true tokens, drafting level by level along every
+path of a tree; both use the same two functions. Parameter names are those of serving engines where
+there are any (serving-formats.md, 3.6).
 
-Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is [M, K] in training and
-[B, P] in drafting.
+Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is
+[M, K] in training and [B, P] in drafting.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from heads.nn.blocks import RMSNorm
 OUTSIDE = 8.0
 """How far below its base logit a token stands that is no candidate of the selector."""
 FADE = 1.0
-"""A token fades out over so many logits below the worst candidate. A sharp edge would let the rounding of bfloat16 decide who is a
-candidate, and training and drafting would disagree there.
+"""A token fades out over so many logits below the worst candidate. A sharp edge would let the
+rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there.
 """
 
 Embed = Callable[[Tensor], Tensor]
@@ -42,10 +45,11 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class Dependency:
-    """The interface, and the drafter without any dependency. Holds modules; the drafter registers `modules()` under their names.
+    """The interface, and the drafter without any dependency. Holds modules; the drafter registers
+    `modules()` under their names.
 
-    size: C. needs_base: whether `logits` uses the base logits U_k. raw: whether the states it is given come from before the
-    final norm. first: the first depth it changes.
+    size: C. needs_base: whether `logits` uses the base logits U_k. raw: whether the states it is
+    given come from before the final norm. first: the first depth it changes.
     """
 
     size = 0
@@ -66,11 +70,13 @@ class Dependency:
         """Start as no dependency at all: the first logits are the base logits."""
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        """Parents x_{k-1} [...] and states h_k [..., H] behind carry [..., C] of depth k - 1 -> the carry of depth k."""
+        """Parents x_{k-1} [...] and states h_k [..., H] behind carry [..., C] of depth k - 1 -> the
+        carry of depth k."""
         return carry
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
-        """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of depth k -> its logits [..., V].
+        """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of
+        depth k -> its logits [..., V].
 
         project: from states of the kind that `raw` names to the target's logits.
         """
@@ -78,7 +84,8 @@ class Dependency:
         return base
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Where [R] the dependency can learn of the right tokens `labels` [R], for base logits [R, V]; None: everywhere."""
+        """Where [R] the dependency can learn of the right tokens `labels` [R], for base logits [R,
+        V]; None: everywhere."""
         return None
 
     def hint(self, tokens: Tensor) -> Tensor | None:
@@ -124,7 +131,8 @@ class Markov(Dependency):
         return {"markov_head": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """W1 from the target's embeddings, so that what is learnt of one token serves those like it; W2 zero."""
+        """W1 from the target's embeddings, so that what is learnt of one token serves those like
+        it; W2 zero."""
         tables = self.tables
         init.copy(tables.markov_w1.weight, project_rows(weights.embedding, self.rank, generator))
         init.constant(tables.markov_w2.weight, 0.0)
@@ -241,17 +249,23 @@ class Selector(Dependency):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         tables = self.tables
-        init.copy(tables.predecessor_codebook, project_rows(weights.embedding, self.rank, generator))
+        init.copy(
+            tables.predecessor_codebook, project_rows(weights.embedding, self.rank, generator)
+        )
         init.constant(tables.successor_codebook, 0.0)
         init.normal(tables.hidden_projection.weight, self.info.hidden_size**-0.5, generator)
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
-        return F.embedding(tokens, self.tables.predecessor_codebook) * self.tables.hidden_projection(states)
+        return F.embedding(
+            tokens, self.tables.predecessor_codebook
+        ) * self.tables.hidden_projection(states)
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         assert base is not None
         share = self.candidates(base)
-        return base + share * F.linear(carry, self.tables.successor_codebook) - OUTSIDE * (1 - share)
+        return (
+            base + share * F.linear(carry, self.tables.successor_codebook) - OUTSIDE * (1 - share)
+        )
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
         """Where the right token is among the candidates: elsewhere no order of them is right."""
@@ -259,8 +273,8 @@ class Selector(Dependency):
         return self.candidates(base).gather(-1, labels[:, None])[:, 0] > 0
 
     def candidates(self, base: Tensor) -> Tensor:
-        """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for the rest, in between where it is
-        a close call.
+        """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for
+        the rest, in between where it is a close call.
         """
         worst = base.detach().topk(self.top_k, -1).values[..., -1:]
         return (1 - (worst - base.detach()) / FADE).clamp(0, 1)
@@ -331,7 +345,8 @@ def build_dependency(name: str, rank: int, top_k: int, info: TargetInfo) -> Depe
 
 
 def project_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [V, H] as [V, size] float32 of unit mean square: normalised, turned at random into fewer or more columns."""
+    """Rows [V, H] as [V, size] float32 of unit mean square: normalised, turned at random into fewer
+    or more columns."""
     normed = F.rms_norm(rows.detach().float(), rows.shape[-1:])
     turn = torch.empty(rows.shape[1], size).normal_(0.0, rows.shape[1] ** -0.5, generator=generator)
     return normed @ turn.to(normed.device)

@@ -1,12 +1,15 @@
-"""The decoder layers of block drafters: Qwen3-like layers that also turn the target's states into keys and values.
+"""The decoder layers of block drafters: Qwen3-like layers that also turn the target's states into
+keys and values.
 
-Every layer forms keys and values of the context (normalised features of the target, no norm of its own before them) beside
-those of the block's slots, with the same projections or with separate ones (methods.md, 3.1 and 3.9). Layers may start
-from layers of the target: the weight of a layer's first norm is folded into the projections behind it, so that the
-features, which carry no such weight, meet the projections as the target's own states did. Parameter names are
-those of serving engines (serving-formats.md, 3.6).
+Every layer forms keys and values of the context (normalised features of the target, no norm of its
+own before them) beside those of the block's slots, with the same projections or with separate ones
+(methods.md, 3.1 and 3.9). Layers may start from layers of the target: the weight of a layer's first
+norm is folded into the projections behind it, so that the features, which carry no such weight,
+meet the projections as the target's own states did. Parameter names are those of serving engines
+(serving-formats.md, 3.6).
 
-Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/value heads, D head size.
+Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/value heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -38,23 +41,31 @@ IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class BlockAttention(Attention):
-    """Attention whose query and key heads are normalised, and which can read the target's features."""
+    """Attention whose query and key heads are normalised, and which can read the target's
+    features."""
 
     def __init__(self, shape: LayerShape, own_context: bool) -> None:
         super().__init__(replace(shape, qk_norm=True))
         width = shape.num_key_value_heads * shape.head_dim
-        self.context_k_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
-        self.context_v_proj = nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
+        self.context_k_proj = (
+            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
+        )
+        self.context_v_proj = (
+            nn.Linear(shape.hidden_size, width, bias=False) if own_context else None
+        )
 
     def context(self, features: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """The target's features [B, T, H] -> keys and values [B, T, g, D]."""
         key = self.k_proj if self.context_k_proj is None else self.context_k_proj
         value = self.v_proj if self.context_v_proj is None else self.context_v_proj
-        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(value(features), None)
+        return rotate(self._heads(key(features), self.k_norm), rotation), self._heads(
+            value(features), None
+        )
 
 
 class BlockLayer(nn.Module):
-    """Pre-norm attention and SwiGLU over the slots of blocks, optionally with DFlash 2's convolution around both."""
+    """Pre-norm attention and SwiGLU over the slots of blocks, optionally with DFlash 2's
+    convolution around both."""
 
     def __init__(self, shape: LayerShape, own_context: bool = False, conv_group: int = 0) -> None:
         super().__init__()
@@ -73,7 +84,9 @@ class BlockLayer(nn.Module):
             states = states + self._attend(normed, rotation, attend)
         else:
             normed, kernel = self.attention_conv.before(normed)
-            states = states + self.attention_conv.after(self._attend(normed, rotation, attend), kernel)
+            states = states + self.attention_conv.after(
+                self._attend(normed, rotation, attend), kernel
+            )
         normed = self.post_attention_layernorm(states)
         if self.mlp_conv is None:
             out: Tensor = states + self.mlp(normed)
@@ -83,12 +96,15 @@ class BlockLayer(nn.Module):
 
     def _attend(self, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         key, value = self.self_attn.key_value(normed, rotation)
-        out: Tensor = self.self_attn.o_proj(attend(self.self_attn.query(normed, rotation), key, value))
+        out: Tensor = self.self_attn.o_proj(
+            attend(self.self_attn.query(normed, rotation), key, value)
+        )
         return out
 
 
 class LayerFusion(nn.Module):
-    """A mixture of the taps for every draft layer (DFlare, methods.md 3.9): softmax weights over the normalised taps."""
+    """A mixture of the taps for every draft layer (DFlare, methods.md 3.9): softmax weights over
+    the normalised taps."""
 
     def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -110,7 +126,7 @@ class LayerFusion(nn.Module):
         return [norm(share @ normed) for norm, share in zip(self.norms, shares, strict=True)]
 
 
-# --- starting from the target ----------------------------------------------------------------------------------------
+# Starting from the target
 
 
 def spread(count: int, first: int, last: int) -> tuple[int, ...]:
@@ -121,10 +137,11 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
 
 
 def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
-    """Why the target's layer cannot start a draft layer, as a name of what is missing or odd; empty when it can.
+    """Why the target's layer cannot start a draft layer, as a name of what is missing or odd; empty
+    when it can.
 
-    Biases are left out: they are small beside what training changes. Norms of other meanings (Gemma's 1 + w, norms behind
-    the sublayers) do not fit.
+    Biases are left out: they are small beside what training changes. Norms of other meanings
+    (Gemma's 1 + w, norms behind the sublayers) do not fit.
     """
     if model_type.startswith("gemma"):
         return "norms that add one to their weight"
@@ -142,7 +159,8 @@ def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model
 
 @torch.no_grad()
 def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> None:
-    """Copy the target's layer into a draft layer, the first norm folded into the projections behind it."""
+    """Copy the target's layer into a draft layer, the first norm folded into the projections behind
+    it."""
     found = {part: state[f"model.layers.{layer}.{part}.weight"].float() for part in PARTS}
     first = found.pop("input_layernorm")
     own = dict(mine.named_parameters())
@@ -161,8 +179,11 @@ def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> No
         if norm is not None and norm.shape == mine_norm.shape:
             init.copy(mine_norm, norm)
         else:
-            # The size that heads of normalised inputs have on average, so that scores keep their spread.
-            init.constant(mine_norm, float(found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()))
+            # The size that heads of normalised inputs have on average, so that scores keep their
+            # spread.
+            init.constant(
+                mine_norm, float(found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt())
+            )
 
 
 def start_layers(
@@ -180,8 +201,9 @@ def start_layers(
         reason = unfit_layer(state, layer, mine, info.model_type)
         if reason and required:
             raise UserError(
-                f"layer {layer} of target '{info.id}' ({info.model_type}, {info.num_layers} layers) cannot start a draft "
-                f"layer: {reason}. Use head.start_from=random, or leave the head's sizes at 0."
+                f"layer {layer} of target '{info.id}' ({info.model_type}, {info.num_layers} "
+                f"layers) cannot start a draft layer: {reason}. Use head.start_from=random, or "
+                "leave the head's sizes at 0."
             )
         if reason:
             return False

@@ -1,13 +1,15 @@
 """Objectives of block drafters: what a slot is compared with, and how much each depth weighs.
 
-A mix of cross entropy against the answer's token, KL and total variation against the target's distribution, and the LK
-losses. Depths weigh exp(-(k - 1) / gamma), all the same, or by D-PACE (methods.md, 3.11): by how much the expected
-accepted length would grow with the log-probability of the right token at that depth,
+A mix of cross entropy against the answer's token, KL and total variation against the target's
+distribution, and the LK losses. Depths weigh exp(-(k - 1) / gamma), all the same, or by D-PACE
+(methods.md, 3.11): by how much the expected accepted length would grow with the log-probability of
+the right token at that depth,
 
-    w_k = d / d log c_k  sum over m of prod over j <= m of c_j  =  sum over m >= k of prod over j <= m of c_j,
+    w_k = d / d log c_k  sum over m of prod over j <= m of c_j  =  sum over m >= k of prod over j <=
+                         m of c_j,
 
-with c_j the drafter's own probability of the right token, without gradient: the confidence accumulated up to k times the
-value of going on from there.
+with c_j the drafter's own probability of the right token, without gradient: the confidence
+accumulated up to k times the value of going on from there.
 
 Legend: M blocks, K depths, R supervised (block, depth) pairs, V vocabulary.
 """
@@ -27,8 +29,8 @@ WEIGHTINGS = ("exponential", "uniform", "d_pace")
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the losses, none below 0, one above. lk: -log of the acceptance rate; annealed_lk: KL that turns into total
-    variation as the drafter gets better.
+    """Weights of the losses, none below 0, one above. lk: -log of the acceptance rate; annealed_lk:
+    KL that turns into total variation as the drafter gets better.
     """
 
     ce: float
@@ -41,8 +43,9 @@ class Objective:
         values = [self.ce, self.kl, self.tv, self.lk, self.annealed_lk]
         if min(values) < 0 or max(values) == 0:
             raise UserError(
-                "a block drafter needs an objective: give a positive weight to one or more of head.ce, head.kl, head.tv, "
-                f"head.lk, head.annealed_lk, and none below 0; given {values}."
+                "a block drafter needs an objective: give a positive weight to one or more of "
+                "head.ce, head.kl, head.tv, head.lk, head.annealed_lk, and none below 0; given "
+                f"{values}."
             )
 
     @property
@@ -51,8 +54,8 @@ class Objective:
         return max(self.kl, self.tv, self.lk, self.annealed_lk) > 0
 
     def aim(self, labels: Tensor, target_logits: Tensor | None) -> Tensor:
-        """The tokens [R] that a drafter of this objective is to rank first: the answer's, or the target's best where the target's
-        distribution weighs more.
+        """The tokens [R] that a drafter of this objective is to rank first: the answer's, or the
+        target's best where the target's distribution weighs more.
         """
         if target_logits is None or self.kl + self.tv + self.lk + self.annealed_lk <= self.ce:
             return labels
@@ -60,7 +63,9 @@ class Objective:
 
     def __call__(self, logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """logits [R, V], labels [R] int64, target_logits [R, V] (None unless `soft`) -> [R]."""
-        total = logits.new_zeros(labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+        total = logits.new_zeros(
+            labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
+        )
         if self.ce > 0:
             total = total + self.ce * losses.cross_entropy(logits, labels)
         if not self.soft:
@@ -79,8 +84,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3, which gives the published
-    7, 5 and 4 for blocks of 16, 10 and 7.
+    """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
+    which gives the published 7, 5 and 4 for blocks of 16, 10 and 7.
     """
 
     name: str
@@ -89,12 +94,15 @@ class Weighting:
 
     def __post_init__(self) -> None:
         if self.name not in WEIGHTINGS:
-            raise UserError(f"head.depth_weights '{self.name}' is unknown.{suggest(self.name, WEIGHTINGS)}")
+            raise UserError(
+                f"head.depth_weights '{self.name}' is unknown.{suggest(self.name, WEIGHTINGS)}"
+            )
         if self.gamma < 0:
             raise UserError(f"head.gamma must not be below 0; given {self.gamma}.")
 
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
-        """Weights [M, K] without gradient, for log-probabilities of the right tokens `right` [M, K] where `valid` [M, K]."""
+        """Weights [M, K] without gradient, for log-probabilities of the right tokens `right` [M, K]
+        where `valid` [M, K]."""
         if self.name == "d_pace":
             return d_pace(right, valid)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)
@@ -105,8 +113,10 @@ class Weighting:
 
 
 def d_pace(right: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; a depth that is not valid ends the block."""
-    reached = right.detach().masked_fill(~valid, float("-inf")).cumsum(1).exp()  # prod over j <= m of c_j
+    """D-PACE's weights [M, K] (2605.18810) for log c [M, K]; a depth that is not valid ends the
+    block."""
+    # prod over j <= m of c_j
+    reached = right.detach().masked_fill(~valid, float("-inf")).cumsum(1).exp()
     return reached.flip(1).cumsum(1).flip(1)
 
 

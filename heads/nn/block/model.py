@@ -1,7 +1,8 @@
-"""The network of block drafters: fused taps, layers that read them, slots, dependency and confidence; no training, no drafting.
+"""The network of block drafters: fused taps, layers that read them, slots, dependency and
+confidence; no training, no drafting.
 
-Legend: B rows, T positions, M blocks, b slots per block, H hidden, V vocabulary, n taps, C carry of a dependency, g key/value
-heads, D head size.
+Legend: B rows, T positions, M blocks, b slots per block, H hidden, V vocabulary, n taps, C carry of
+a dependency, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class BlockModel(TrainableDrafter):
         self.needs.check(size)
         if config.mask_token_id >= info.vocab_size:
             raise UserError(
-                f"head.mask_token_id must lie below the vocabulary of {info.vocab_size}; given {config.mask_token_id}."
+                f"head.mask_token_id must lie below the vocabulary of {info.vocab_size}; given "
+                f"{config.mask_token_id}."
             )
         self.depths = config.block_size - (0 if config.sample_from_anchor else 1)
         self.causal = config.in_block == "causal"
@@ -59,27 +61,33 @@ class BlockModel(TrainableDrafter):
         group = config.conv_group_size if config.convolution else 0
         self.layers = nn.ModuleList([BlockLayer(self.shape, fused, group) for _ in range(layers)])
         self.norm = RMSNorm(hidden, eps)
-        self.mask_embedding = nn.Parameter(torch.empty(hidden)) if config.mask_token_id < 0 else None
+        self.mask_embedding = (
+            nn.Parameter(torch.empty(hidden)) if config.mask_token_id < 0 else None
+        )
         self.dependency = build_dependency(
             config.dependency, config.dependency_rank, config.selector_top_k, info
         )
         for name, part in self.dependency.modules().items():
             self.add_module(name, part)
         hint = config.dependency_rank if config.dependency in ("markov", "gated", "rnn") else 0
-        self.confidence_head = ConfidenceHead(hidden + hint, self.depths) if config.confidence else None
+        self.confidence_head = (
+            ConfidenceHead(hidden + hint, self.depths) if config.confidence else None
+        )
         self._rope = Rope(self.shape.head_dim, info.rope_theta)
         self._target: TargetWeights | None = None
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:
-        """Remember the target's embedding and LM head, which are shared and frozen, and follow its rotary positions."""
+        """Remember the target's embedding and LM head, which are shared and frozen, and follow its
+        rotary positions."""
         self._target = weights
         rotary = weights.rotary
         if rotary is not None and rotary.inverse_frequencies.shape == (self.shape.head_dim // 2,):
             self._rope.follow(rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Layers from the target's (`start_from`), features near the highest tap, and dependencies that change nothing yet."""
+        """Layers from the target's (`start_from`), features near the highest tap, and dependencies
+        that change nothing yet."""
         config, info = self.config, self.info
         initialise_blocks(self, generator)
         layers = [cast(BlockLayer, layer) for layer in self.layers]
@@ -90,7 +98,9 @@ class BlockModel(TrainableDrafter):
         if self.fc is not None:
             with torch.no_grad():
                 nearest = len(self.needs.taps) // 2 * info.hidden_size
-                self.fc.weight.mul_(0.1)[:, nearest : nearest + info.hidden_size].diagonal().add_(1.0)
+                self.fc.weight.mul_(0.1)[:, nearest : nearest + info.hidden_size].diagonal().add_(
+                    1.0
+                )
         if self.layer_fusion is not None:
             taps = self.needs.taps
             self.layer_fusion.initialise(
@@ -112,7 +122,7 @@ class BlockModel(TrainableDrafter):
         if self.confidence_head is not None:
             self.confidence_head.initialise(generator)
 
-    # --- the network ----------------------------------------------------------------------------------------
+    # The network
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self._target is not None, "bind was not called"
@@ -152,7 +162,9 @@ class BlockModel(TrainableDrafter):
         first = 0 if self.config.sample_from_anchor else 1
         return states[:, first : first + depth]
 
-    def _dependent(self, base: Tensor | None, given: Tensor, carry: Tensor, depth: Tensor | int) -> Tensor:
+    def _dependent(
+        self, base: Tensor | None, given: Tensor, carry: Tensor, depth: Tensor | int
+    ) -> Tensor:
         """Logits [..., V] at `depth` [...], with what the drafted prefix says."""
         rule = self.dependency
         logits = rule.logits(base, given, carry, self._project_given)
@@ -164,20 +176,23 @@ class BlockModel(TrainableDrafter):
         return torch.where((depth < rule.first)[..., None], base, logits)
 
     def _run(self, states: Tensor, rotation: Rotation, attends: list[Attend]) -> Tensor:
-        """Slots [M, b, H] through all layers, before the final norm -> [M, b, H]; attends[i]: what layer i's slots see."""
+        """Slots [M, b, H] through all layers, before the final norm -> [M, b, H]; attends[i]: what
+        layer i's slots see."""
         for layer, attend in zip(self.layers, attends, strict=True):
             states = layer(states, rotation, attend)
         return states
 
 
 def number_of_layers(config: Config, info: TargetInfo) -> int:
-    """Draft layers: as many as are started from named layers, or as given, or half of the target's; and the carrying one."""
+    """Draft layers: as many as are started from named layers, or as given, or half of the target's;
+    and the carrying one."""
     extra = int(config.carry_root)
     named = len(config.from_target_layers)
     if named and config.num_layers not in (0, named + extra):
         raise UserError(
-            f"head.num_layers={config.num_layers} does not fit the {named} layers of head.from_target_layers"
-            f"{' and the one of head.carry_root' if extra else ''}; leave head.num_layers out."
+            f"head.num_layers={config.num_layers} does not fit the {named} layers of "
+            f"head.from_target_layers{' and the one of head.carry_root' if extra else ''}; leave "
+            "head.num_layers out."
         )
     if config.num_layers and config.num_layers <= extra:
         raise UserError("head.num_layers must be at least 2 with head.carry_root=true; given 1.")
@@ -185,7 +200,7 @@ def number_of_layers(config: Config, info: TargetInfo) -> int:
 
 
 def default_start(count: int, num_layers: int) -> tuple[int, ...]:
-    """The target's layers that `count` draft layers start from: the first, the last and what is evenly between; some
-    of them twice where there are fewer than draft layers.
+    """The target's layers that `count` draft layers start from: the first, the last and what is
+    evenly between; some of them twice where there are fewer than draft layers.
     """
     return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))

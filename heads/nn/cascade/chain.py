@@ -1,16 +1,18 @@
 """A drafter sped up by another drafter: speculative decoding inside one proposal.
 
-The upper level (a `Reader`) is to draft a chain. Instead of running it once per token, the lower level proposes a few tokens per
-inner round and the upper judges them in one pass. The upper's own choice at every position is `noise.pick` of its logits at the
-absolute position, and a proposed token is kept where it is that choice: so the chain is exactly what the upper would have drafted
-alone, as far as it gets. Rounds are fixed in number and size, nothing asks the device for a value; a row whose proposals were
-refused ends with a shorter chain.
+The upper level (a `Reader`) is to draft a chain. Instead of running it once per token, the lower
+level proposes a few tokens per inner round and the upper judges them in one pass. The upper's own
+choice at every position is `noise.pick` of its logits at the absolute position, and a proposed
+token is kept where it is that choice: so the chain is exactly what the upper would have drafted
+alone, as far as it gets. Rounds are fixed in number and size, nothing asks the device for a value;
+a row whose proposals were refused ends with a shorter chain.
 
-A round is one step of the decode loop in small, the upper standing where the target stands: what it keeps is committed to the
-lower level, whose state is put back afterwards, because none of it is committed text.
+A round is one step of the decode loop in small, the upper standing where the target stands: what it
+keeps is committed to the lower level, whose state is put back afterwards, because none of it is
+committed text.
 
-Legend: B rows, W tokens read per round (the known one and the lower's), R rounds, D deepest level wanted, C = 1 + R * W the deepest
-level that can be reached, N nodes, V vocabulary.
+Legend: B rows, W tokens read per round (the known one and the lower's), R rounds, D deepest level
+wanted, C = 1 + R * W the deepest level that can be reached, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from heads.nn.drafting.plan import TreePlan
 
 @dataclass
 class Drafted:
-    """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many drafted ones count (at least 1);
-    logits [B, C, V]: row d is what the token at depth d+1 was drawn from; None when nobody asked for them.
+    """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many
+    drafted ones count (at least 1); logits [B, C, V]: row d is what the token at depth d+1 was
+    drawn from; None when nobody asked for them.
     """
 
     tokens: Tensor
@@ -66,9 +69,11 @@ def draft_chain(
     noise: Noise,
     keep: bool,
 ) -> Drafted:
-    """The upper's chain behind `root` [B] at `root_position` [B], by `rounds` passes of it. keep: return its logits.
+    """The upper's chain behind `root` [B] at `root_position` [B], by `rounds` passes of it. keep:
+    return its logits.
 
-    The lower was started with a chain of W-1 tokens and room for C + 1 positions behind the root, the upper with a tree C deep.
+    The lower was started with a chain of W-1 tokens and room for C + 1 positions behind the root,
+    the upper with a tree C deep.
     """
     logits = upper.root_logits(upper_state)[:, None]  # [B, 1, V]
     known = noise.pick(
@@ -88,24 +93,31 @@ def draft_chain(
             width = window.shape[1]
             if number == 0:
                 tokens = torch.nn.functional.pad(tokens, (0, rounds * width))
-                drawn.append(logits.new_zeros(root.shape[0], rounds * width if keep else 0, logits.shape[2]))
+                drawn.append(
+                    logits.new_zeros(root.shape[0], rounds * width if keep else 0, logits.shape[2])
+                )
                 kept = torch.cat(drawn, 1)
             read = upper.read(upper_state, window, live - 1)  # [B, W, V]
-            depth = live[:, None] + torch.arange(width, device=root.device)  # of the window's tokens
+            # of the window's tokens
+            depth = live[:, None] + torch.arange(width, device=root.device)
             picks = noise.pick(read, root_position[:, None] + depth + 1)
             agreed = (window[:, 1:] == picks[:, :-1]).to(torch.int64).cumprod(1).sum(1)
-            # what lies behind the first refusal is overwritten in the next round, or stays behind `live`
+            # what lies behind the first refusal is overwritten in the next round, or stays behind
+            # `live`
             tokens.scatter_(1, depth + 1, picks)
             if keep:
                 kept[rows, depth] = read
             if number + 1 < rounds:
-                lower.commit(lower_state, _run(window, picks, root_position[:, None] + depth, agreed + 1))
+                lower.commit(
+                    lower_state, _run(window, picks, root_position[:, None] + depth, agreed + 1)
+                )
             live = live + agreed + 1
     return Drafted(tokens, live, kept if keep else None)
 
 
 def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) -> TargetStates:
-    """What the lower level is told: `lengths` [B] of the tokens [B, W], each with the upper's choice after it."""
+    """What the lower level is told: `lengths` [B] of the tokens [B, W], each with the upper's
+    choice after it."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     return TargetStates(tokens, following, positions, place < lengths[:, None])
 
@@ -114,8 +126,8 @@ def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) 
 def scratch(state: Any) -> Iterator[None]:
     """Put every tensor of a drafter's state back at the end.
 
-    A state may name fields in a class attribute `behind_root`: caches indexed by position of which nothing behind the root is read
-    before it is written again. Those are not copied.
+    A state may name fields in a class attribute `behind_root`: caches indexed by position of which
+    nothing behind the root is read before it is written again. Those are not copied.
     """
     saved = [(value, value.clone()) for value in state_tensors(state)]
     yield
@@ -138,10 +150,11 @@ def state_tensors(state: Any) -> Iterator[Tensor]:
 
 
 def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: Noise) -> Proposal:
-    """The static tree of `plan` with the chain along its best path, and beside it the upper's next best choices.
+    """The static tree of `plan` with the chain along its best path, and beside it the upper's next
+    best choices.
 
-    Nodes deeper than the chain is long are dead (`Proposal.limit`) and repeat the root; so do the nodes below second choices, which
-    the upper has not read.
+    Nodes deeper than the chain is long are dead (`Proposal.limit`) and repeat the root; so do the
+    nodes below second choices, which the upper has not read.
     """
     depth, root = plan.max_depth, drafted.tokens[:, :1]
     width = drafted.tokens.shape[1]
@@ -155,7 +168,8 @@ def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: No
     logits = None
     if drafted.logits is not None:
         short = max(0, depth + 1 - drafted.logits.shape[1])
-        logits = torch.nn.functional.pad(drafted.logits[:, : depth + 1], (0, 0, 0, short))  # [B, D+1, V]
+        # [B, D+1, V]
+        logits = torch.nn.functional.pad(drafted.logits[:, : depth + 1], (0, 0, 0, short))
     if plan.tree.is_chain:
         return Proposal(chain, plan.tree, logits if noise.keeps_logits else None, limit=limit)
     tokens = chain[:, plan.node_depth]
@@ -171,18 +185,22 @@ def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: No
         root, logits.shape[2], logits.dtype
     )  # [B, 1, V]: what nodes that repeat the root were drawn from
     here = (plan.best_path & live.roll(-1, 1)[:, plan.node_depth])[..., None]
-    return Proposal(tokens, plan.tree, torch.where(here, logits[:, plan.node_depth], repeated), limit=limit)
+    return Proposal(
+        tokens, plan.tree, torch.where(here, logits[:, plan.node_depth], repeated), limit=limit
+    )
 
 
 def _siblings(
     plan: TreePlan, chain: Tensor, live: Tensor, logits: Tensor, root_position: Tensor, noise: Noise
 ) -> Tensor:
-    """Tokens [B, N] of the nodes beside the chain (rank 1 and on below a node of the best path); elsewhere the root's."""
+    """Tokens [B, N] of the nodes beside the chain (rank 1 and on below a node of the best path);
+    elsewhere the root's."""
     depth = plan.max_depth
     levels = torch.arange(1, depth + 1, device=chain.device)
     scores = noise.scores(logits[:, :depth], root_position[:, None] + levels)
     scores = scores.scatter(2, chain[:, 1:, None], float("-inf"))
-    ranked = torch.cat([chain[:, 1:, None], scores.topk(plan.max_rank, dim=-1).indices], 2)  # [B, D, ranks]
+    # [B, D, ranks]
+    ranked = torch.cat([chain[:, 1:, None], scores.topk(plan.max_rank, dim=-1).indices], 2)
     ranked = torch.where(live[:, 1:, None], ranked, chain[:, :1, None]).flatten(1)
     found = torch.nn.functional.pad(ranked[:, plan.by_depth_and_rank], (1, 0))
     beside = plan.best_path.gather(0, plan.tree.parents[0])

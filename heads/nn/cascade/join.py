@@ -12,12 +12,15 @@ from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 
 
-def split_shape(shape: DraftShape, branches: tuple[int, ...], device: torch.device) -> list[DraftShape]:
-    """What each part fills, so that all together stay within `shape`: the first part the same kind of shape with fewer nodes, the
-    others chains of at most `branches` tokens each.
+def split_shape(
+    shape: DraftShape, branches: tuple[int, ...], device: torch.device
+) -> list[DraftShape]:
+    """What each part fills, so that all together stay within `shape`: the first part the same kind
+    of shape with fewer nodes, the others chains of at most `branches` tokens each.
 
-    The others get at most half of the drafted nodes, those first in order what they want; a part for which nothing is left gets a
-    chain of 0. Of a chain there is only one branch: the first part gets all of it.
+    The others get at most half of the drafted nodes, those first in order what they want; a part
+    for which nothing is left gets a chain of 0. Of a chain there is only one branch: the first part
+    gets all of it.
     """
     drafted = shape.num_nodes - 1
     room = 0 if shape.is_chain else drafted // 2
@@ -32,8 +35,8 @@ def split_shape(shape: DraftShape, branches: tuple[int, ...], device: torch.devi
 def smaller(shape: DraftShape, drafted: int, device: torch.device) -> DraftShape:
     """`shape` with `drafted` nodes behind the root.
 
-    Of a static tree the nodes are kept whose paths are shortest when every sibling rank on the way counts as two levels: so it
-    keeps its depth along the best path rather than its width.
+    Of a static tree the nodes are kept whose paths are shortest when every sibling rank on the way
+    counts as two levels: so it keeps its depth along the best path rather than its width.
     """
     if isinstance(shape, DynamicShape):
         return DynamicShape(drafted + 1, shape.max_depth, shape.width, shape.ranking)
@@ -54,11 +57,13 @@ def choices_of(tree: TokenTree) -> list[tuple[int, ...]]:
 
 
 def join(proposals: list[Proposal]) -> Proposal:
-    """All drafted nodes behind one root. Tokens that several parts drafted stand there several times, which the `match` rule takes
-    as it should (of equal siblings the one with the longer accepted path counts).
+    """All drafted nodes behind one root. Tokens that several parts drafted stand there several
+    times, which the `match` rule takes as it should (of equal siblings the one with the longer
+    accepted path counts).
 
-    No logits: what follows from weighing a draft by its q does not hold for drafts of several distributions beside each other, so
-    the rules take them as certain, and that is `match` (see `inference.decoding.rules.weights`).
+    No logits: what follows from weighing a draft by its q does not hold for drafts of several
+    distributions beside each other, so the rules take them as certain, and that is `match` (see
+    `inference.decoding.rules.weights`).
     """
     if len(proposals) == 1:
         return proposals[0]
@@ -81,7 +86,9 @@ def join(proposals: list[Proposal]) -> Proposal:
         max(tree.max_depth for tree in trees),
         is_chain=False,
     )
-    tokens = torch.cat([p.tokens if i == 0 else p.tokens[:, 1:] for i, p in enumerate(proposals)], 1)
+    tokens = torch.cat(
+        [p.tokens if i == 0 else p.tokens[:, 1:] for i, p in enumerate(proposals)], 1
+    )
     return Proposal(tokens, tree, confidence=_confidence(proposals))
 
 
@@ -101,5 +108,7 @@ def _ancestors(trees: list[TokenTree], rows: int, nodes: int) -> Tensor:
 def _confidence(proposals: list[Proposal]) -> Tensor | None:
     """[B, N] where every part has an estimate."""
     found = [proposal.confidence for proposal in proposals]
-    known = [value if i == 0 else value[:, 1:] for i, value in enumerate(found) if value is not None]
+    known = [
+        value if i == 0 else value[:, 1:] for i, value in enumerate(found) if value is not None
+    ]
     return torch.cat(known, 1) if len(known) == len(found) else None

@@ -1,7 +1,8 @@
-"""The parts of a cascade: built from descriptions, kept in one checkpoint, each told what it asked for and nothing else.
+"""The parts of a cascade: built from descriptions, kept in one checkpoint, each told what it asked
+for and nothing else.
 
-A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}. What is stored is always the
-second form, so that a saved cascade needs no other folder.
+A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}.
+What is stored is always the second form, so that a saved cascade needs no other folder.
 
 Legend: B rows, T positions, H hidden, n taps of the cascade, m taps of a part.
 """
@@ -26,7 +27,8 @@ from heads.api.target_info import TargetInfo, TargetWeights
 
 @dataclass
 class CascadePart:
-    """One part: the drafter, its description without references to other folders, and the folder its weights come from, if any."""
+    """One part: the drafter, its description without references to other folders, and the folder
+    its weights come from, if any."""
 
     drafter: Any
     described: dict[str, Any]
@@ -34,12 +36,13 @@ class CascadePart:
 
 
 def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
-    """Build the drafter of one description, its weights still unset; raises `UserError` when it describes none."""
+    """Build the drafter of one description, its weights still unset; raises `UserError` when it
+    describes none."""
     keys = [key for key in ("checkpoint", "kind") if key in given]
     if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
         raise UserError(
-            "every entry of head.parts is either {checkpoint: FOLDER} or {kind: NAME, ...settings of that kind}; "
-            f"given: {dict(given)}."
+            "every entry of head.parts is either {checkpoint: FOLDER} or {kind: NAME, "
+            f"...settings of that kind}}; given: {dict(given)}."
         )
     folder = None
     if keys == ["checkpoint"]:
@@ -48,9 +51,14 @@ def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
         TargetInfo.from_dict(content["target"]).require_same(info)
         name, settings = str(content["kind"]), dict(content["config"])
     else:
-        name, settings = str(given["kind"]), {key: value for key, value in given.items() if key != "kind"}
+        name, settings = (
+            str(given["kind"]),
+            {key: value for key, value in given.items() if key != "kind"},
+        )
     kind = get_kind(name)
-    drafter = kind.drafter_class(build_config(name, {k: _frozen(v) for k, v in settings.items()}), info)
+    drafter = kind.drafter_class(
+        build_config(name, {k: _frozen(v) for k, v in settings.items()}), info
+    )
     return CascadePart(drafter, {"kind": name, **vars(drafter.config)}, folder)
 
 
@@ -62,7 +70,11 @@ def _frozen(value: Any) -> Any:
 def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
     """The parts that have tensors, by their number."""
     return nn.ModuleDict(
-        {str(i): part.drafter for i, part in enumerate(parts) if isinstance(part.drafter, nn.Module)}
+        {
+            str(i): part.drafter
+            for i, part in enumerate(parts)
+            if isinstance(part.drafter, nn.Module)
+        }
     )
 
 

@@ -1,14 +1,15 @@
-"""Filling a draft's shape with tokens: level by level for autoregressive drafters, at once for drafters that
-predict every depth independently, in static trees and in dynamic ones.
+"""Filling a draft's shape with tokens: level by level for autoregressive drafters, at once for
+drafters that predict every depth independently, in static trees and in dynamic ones.
 
-A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's gains
-(`Ranking`), none of them above 0; so a node never scores above its parent, and the N - 1 best candidates of
-all form a tree. Autoregressive drafters consider the children of the `width` best nodes of every level
-(EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the result is exactly the N - 1 best
-paths of all (best first, as in DDTree and JetSpec). Shapes are fixed and nothing asks the device.
+A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's
+gains (`Ranking`), none of them above 0; so a node never scores above its parent, and the N - 1 best
+candidates of all form a tree. Autoregressive drafters consider the children of the `width` best
+nodes of every level (EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the
+result is exactly the N - 1 best paths of all (best first, as in DDTree and JetSpec). Shapes are
+fixed and nothing asks the device.
 
-Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C candidates
-of all levels (the root included), V' draft vocabulary, H hidden.
+Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C
+candidates of all levels (the root included), V' draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ logits [B, P, V'] and carry.
 """
 
 Offer = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Children of a level's best nodes: (depth of the children, places of those nodes among the candidates of the
-level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B, P, k], siblings by falling
-rank.
+"""Children of a level's best nodes: (depth of the children, places of those nodes among the
+candidates of the level above [B, P], their tokens [B, P]) -> gains [B, P, k] float32 and tokens [B,
+P, k], siblings by falling rank.
 """
 
 
@@ -49,12 +50,15 @@ def grow(
 ) -> Proposal:
     """Draft behind `root` [B] (at `root_position` [B]) with an autoregressive drafter.
 
-    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step` gives the
-    same two for deeper ones. token_ids [V'] maps columns to target ids when the draft vocabulary is reduced.
-    memory: the drafter's cache, for drafters whose rows attend to each other.
+    logits [B, 1, V'] and carry [B, 1, H] are the drafter's output for the root's children; `step`
+    gives the same two for deeper ones. token_ids [V'] maps columns to target ids when the draft
+    vocabulary is reduced. memory: the drafter's cache, for drafters whose rows attend to each
+    other.
     """
     if isinstance(plan, DynamicPlan):
-        return _grow_dynamic(plan.shape, root, root_position, logits, carry, step, noise, token_ids, memory)
+        return _grow_dynamic(
+            plan.shape, root, root_position, logits, carry, step, noise, token_ids, memory
+        )
     frame = None if memory is None else DraftFrame.of(plan, memory)
     tokens, drafted, drawn = [root[:, None]], root[:, None], [logits]
     for level in plan.levels:
@@ -76,8 +80,8 @@ def grow(
 def choose(
     logits: Tensor, positions: Tensor, max_rank: int, noise: Noise, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V'] at
-    `positions` [B, M].
+    """Columns of the best max_rank + 1 candidates [B, M, max_rank + 1] int64 for logits [B, M, V']
+    at `positions` [B, M].
     """
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
@@ -92,24 +96,29 @@ def fill(
     noise: Noise,
     token_ids: Tensor | None = None,
 ) -> Proposal:
-    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the tokens
-    before; D is the plan's depth, at least 1. A node's token depends on its depth and rank alone.
+    """Draft behind `root` [B] with logits [B, D, V'] of every depth 1..D that do not depend on the
+    tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and rank
+    alone.
     """
     positions = root_position[:, None] + torch.arange(1, logits.shape[1] + 1, device=root.device)
     if isinstance(plan, DynamicPlan):
         return _fill_dynamic(plan.shape, root, positions, logits, noise, token_ids)
-    columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)  # [B, D * (max_rank + 1)]
+    # [B, D * (max_rank + 1)]
+    columns = choose(logits, positions, plan.max_rank, noise, token_ids).flatten(1)
     if not plan.tree.is_chain:
         columns = columns[:, plan.by_depth_and_rank]
     drafted = columns if token_ids is None else token_ids[columns]
     return Proposal(
-        torch.cat([root[:, None], drafted], dim=1), plan.tree, _by_depth(logits, plan.tree, noise), token_ids
+        torch.cat([root[:, None], drafted], dim=1),
+        plan.tree,
+        _by_depth(logits, plan.tree, noise),
+        token_ids,
     )
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
-    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them; logits [B, D,
-    V'].
+    """Logits [B, N, V'] that each node's children were drawn from, when the rule asks for them;
+    logits [B, D, V'].
     """
     if not noise.keeps_logits:
         return None
@@ -117,14 +126,14 @@ def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
     return logits[torch.arange(logits.shape[0], device=logits.device)[:, None], depth]
 
 
-# --- dynamic trees ------------------------------------------------------------------------------------------
+# Dynamic trees
 
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among all
-    candidates, ascending; extended [B, E] int64: the candidates whose children were considered, level by
-    level, the root first; candidates: C.
+    """A tree that a search chose: tokens [B, N], tree, kept [B, N] int64: the nodes' numbers among
+    all candidates, ascending; extended [B, E] int64: the candidates whose children were considered,
+    level by level, the root first; candidates: C.
     """
 
     tokens: Tensor
@@ -135,13 +144,14 @@ class ChosenTree:
 
 
 def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
-    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best nodes of
-    every level.
+    """The best nodes of the tree behind `root` [B] that `offer` unfolds, extending the `beam` best
+    nodes of every level.
 
-    Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal scores
-    the lower number is kept, so that parents and better siblings come first.
+    Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal
+    scores the lower number is kept, so that parents and better siblings come first.
     """
-    total = torch.zeros(root.shape[0], 1, device=root.device)  # [B, P]: the scores of the nodes to extend
+    # [B, P]: the scores of the nodes to extend
+    total = torch.zeros(root.shape[0], 1, device=root.device)
     places = number = torch.zeros_like(root)[
         :, None
     ]  # [B, P]: their places in their level; among all candidates
@@ -162,15 +172,19 @@ def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> Ch
     kept = order[:, : shape.nodes].sort(dim=1).values
     is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, kept, True)
     node = is_kept.cumsum(1) - 1  # of every kept candidate
-    tree = TokenTree.from_parents(node.gather(1, torch.cat(parents, 1).gather(1, kept)), shape.max_depth)
-    return ChosenTree(torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count)
+    tree = TokenTree.from_parents(
+        node.gather(1, torch.cat(parents, 1).gather(1, kept)), shape.max_depth
+    )
+    return ChosenTree(
+        torch.cat(tokens, 1).gather(1, kept), tree, kept, torch.cat(extended, 1), count
+    )
 
 
 def candidates(
     logits: Tensor, positions: Tensor, shape: DynamicShape, noise: Noise, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target ids [B, P,
-    k], by falling score of the noise.
+    """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target
+    ids [B, P, k], by falling score of the noise.
     """
     scores = noise.scores(logits, positions, token_ids)
     best, columns = scores.topk(shape.width, dim=-1)
@@ -201,7 +215,8 @@ def _grow_dynamic(
     def offer(depth: int, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal logits, carry
         if depth > 1:
-            above = places // shape.width  # the run row, one level up, that each node was drawn from
+            # the run row, one level up, that each node was drawn from
+            above = places // shape.width
             place = CachePlace.nowhere(root.device) if frame is None else frame.next(above)
             logits, carry = step(place, tokens, carry[rows, above])
             drawn.append(logits)
@@ -212,7 +227,9 @@ def _grow_dynamic(
     if not noise.keeps_logits:
         return Proposal(found.tokens, found.tree, None, token_ids)
     run = torch.arange(found.extended.shape[1], device=root.device).expand_as(found.extended)
-    run_of = found.extended.new_zeros(root.shape[0], found.candidates).scatter_(1, found.extended, run)
+    run_of = found.extended.new_zeros(root.shape[0], found.candidates).scatter_(
+        1, found.extended, run
+    )
     return Proposal(
         found.tokens, found.tree, torch.cat(drawn, 1)[rows, run_of.gather(1, found.kept)], token_ids
     )

@@ -1,9 +1,10 @@
 """The plan of a draft's shape: what drafting steps look up, worked out once on the host.
 
-A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain number,
-so that no step asks the device. `heads.nn.drafting.growth` fills plans with tokens.
+A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain
+number, so that no step asks the device. `heads.nn.drafting.growth` fills plans with tokens.
 
-Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary, H hidden.
+Legend: B rows, N nodes, P nodes that are run through the drafter at one level, V' draft vocabulary,
+H hidden.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from heads.api.tree import DraftShape, DynamicShape, Level, TokenTree
 
 @dataclass(frozen=True, eq=False)
 class LevelPlan:
-    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above that have
-    children.
+    """One depth of a static tree, as constant tensors. "Run rows" are the nodes of the level above
+    that have children.
 
-    depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64: which of
-    the P * (max_rank + 1) candidates becomes each node; None when that is all of them in order. rows [P]
-    int64: the run rows as places in the level above, None when that is all of them in order. carry [P] int64:
-    the run row, one level up, whose output each run row continues; None when that is all in order. span: this
-    level's run rows among `TreePlan.run_nodes`.
+    depth: 1 for the children of the root. max_rank: best sibling rank wanted. pick [nodes] int64:
+    which of the P * (max_rank + 1) candidates becomes each node; None when that is all of them in
+    order. rows [P] int64: the run rows as places in the level above, None when that is all of them
+    in order. carry [P] int64: the run row, one level up, whose output each run row continues; None
+    when that is all in order. span: this level's run rows among `TreePlan.run_nodes`.
     """
 
     depth: int
@@ -53,7 +54,8 @@ class TreePlan:
     run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
     run_visible: (
-        Tensor  # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+        # [R, N] bool: column i says that they attend to node i+1; the last one is always False
+        Tensor
     )
     drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
@@ -69,7 +71,8 @@ class TreePlan:
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreePlan:
-        """Plan for a static `tree` (leading size 1), on the tree's device. Reads the tree on the host."""
+        """Plan for a static `tree` (leading size 1), on the tree's device. Reads the tree on the
+        host."""
         assert tree.parents.shape[0] == 1, "a drafter is given a static tree"
         device, nodes = tree.parents.device, tree.num_nodes
         levels = tree.levels()
@@ -112,7 +115,8 @@ class DynamicPlan:
 
     @property
     def room(self) -> int:
-        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits too."""
+        """Cache slots that drafted nodes take behind what is committed; a run of accepted ones fits
+        too."""
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 

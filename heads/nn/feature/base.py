@@ -1,5 +1,6 @@
-"""What drafters that continue the target's own states share: the frozen embedding and LM head, sizes that follow the
-target, a layer copied out of it, and the loss of many drafted steps summed state by state.
+"""What drafters that continue the target's own states share: the frozen embedding and LM head,
+sizes that follow the target, a layer copied out of it, and the loss of many drafted steps summed
+state by state.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
 """
@@ -22,8 +23,9 @@ from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M], whether it counts
-(bool, broadcast over [K, M]), and whether the drafted token is the target's (bool [K, M]).
+"""(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
+whether it counts (bool, broadcast over [K, M]), and whether the drafted token is the target's (bool
+[K, M]).
 """
 
 
@@ -50,23 +52,26 @@ class FeatureDrafter(TrainableDrafter):
         return self.target.logits(states.to(self.target.lm_head.dtype))
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
-        """Start a final norm from the target's, where it has one under Hugging Face's usual name."""
+        """Start a final norm from the target's, where it has one under Hugging Face's usual
+        name."""
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is not None:
             init.copy(weight, final_norm)
 
     def copy_layer(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
-        """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own tensor) from layer
-        `layer` (0-based) of the target; raises `UserError` when it has no such layer, or one of another kind or size.
+        """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
+        tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
+        layer, or one of another kind or size.
         """
         prefix = f"model.layers.{layer}."
         for name, parameter in wanted.items():
             value = weights.state.get(f"{prefix}{name}.weight")
             if value is None or value.shape != parameter.shape:
                 raise UserError(
-                    f"head.from_target_layer={layer} does not fit target '{self.info.id}' ({self.info.model_type}, "
-                    f"{self.info.num_layers} layers): no {prefix}{name}.weight of shape {list(parameter.shape)}. "
-                    "Use -1, or leave the head's sizes at 0."
+                    f"head.from_target_layer={layer} does not fit target '{self.info.id}' "
+                    f"({self.info.model_type}, {self.info.num_layers} layers): no "
+                    f"{prefix}{name}.weight of shape {list(parameter.shape)}. Use -1, or leave "
+                    "the head's sizes at 0."
                 )
             init.copy(parameter, value)
 
@@ -85,8 +90,8 @@ def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
 
 
 def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
-    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their matrices, norms one
-    each.
+    """The weights of `parts` of a decoder layer by name: "self_attn" and "mlp" mean all their
+    matrices, norms one each.
     """
     names = {
         "self_attn": [f"self_attn.{name}_proj" for name in "qkvo"],
@@ -100,10 +105,11 @@ def layer_weights(layer: nn.Module, *parts: str) -> dict[str, Tensor]:
 
 
 def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
-    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's prediction from each flat
-    state lies.
+    """[K, B*T] int64: where, among the K unrolled steps' outputs laid end to end, step k's
+    prediction from each flat state lies.
 
-    Step k at row t predicts from state t+k, so the row is k places back; states without such a row are not supervised.
+    Step k at row t predicts from state t+k, so the row is k places back; states without such a row
+    are not supervised.
     """
     behind = torch.arange(1, outputs + 1, device=device)[:, None]
     return (behind - 1) * states + (torch.arange(states, device=device) - behind).clamp(min=0)
@@ -112,12 +118,12 @@ def step_places(outputs: int, states: int, device: torch.device) -> Tensor:
 def sum_by_state(
     batch: TrainBatch, outputs: Tensor, places: Tensor, wanted: Tensor, columns: int, judge: Judge
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, correct and supervised predictions per step [K], each target state being looked at once for all its
-    steps. Losses are weighed as `batch` says.
+    """Loss, correct and supervised predictions per step [K], each target state being looked at once
+    for all its steps. Losses are weighed as `batch` says.
 
-    outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat state at each step; wanted
-    [B*T, K] bool: which of these are supervised; columns: elements of the widest row that `judge` works
-    on.
+    outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat
+    state at each step; wanted [B*T, K] bool: which of these are supervised; columns: elements of
+    the widest row that `judge` works on.
     """
 
     def part(states_at: Tensor) -> losses.Sums:
@@ -134,17 +140,25 @@ def sum_by_state(
 
 
 def unrolled_loss(
-    batch: TrainBatch, unrolled: list[Tensor], columns: int, weights: Tensor, judge: Judge, taught: int = 0
+    batch: TrainBatch,
+    unrolled: list[Tensor],
+    columns: int,
+    weights: Tensor,
+    judge: Judge,
+    taught: int = 0,
 ) -> LossOutput:
-    """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token t+k+1; weights [K]; columns: width
-    of the logits that `judge` makes at every step; taught: width of the target's logits, which it makes once for all steps (wider
-    where the draft vocabulary is reduced).
+    """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
+    t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
+    of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
+    reduced).
     """
     steps = len(unrolled)
     wanted = losses.supervised_states(batch, steps)
     places = step_places(steps, wanted.shape[0], wanted.device)
     flat = torch.cat([output.flatten(0, 1) for output in unrolled])
-    per_step, correct, counts = sum_by_state(batch, flat, places, wanted, max(steps * columns, taught), judge)
+    per_step, correct, counts = sum_by_state(
+        batch, flat, places, wanted, max(steps * columns, taught), judge
+    )
     return LossOutput(
         (weights.to(per_step) * per_step).sum(), losses.depth_metrics(per_step, correct, counts)
     )
@@ -159,7 +173,8 @@ def teacher_logits(batch: TrainBatch, states_at: Tensor) -> Tensor:
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
-    """The token [M] behind each flat state [M]; nonsense behind the last one of all, which nobody supervises."""
+    """The token [M] behind each flat state [M]; nonsense behind the last one of all, which nobody
+    supervises."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]
 

@@ -1,14 +1,17 @@
-"""One layer that feeds on its own output: how it is unrolled in training and run in drafting (EAGLE, EAGLE-3, FastMTP).
+"""One layer that feeds on its own output: how it is unrolled in training and run in drafting
+(EAGLE, EAGLE-3, FastMTP).
 
-Row t reads the token at t+1 and the target's feature at t, stands at position t and predicts token t+2. The next
-drafted step takes the layer's own output in the feature's place, one position on. In training, step k sees the true
-rows of the first step up to its own, and its own chain of earlier steps (EAGLE-3's training-time test, methods.md
-2.6). HASS's harmonised context (2.9) is the same thing counted from the other end: for a prediction k tokens ahead,
-the k-1 most recent rows are the drafter's own and all before them the target's. In drafting, a committed row is
-always computed from the target's true feature.
+Row t reads the token at t+1 and the target's feature at t, stands at position t and predicts token
+t+2. The next drafted step takes the layer's own output in the feature's place, one position on. In
+training, step k sees the true rows of the first step up to its own, and its own chain of earlier
+steps (EAGLE-3's training-time test, methods.md 2.6). HASS's harmonised context (2.9) is the same
+thing counted from the other end: for a prediction k tokens ahead, the k-1 most recent rows are the
+drafter's own and all before them the target's. In drafting, a committed row is always computed from
+the target's true feature.
 
-Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, X width of the attention's input, n taps, S cache
-slots, W width of a committed run, P nodes run at one level, g key/value heads, D head size.
+Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, X width of the attention's
+input, n taps, S cache slots, W width of a committed run, P nodes run at one level, g key/value
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Network(Protocol):
         ...
 
     def read(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, X] and the residual stream [B, T, H]."""
+        """Tokens [B, T] and features [B, T, H] -> the attention's input [B, T, X] and the residual
+        stream [B, T, H]."""
         ...
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -68,8 +72,9 @@ class Network(Protocol):
 
 @dataclass
 class State:
-    """keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1, H]: the layer's output at the
-    last seen row, which predicts the root's children. root, root_position [B] int64.
+    """keys, values [B, S, g, D]: row t in slot t, behind them room for drafted nodes. output [B, 1,
+    H]: the layer's output at the last seen row, which predicts the root's children. root,
+    root_position [B] int64.
     """
 
     keys: Tensor
@@ -87,9 +92,11 @@ class Chain:
         self.network, self.rope = network, rope
 
     def unroll(self, batch: TrainBatch, steps: int, feature: Tensor | None = None) -> list[Tensor]:
-        """What the LM head reads [B, T, H] at steps 1..`steps`; step k at row t predicts token t+k+1.
+        """What the LM head reads [B, T, H] at steps 1..`steps`; step k at row t predicts token
+        t+k+1.
 
-        feature [B, T, H]: the target's features as training shows them (with noise, for instance); by default as they are.
+        feature [B, T, H]: the target's features as training shows them (with noise, for instance);
+        by default as they are.
         """
         net, mask = self.network, packed_mask(batch.segments)
         if feature is None:
@@ -98,10 +105,13 @@ class Chain:
         values: list[Tensor] = []
         emitted = []
         for step in range(steps):
-            # The last rows have no token this far ahead; whatever they read is supervised by nobody and seen by nobody.
+            # The last rows have no token this far ahead; whatever they read is supervised by nobody
+            # and seen by nobody.
             tokens = batch.tokens.roll(-(step + 1), 1)
             rotation = self.rope.at(batch.positions + step, feature.dtype)
-            key, value, shown, feature = self._unrolled(tokens, rotation, feature, tuple(keys), tuple(values), mask)
+            key, value, shown, feature = self._unrolled(
+                tokens, rotation, feature, tuple(keys), tuple(values), mask
+            )
             keys.append(key)
             values.append(value)
             emitted.append(shown)
@@ -117,7 +127,8 @@ class Chain:
         values: tuple[Tensor, ...],
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind those that left `keys` and `values`: its own key and value, what the LM head reads, the next feature."""
+        """One step behind those that left `keys` and `values`: its own key and value, what the LM
+        head reads, the next feature."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
@@ -132,7 +143,12 @@ class Chain:
         attention = self.network.attention
         weight = attention.o_proj.weight
         slots = max(capacity, width) + plan.room + 1
-        cache = (batch, slots, attention.k_proj.out_features // attention.head_dim, attention.head_dim)
+        cache = (
+            batch,
+            slots,
+            attention.k_proj.out_features // attention.head_dim,
+            attention.head_dim,
+        )
         state = State(
             keys=weight.new_zeros(cache),
             values=weight.new_zeros(cache),
@@ -144,10 +160,11 @@ class Chain:
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run, attention and MLP of its last row only: that one predicts the root's
-        children.
+        """Keys and values of the whole run, attention and MLP of its last row only: that one
+        predicts the root's children.
 
-        Padded entries are written behind the run, where the next one overwrites them before anything sees them.
+        Padded entries are written behind the run, where the next one overwrites them before
+        anything sees them.
         """
         net = self.network
         rows, last, root, root_position = last_valid(accepted)
@@ -184,12 +201,15 @@ class Chain:
 
         shown, first = self.network.emit(state.output)
         logits = self.network.logits(shown)
-        return grow(state.plan, state.root, state.root_position, logits, first, step, noise, columns, memory)
+        return grow(
+            state.plan, state.root, state.root_position, logits, first, step, noise, columns, memory
+        )
 
     def _advance(
         self, state: State, place: CachePlace, rows: Tensor, tokens: Tensor, feature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's logits and features."""
+        """Run nodes [B, P] (tokens, and features [B, P, H] of their parents) -> their children's
+        logits and features."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, place.rotation)

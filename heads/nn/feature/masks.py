@@ -1,8 +1,10 @@
-"""Mask tokens of a parallel drafter in training: which places draft how deep, and what the masks see.
+"""Mask tokens of a parallel drafter in training: which places draft how deep, and what the masks
+see.
 
-Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the masks 1..k of its own place and
-nothing else: exactly what it sees when it serves. Conditional drop (COD; PARD, 2504.18583) keeps a falling share of the places for
-deeper masks, max(keep^k, least); the places of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
+Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the
+masks 1..k of its own place and nothing else: exactly what it sees when it serves. Conditional drop
+(COD; PARD, 2504.18583) keeps a falling share of the places for deeper masks, max(keep^k, least);
+the places of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
 
 Legend: B rows, T positions, E mask tokens per row, K drafted tokens.
 """
@@ -20,8 +22,8 @@ from heads.api.batch import TrainBatch
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask tokens beside the sequences. place [B, E] int64: the last true token they see; step [B, E] int64: 1 for the first mask
-    behind it; valid [B, E] bool: False for fillers.
+    """Mask tokens beside the sequences. place [B, E] int64: the last true token they see; step [B,
+    E] int64: 1 for the first mask behind it; valid [B, E] bool: False for fillers.
     """
 
     place: Tensor
@@ -32,15 +34,19 @@ class Masks:
     def everywhere(cls, tokens: Tensor, steps: int) -> Masks:
         """`steps` masks behind every place of `tokens` [B, T], place by place."""
         length, device = tokens.shape[1], tokens.device
-        place = torch.arange(length, device=device).repeat_interleave(steps).expand(tokens.shape[0], -1)
+        place = (
+            torch.arange(length, device=device).repeat_interleave(steps).expand(tokens.shape[0], -1)
+        )
         step = torch.arange(1, steps + 1, device=device).repeat(length).expand_as(place)
         return cls(place, step, torch.ones_like(place, dtype=torch.bool))
 
     @classmethod
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
-        """Masks for the tokens 2..depth behind the places of a training batch, drawn from its rows' generators.
+        """Masks for the tokens 2..depth behind the places of a training batch, drawn from its rows'
+        generators.
 
-        A place that has nothing supervised at a depth or deeper has no mask there. Works on the host.
+        A place that has nothing supervised at a depth or deeper has no mask there. Works on the
+        host.
         """
         wanted = torch.stack(
             [batch.supervised(step + 1) for step in range(1, depth)], -1
@@ -62,10 +68,13 @@ class Masks:
             ).to(device)
 
         valid = [torch.ones_like(place, dtype=torch.bool) for place, _ in rows]
-        return cls(padded([place for place, _ in rows]), padded([step for _, step in rows]), padded(valid))
+        return cls(
+            padded([place for place, _ in rows]), padded([step for _, step in rows]), padded(valid)
+        )
 
     def supervised(self, batch: TrainBatch) -> Tensor:
-        """[B, E] bool: whether what a mask predicts, the token at place + step + 1, is a supervised one of its document."""
+        """[B, E] bool: whether what a mask predicts, the token at place + step + 1, is a supervised
+        one of its document."""
         ahead = self.place + self.step + 1
         inside = ahead < batch.tokens.shape[1]
         ahead = ahead.clamp(max=batch.tokens.shape[1] - 1)
@@ -73,7 +82,8 @@ class Masks:
         return self.valid & inside & same & batch.loss_mask.gather(1, ahead)
 
     def visible(self, segments: Tensor) -> Tensor:
-        """[B, 1, E, T + E] bool: what every mask sees of the sequence and of the masks; segments [B, T]."""
+        """[B, 1, E, T + E] bool: what every mask sees of the sequence and of the masks; segments
+        [B, T]."""
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments.gather(1, self.place)[..., None] == segments[:, None]  # [B, E, T]
         context = same & (places <= self.place[..., None])
@@ -82,8 +92,11 @@ class Masks:
         return torch.cat([context, own], -1)[:, None]
 
 
-def _sample_row(wanted: Tensor, shares: Sequence[float], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(place [e], step [e]) of one row: wanted [T, K-1] bool, whether the prediction of each step is supervised."""
+def _sample_row(
+    wanted: Tensor, shares: Sequence[float], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(place [e], step [e]) of one row: wanted [T, K-1] bool, whether the prediction of each step
+    is supervised."""
     length, steps = wanted.shape
     lottery = torch.rand(length, generator=generator)
     places = wanted.any(1).nonzero().squeeze(1)

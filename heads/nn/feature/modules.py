@@ -1,15 +1,19 @@
-"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP): training and drafting.
+"""Own modules per depth, each reading the output of the one before (DeepSeek-V3's MTP): training
+and drafting.
 
-Module k at row s joins the state h^{k-1}_s of the module before it (the target's own for k = 1) with the token at s+k
-and predicts token s+k+1; it attends to its own rows up to s. Counted by the token that is read, all modules work on
-the same column: in column t (token t+1), module k takes what module k-1 gave in column t-1, the target's state at t
-for k = 1. So a column needs nothing but the token it reads and the column before it, which is what makes drafting
-exact: committed columns are computed by every module from committed tokens alone, and a drafted node runs the modules
-that can see that far (those beyond its depth) on what they gave at its parent. Module k has no state to read in the
-first k-1 columns of a document; it reads zeros there, in training and in drafting alike.
+Module k at row s joins the state h^{k-1}_s of the module before it (the target's own for k = 1)
+with the token at s+k and predicts token s+k+1; it attends to its own rows up to s. Counted by the
+token that is read, all modules work on the same column: in column t (token t+1), module k takes
+what module k-1 gave in column t-1, the target's state at t for k = 1. So a column needs nothing but
+the token it reads and the column before it, which is what makes drafting exact: committed columns
+are computed by every module from committed tokens alone, and a drafted node runs the modules that
+can see that far (those beyond its depth) on what they gave at its parent. Module k has no state to
+read in the first k-1 columns of a document; it reads zeros there, in training and in drafting
+alike.
 
-Legend: B rows, T positions, D modules, E modules in use (at most the draft's depth), H hidden, V vocabulary, S cache
-slots, W width of a committed run, P nodes run at one level, g key/value heads, d head size.
+Legend: B rows, T positions, D modules, E modules in use (at most the draft's depth), H hidden, V
+vocabulary, S cache slots, W width of a committed run, P nodes run at one level, g key/value heads,
+d head size.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ class Module(Protocol):
         ...
 
     def run(self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]; `attend` decides what the queries see."""
+        """Embeddings and states [B, T, H] -> normalised outputs [B, T, H]; `attend` decides what
+        the queries see."""
         ...
 
 
@@ -61,8 +66,9 @@ class Owner(Protocol):
 
 @dataclass
 class State:
-    """keys, values: per module in use [B, S, g, d], column t in slot t, behind them room for drafted nodes.
-    outputs [B, 1, E, H]: what each module gave in the last committed column. root, root_position [B] int64.
+    """keys, values: per module in use [B, S, g, d], column t in slot t, behind them room for
+    drafted nodes. outputs [B, 1, E, H]: what each module gave in the last committed column. root,
+    root_position [B] int64.
     """
 
     keys: list[Tensor]
@@ -80,17 +86,21 @@ class ModuleChain:
         self.owner, self.modules, self.rope = owner, modules, rope
 
     def unroll(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Normalised outputs [B, T, H] of modules 1..`depth`; module k at row t predicts token t+k+1."""
+        """Normalised outputs [B, T, H] of modules 1..`depth`; module k at row t predicts token
+        t+k+1."""
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
         mask = packed_mask(batch.segments)
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
-        # The last column of a document reads the next one's first token: supervised by nobody and seen by nobody.
+        # The last column of a document reads the next one's first token: supervised by nobody and
+        # seen by nobody.
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
         is_first = (batch.positions == 0)[..., None]
         found = []
         for number, module in enumerate(self.modules[:depth]):
-            output = module.run(embedded, state, rotation, lambda q, k, v: sequence_attention(q, k, v, mask))
+            output = module.run(
+                embedded, state, rotation, lambda q, k, v: sequence_attention(q, k, v, mask)
+            )
             found.append(output.roll(-number, 1))
             state = output.roll(1, 1).masked_fill(is_first, 0.0)
         return found
@@ -102,7 +112,12 @@ class ModuleChain:
         attention = self.modules[0].attention
         weight = attention.o_proj.weight
         slots = max(capacity, width) + plan.room + 1
-        cache = (batch, slots, attention.k_proj.out_features // attention.head_dim, attention.head_dim)
+        cache = (
+            batch,
+            slots,
+            attention.k_proj.out_features // attention.head_dim,
+            attention.head_dim,
+        )
         state = State(
             keys=[weight.new_zeros(cache) for _ in used],
             values=[weight.new_zeros(cache) for _ in used],
@@ -114,10 +129,11 @@ class ModuleChain:
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Run all modules in use over the columns of the run, each on the true states or on the output of the one
-        before.
+        """Run all modules in use over the columns of the run, each on the true states or on the
+        output of the one before.
 
-        Padded columns are written behind the run, where later ones overwrite them before anything sees them.
+        Padded columns are written behind the run, where later ones overwrite them before anything
+        sees them.
         """
         assert accepted.last_hidden is not None, "mtp needs the target's last hidden state"
         rows, last, root, root_position = last_valid(accepted)
@@ -129,7 +145,9 @@ class ModuleChain:
         mask = additive(place <= slots[..., None], states.dtype)  # [B, W, S]
         at_last = []
         for index in range(len(state.keys)):
-            output = self._run(state, index, embedded, states, CachePlace(slots, rotation, mask), rows[:, None])
+            output = self._run(
+                state, index, embedded, states, CachePlace(slots, rotation, mask), rows[:, None]
+            )
             at_last.append(output[rows, last])
             states = torch.cat([state.outputs[:, :, index], output[:, :-1]], 1)
         state.outputs.copy_(torch.stack(at_last, 1)[:, None])
@@ -138,7 +156,8 @@ class ModuleChain:
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow the draft level by level; nodes at depth j run modules j+1 and on. See the protocol."""
+        """Grow the draft level by level; nodes at depth j run modules j+1 and on. See the
+        protocol."""
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
         memory = Memory(state.root_position, self._table(state), state.keys[0].shape[1])
         depth = 0
@@ -146,7 +165,8 @@ class ModuleChain:
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1
-            # carry [B, P, E-j+1, H]: what modules j..E gave at the nodes' parents, which modules j+1..E read here.
+            # carry [B, P, E-j+1, H]: what modules j..E gave at the nodes' parents, which modules
+            # j+1..E read here.
             embedded = self.owner.embed(tokens, carry.dtype)
             outputs = [
                 self._run(state, index, embedded, carry[:, :, index - depth], place, rows)
@@ -156,11 +176,24 @@ class ModuleChain:
 
         logits = self.owner.target_logits(state.outputs[:, :, 0])
         return grow(
-            state.plan, state.root, state.root_position, logits, state.outputs, step, noise, memory=memory
+            state.plan,
+            state.root,
+            state.root_position,
+            logits,
+            state.outputs,
+            step,
+            noise,
+            memory=memory,
         )
 
     def _run(
-        self, state: State, index: int, embedded: Tensor, states: Tensor, place: CachePlace, rows: Tensor
+        self,
+        state: State,
+        index: int,
+        embedded: Tensor,
+        states: Tensor,
+        place: CachePlace,
+        rows: Tensor,
     ) -> Tensor:
         """Module `index` (0-based) over its cache at `place` -> normalised outputs [B, P, H]."""
 

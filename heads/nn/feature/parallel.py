@@ -1,13 +1,15 @@
-"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they attend to, where their predictions go.
+"""Rows that stand for tokens not known yet (P-EAGLE): which are trained, what they attend to, where
+their predictions go.
 
-Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask row j predicts token
-t+2+j. It attends to the true rows up to its anchor and to the mask rows of its own anchor up to itself. A row of mask
-rows per position would multiply the work by the depths, so training keeps fewer anchors the deeper it goes (COD,
-conditional drop: a share r^j of them, never less than a floor; methods.md 2.9 and 2.10). What is kept at one depth is
-kept at all before it, because the mask rows of an anchor read each other.
+Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask
+row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its
+own anchor up to itself. A row of mask rows per position would multiply the work by the depths, so
+training keeps fewer anchors the deeper it goes (COD, conditional drop: a share r^j of them, never
+less than a floor; methods.md 2.9 and 2.10). What is kept at one depth is kept at all before it,
+because the mask rows of an anchor read each other.
 
-Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g key/value heads, D head
-size.
+Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from heads.nn import attention, losses
 
 @dataclass(frozen=True)
 class Anchors:
-    """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows first; sizes: how
-    many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size] bool, False where a row of the batch
-    has fewer.
+    """The anchors of mask rows: order [B, A] int64, positions in the row, those of deeper mask rows
+    first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth [B, size]
+    bool, False where a row of the batch has fewer.
     """
 
     order: Tensor
@@ -44,16 +46,20 @@ class Anchors:
 
     @classmethod
     def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> Anchors:
-        """A random share max(keep^j, floor) of the useful anchors for mask row j, drawn from the batch's seeds.
+        """A random share max(keep^j, floor) of the useful anchors for mask row j, drawn from the
+        batch's seeds.
 
-        Useful is an anchor with a supervised token beyond its own prediction. The numbers are rounded up row by row, so
-        that they do not depend on what else is in the batch. Asks the device once; for training only.
+        Useful is an anchor with a supervised token beyond its own prediction. The numbers are
+        rounded up row by row, so that they do not depend on what else is in the batch. Asks the
+        device once; for training only.
         """
         device, length = batch.tokens.device, batch.tokens.shape[1]
         useful = torch.zeros_like(batch.loss_mask)
         for depth in range(2, depths + 1):
             useful |= batch.supervised(depth + 1)
-        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()]).to(device)
+        drawn = torch.stack([torch.rand(length, generator=each) for each in batch.generators()]).to(
+            device
+        )
         order = (drawn + 2.0 * ~useful).argsort(1)
         counts = useful.sum(1).tolist()
         sizes, kept = [], []
@@ -76,10 +82,12 @@ class Anchors:
         return ((segments[:, None, :] == own[..., None]) & earlier)[:, None]
 
     def places(self, batch: TrainBatch, depths: int) -> tuple[Tensor, Tensor]:
-        """(places, wanted) for `sum_by_state`: [K, B*T] int64, where among all outputs the one of each depth that
-        predicts from each flat state lies; [B*T, K] bool, which of these exist and are supervised.
+        """(places, wanted) for `sum_by_state`: [K, B*T] int64, where among all outputs the one of
+        each depth that predicts from each flat state lies; [B*T, K] bool, which of these exist and
+        are supervised.
 
-        All outputs: the true rows [B, T], then the mask rows depth by depth [B, size], each flattened.
+        All outputs: the true rows [B, T], then the mask rows depth by depth [B, size], each
+        flattened.
         """
         rows, length = batch.tokens.shape
         device, states = batch.tokens.device, rows * length
@@ -110,8 +118,8 @@ def anchored_attention(
 ) -> Tensor:
     """Attention of mask rows at one depth -> [B, M, h * D].
 
-    query [B, M, h, D]; key, value [B, T, g, D]: of the true rows, seen where `visible` [B, 1, M, T] says so; own_keys,
-    own_values: [B, M, g, D] of the same anchors' mask rows up to this depth.
+    query [B, M, h, D]; key, value [B, T, g, D]: of the true rows, seen where `visible` [B, 1, M, T]
+    says so; own_keys, own_values: [B, M, g, D] of the same anchors' mask rows up to this depth.
     """
     batch, rows, heads, size = query.shape
     kv_heads, length = key.shape[2], key.shape[1]
@@ -128,5 +136,7 @@ def anchored_attention(
 
     if chunk >= rows:
         return part(0).flatten(2)
-    pieces: list[Tensor] = [checkpoint(part, first, use_reentrant=False) for first in range(0, rows, chunk)]
+    pieces: list[Tensor] = [
+        checkpoint(part, first, use_reentrant=False) for first in range(0, rows, chunk)
+    ]
     return torch.cat(pieces, 1).flatten(2)

@@ -1,9 +1,11 @@
-"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an own LM head over a
-reduced vocabulary.
+"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an own
+LM head over a reduced vocabulary.
 
-Parameter names are those of serving engines (serving-formats.md, 3.2): `fc_norm.{i}`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`.
+Parameter names are those of serving engines (serving-formats.md, 3.2): `fc_norm.{i}`, `fc`, `norm`,
+`lm_head`, `d2t`, `t2d`.
 
-Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary, V' draft vocabulary, n taps.
+Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary, V' draft
+vocabulary, n taps.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from heads.nn.feature.base import FeatureDrafter, next_tokens, probabilities_of,
 
 @torch.no_grad()
 def look_at_itself(attn: Attention) -> None:
-    """Start the queries as the keys of their group, so that a fresh row attends to itself first: its own token comes in
-    through attention alone, and would otherwise be one among all.
+    """Start the queries as the keys of their group, so that a fresh row attends to itself first:
+    its own token comes in through attention alone, and would otherwise be one among all.
     """
     keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
     groups = attn.q_proj.out_features // attn.k_proj.out_features
@@ -36,8 +38,9 @@ def look_at_itself(attn: Attention) -> None:
 class TapDrafter(FeatureDrafter):
     """Base of the kinds that fuse taps and draft through an LM head of their own.
 
-    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`, `draft_vocab_size`, `hard_label_weight`.
-    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
+    The configuration has `taps`, `tap_norm`, `norm_before_fc`, `norm_before_residual`,
+    `draft_vocab_size`, `hard_label_weight`. A kind hands its own `layers` by name; they stand
+    between the fusion and the final norm.
     """
 
     d2t: Tensor
@@ -45,12 +48,16 @@ class TapDrafter(FeatureDrafter):
 
     def __init__(self, config: Any, info: TargetInfo, layers: dict[str, nn.Module]) -> None:
         super().__init__(config, info)
-        self.needs = FeatureSpec(config.taps or default_taps(info.num_layers), last_hidden=True, logits=True)
+        self.needs = FeatureSpec(
+            config.taps or default_taps(info.num_layers), last_hidden=True, logits=True
+        )
         self.needs.check(info.num_layers)
         hidden, taps = info.hidden_size, len(self.needs.taps)
         norms = [RMSNorm(hidden, info.rms_norm_eps) for _ in range(taps if config.tap_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
-        self.input_norm = RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
+        self.input_norm = (
+            RMSNorm(taps * hidden, info.rms_norm_eps) if config.norm_before_fc else None
+        )
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -61,10 +68,12 @@ class TapDrafter(FeatureDrafter):
         if self.reduced:
             self.register_buffer("d2t", torch.zeros(columns, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(info.vocab_size, dtype=torch.bool))
-        self.columns: Tensor | None = None  # target ids [V'] while drafting with a reduced vocabulary
+        # target ids [V'] while drafting with a reduced vocabulary
+        self.columns: Tensor | None = None
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Fix the draft vocabulary from the training data's token counts [V]; nothing to do for the full vocabulary.
+        """Fix the draft vocabulary from the training data's token counts [V]; nothing to do for the
+        full vocabulary.
 
         Called once, before `initialise`.
         """
@@ -73,8 +82,8 @@ class TapDrafter(FeatureDrafter):
             self.d2t, self.t2d = vocab.to_maps(ids, self.info.vocab_size)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random layers; final norm and LM head start from the target's, and the fused feature as the highest tap with a little of
-        all of them, which is nearest to what that LM head reads.
+        """Random layers; final norm and LM head start from the target's, and the fused feature as
+        the highest tap with a little of all of them, which is nearest to what that LM head reads.
         """
         initialise_blocks(self, generator)
         with torch.no_grad():
@@ -83,8 +92,9 @@ class TapDrafter(FeatureDrafter):
         if self.reduced:
             if not bool(self.t2d.any()):
                 raise UserError(
-                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token counts of the "
-                    "training data. Train through `headstart train`, or call choose_vocabulary(counts) first."
+                    "the draft vocabulary was not chosen: head.draft_vocab_size needs token "
+                    "counts of the training data. Train through `headstart train`, or call "
+                    "choose_vocabulary(counts) first."
                 )
             rows = rows[vocab.to_target_ids(self.d2t)]
         init.copy(self.lm_head.weight, rows)
@@ -94,7 +104,8 @@ class TapDrafter(FeatureDrafter):
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm:
-            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it has to gather.
+            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it
+            # has to gather.
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         joined = taps.flatten(2)
@@ -102,8 +113,8 @@ class TapDrafter(FeatureDrafter):
         return out
 
     def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
-        """What the residual stream holds behind `layer`'s first norm: the states [B, T, H], normalised in a fusing layer if so
-        configured.
+        """What the residual stream holds behind `layer`'s first norm: the states [B, T, H],
+        normalised in a fusing layer if so configured.
         """
         if self.config.norm_before_residual and isinstance(layer, FusingLayer):
             out: Tensor = layer.hidden_norm(states)
@@ -114,10 +125,14 @@ class TapDrafter(FeatureDrafter):
         """Remember the target ids of the draft columns; called by `start`."""
         self.columns = vocab.to_target_ids(self.d2t) if self.reduced else None
 
-    def judge(self, batch: TrainBatch, outputs: Tensor, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on the draft vocabulary.
+    def judge(
+        self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target's distribution on
+        the draft vocabulary.
 
-        States whose most likely target token lies outside the draft vocabulary carry no loss and count as wrong.
+        States whose most likely target token lies outside the draft vocabulary carry no loss and
+        count as wrong.
         """
         logits = self.lm_head(outputs)  # [K, M, V']
         probabilities, best, known = self._teach(batch, states_at)
@@ -129,8 +144,9 @@ class TapDrafter(FeatureDrafter):
 
     @torch.no_grad()
     def _teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft vocabulary, the best draft column
-        [M], and whether the target's own best token is in the draft vocabulary [M].
+        """The target's word at flat states [M]: probabilities [M, V'] renormalised on the draft
+        vocabulary, the best draft column [M], and whether the target's own best token is in the
+        draft vocabulary [M].
         """
         logits = teacher_logits(batch, states_at)
         known = torch.ones_like(states_at, dtype=torch.bool)
@@ -140,7 +156,8 @@ class TapDrafter(FeatureDrafter):
         return probabilities_of(logits), logits.argmax(-1), known
 
     def _hard_loss(self, logits: Tensor, batch: TrainBatch, states_at: Tensor) -> Tensor:
-        """Cross entropy [K, M] against the token that follows each state; 0 where the draft vocabulary lacks it."""
+        """Cross entropy [K, M] against the token that follows each state; 0 where the draft
+        vocabulary lacks it."""
         labels = next_tokens(batch, states_at)
         known = torch.ones_like(labels, dtype=torch.bool)
         if self.reduced:

@@ -1,10 +1,13 @@
-"""What a drafter remembers of the answers that were decoded with it: one ring of tokens per row of the batch.
+"""What a drafter remembers of the answers that were decoded with it: one ring of tokens per row of
+the batch.
 
-Every row writes its answers into its own ring, one after the other, so that answers of different rows do not mix; all rows search
-all rings. The rings belong to the drafter: they outlive the requests and the batches. Barriers, which equal no token,
-separate answers, mark what was never written, and stand where the next token goes, so that nothing is read across.
+Every row writes its answers into its own ring, one after the other, so that answers of different
+rows do not mix; all rows search all rings. The rings belong to the drafter: they outlive the
+requests and the batches. Barriers, which equal no token, separate answers, mark what was never
+written, and stand where the next token goes, so that nothing is read across.
 
-Legend: B rows of the batch, R rings (at least B), A slots of a ring, T positions, C tokens of a prompt's end.
+Legend: B rows of the batch, R rings (at least B), A slots of a ring, T positions, C tokens of a
+prompt's end.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from heads.api.drafter import TargetStates
 from heads.nn.lookup.table import History
 
 BARRIER = -2
-"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning: the two must not match."""
+"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning: the two
+must not match."""
 
 
 @dataclass
 class Archive:
-    """tokens [R, A + 1] int64, the last column takes what is not kept; cursor [R] int64: the slot that is written next."""
+    """tokens [R, A + 1] int64, the last column takes what is not kept; cursor [R] int64: the slot
+    that is written next."""
 
     tokens: Tensor
     cursor: Tensor
@@ -32,7 +37,8 @@ class Archive:
 
     @classmethod
     def of(cls, rows: int, slots: int, device: torch.device, old: Archive | None) -> Archive:
-        """Rings of `slots` tokens for `rows` rows, the first ones with what those of `old` (of equal size) remember."""
+        """Rings of `slots` tokens for `rows` rows, the first ones with what those of `old` (of
+        equal size) remember."""
         tokens = torch.full((rows, slots + 1), BARRIER, dtype=torch.int64, device=device)
         archive = cls(tokens, torch.zeros(rows, dtype=torch.int64, device=device))
         if old is not None:
@@ -68,8 +74,8 @@ class Archive:
 
 @dataclass
 class Writing:
-    """Where a row's present answer stands in its ring: expected [B] int64, the position of the token to be written next; written
-    [B] int64: slots taken so far, 0 before the first.
+    """Where a row's present answer stands in its ring: expected [B] int64, the position of the
+    token to be written next; written [B] int64: slots taken so far, 0 before the first.
     """
 
     expected: Tensor
@@ -80,11 +86,11 @@ class Writing:
         return cls(history.length - 1, torch.zeros_like(history.length))
 
     def append(self, archive: Archive, history: History, run: TargetStates, context: int) -> None:
-        """Write the run's tokens behind the row's present answer, in place; an answer begins with a barrier and the `context`
-        tokens before it.
+        """Write the run's tokens behind the row's present answer, in place; an answer begins with a
+        barrier and the `context` tokens before it.
 
-        Written is what the target has read (the root and the accepted drafts, not yet the bonus). A row that has ended tells the
-        same root again and again; it is written once.
+        Written is what the target has read (the root and the accepted drafts, not yet the bonus). A
+        row that has ended tells the same root again and again; it is written once.
         """
         rows, slots = self.expected.shape[0], archive.slots
         first = run.positions[:, :1]

@@ -1,8 +1,10 @@
-"""Counting what followed earlier occurrences of the newest tokens: a suffix tree's view of a text, without building the tree.
+"""Counting what followed earlier occurrences of the newest tokens: a suffix tree's view of a text,
+without building the tree.
 
-An occurrence is a place in a text where its newest tokens stood before. Occurrences that continue alike down to a
-depth stand for one node of the suffix tree; the node is named by the first of them (they are ordered, best first), and its count is
-their weights' sum. So tree and counts are comparisons between K occurrences and K others per depth, whatever the vocabulary.
+An occurrence is a place in a text where its newest tokens stood before. Occurrences that continue
+alike down to a depth stand for one node of the suffix tree; the node is named by the first of them
+(they are ordered, best first), and its count is their weights' sum. So tree and counts are
+comparisons between K occurrences and K others per depth, whatever the vocabulary.
 
 Legend: B rows, K occurrences, D depth, P parents at one level, N nodes of the draft.
 """
@@ -21,9 +23,10 @@ from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 
 @dataclass
 class Counted:
-    """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, what followed; count [B, D, K] float32, the weight
-    of those that continue like it down to here; total [B], the weight of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is
-    the first of those and its path is probable enough to be drafted.
+    """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, what followed; count
+    [B, D, K] float32, the weight of those that continue like it down to here; total [B], the weight
+    of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is the first of those and its path is
+    probable enough to be drafted.
     """
 
     tokens: Tensor
@@ -34,8 +37,9 @@ class Counted:
 
     @classmethod
     def of(cls, tokens: Tensor, weights: Tensor, least: float, depth: Tensor) -> Counted:
-        """tokens [B, K, D] int64, negative where nothing followed; weights [B, K] float32, 0 for occurrences that do not count;
-        least: the share of the total that a path needs; depth [B]: how deep at most.
+        """tokens [B, K, D] int64, negative where nothing followed; weights [B, K] float32, 0 for
+        occurrences that do not count; least: the share of the total that a path needs; depth [B]:
+        how deep at most.
         """
         tokens = tokens.transpose(1, 2)
         same = (tokens[..., None] == tokens[:, :, None]) & (tokens >= 0)[..., None]  # [B, D, K, K]
@@ -52,7 +56,9 @@ class Counted:
     @property
     def confidence(self) -> Tensor:
         """The share of the parent's weight that continues like each occurrence [B, D, K]."""
-        above = torch.cat([self.total[:, None, None].expand_as(self.count[:, :1]), self.count[:, :-1]], 1)
+        above = torch.cat(
+            [self.total[:, None, None].expand_as(self.count[:, :1]), self.count[:, :-1]], 1
+        )
         return self.count / above.clamp(min=torch.finfo(above.dtype).tiny)
 
 
@@ -67,10 +73,12 @@ class Filled:
 
 
 def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
-    """The most frequent continuations in the plan's shape; nodes for which there are none repeat `root` [B] with confidence 0.
+    """The most frequent continuations in the plan's shape; nodes for which there are none repeat
+    `root` [B] with confidence 0.
 
-    Static trees: the r-th child of a node is its r-th most frequent continuation. Dynamic ones: the nodes of the most frequent
-    paths of all, best first, at most the shape's nodes. Of equal counts the one with the better occurrence comes first.
+    Static trees: the r-th child of a node is its r-th most frequent continuation. Dynamic ones: the
+    nodes of the most frequent paths of all, best first, at most the shape's nodes. Of equal counts
+    the one with the better occurrence comes first.
     """
     if isinstance(plan, DynamicPlan):
         depth, chosen, alive, tree = _best_first(plan.shape, counted)
@@ -88,7 +96,8 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Filled:
 
 
 def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
-    """Per drafted node: its depth [1, N - 1], its occurrence [B, N - 1], whether it has one [B, N - 1]; and the tree."""
+    """Per drafted node: its depth [1, N - 1], its occurrence [B, N - 1], whether it has one [B, N -
+    1]; and the tree."""
     rows = torch.arange(counted.tokens.shape[0], device=counted.tokens.device)[:, None]
     parents = torch.zeros_like(rows)
     lives = torch.ones_like(parents, dtype=torch.bool)
@@ -100,7 +109,9 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
         free = counted.leads[:, place, None] & lives[..., None]  # [B, P, K]
         if place:
             free = free & counted.alike[rows, place - 1, parents]
-        parents, found = _best(torch.where(free, counted.count[:, place, None], -1.0), level.max_rank + 1)
+        parents, found = _best(
+            torch.where(free, counted.count[:, place, None], -1.0), level.max_rank + 1
+        )
         parents, lives = parents.flatten(1), found.flatten(1)
         if level.pick is not None:
             parents, lives = parents[:, level.pick], lives[:, level.pick]
@@ -110,7 +121,8 @@ def _by_rank(plan: TreePlan, counted: Counted) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the `count` best [..., count] of score [..., K], of equals the first, and whether they score above 0."""
+    """Places of the `count` best [..., count] of score [..., K], of equals the first, and whether
+    they score above 0."""
     if count == 1:
         best = score.argmax(-1, keepdim=True)
         return best, score.gather(-1, best) > 0
@@ -119,8 +131,9 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
-    """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never counts more than its parent, and candidates are
-    ordered by depth first, so that of equals the parent comes first: any such choice is a tree.
+    """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never counts more than its
+    parent, and candidates are ordered by depth first, so that of equals the parent comes first: any
+    such choice is a tree.
     """
     occurrences = counted.tokens.shape[2]
     score = torch.where(counted.leads, counted.count, -1.0).flatten(1)  # [B, D * K]
@@ -138,5 +151,7 @@ def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, 
         depth,
         chosen,
         alive,
-        TokenTree.from_parents(torch.cat([torch.zeros_like(parents[:, :1]), parents], 1), shape.max_depth),
+        TokenTree.from_parents(
+            torch.cat([torch.zeros_like(parents[:, :1]), parents], 1), shape.max_depth
+        ),
     )

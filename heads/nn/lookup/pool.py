@@ -1,7 +1,7 @@
 """A pool of n-grams per row, found by their first token: the memory of lookahead decoding.
 
-A ring of M n-grams for every row, whatever the vocabulary; one that is collected again moves to the newest place. Everything has
-fixed shapes and nothing asks the device.
+A ring of M n-grams for every row, whatever the vocabulary; one that is collected again moves to the
+newest place. Everything has fixed shapes and nothing asks the device.
 
 Legend: B rows, M n-grams of a row, n tokens of an n-gram, C n-grams collected, G n-grams asked for.
 """
@@ -18,8 +18,8 @@ _MIX = 0x5851F42D4C957F2D  # odd: products with it tell n-grams apart by their 6
 
 @dataclass
 class NgramPool:
-    """grams [B, M + 1, n] int64, -1 where empty, the last place takes what is not kept; keys [B, M + 1] int64, a hash of each;
-    cursor [B] int64: the place that is written next.
+    """grams [B, M + 1, n] int64, -1 where empty, the last place takes what is not kept; keys [B, M
+    + 1] int64, a hash of each; cursor [B] int64: the place that is written next.
     """
 
     grams: Tensor
@@ -36,9 +36,11 @@ class NgramPool:
         return self.grams.shape[1] - 1
 
     def add(self, grams: Tensor, kept: Tensor) -> None:
-        """Collect grams [B, C, n] where `kept` [B, C], the last one as the newest, in place. C is at most M.
+        """Collect grams [B, C, n] where `kept` [B, C], the last one as the newest, in place. C is
+        at most M.
 
-        Of equal ones the last is kept; equality is that of 64-bit hashes, and a collision loses one n-gram of the pool at worst.
+        Of equal ones the last is kept; equality is that of 64-bit hashes, and a collision loses one
+        n-gram of the pool at worst.
         """
         keys = _hash(grams)
         order = torch.arange(keys.shape[1], device=keys.device)
@@ -55,8 +57,8 @@ class NgramPool:
         self.cursor.copy_((self.cursor + kept.sum(1)) % self.size)
 
     def starting_with(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The newest `count` n-grams that start with tokens [B], newest first: what follows in them [B, G, n - 1] and whether there
-        is one [B, G].
+        """The newest `count` n-grams that start with tokens [B], newest first: what follows in them
+        [B, G, n - 1] and whether there is one [B, G].
         """
         place = torch.arange(self.size, device=tokens.device)
         recency = (place - self.cursor[:, None]) % self.size

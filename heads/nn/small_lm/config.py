@@ -1,4 +1,5 @@
-"""The shape of a small language model that drafts: its sizes, what it starts from, its rotary positions.
+"""The shape of a small language model that drafts: its sizes, what it starts from, its rotary
+positions.
 
 Legend: D head size.
 """
@@ -31,7 +32,8 @@ class NetworkConfig:
     num_attention_heads: int = 0
     """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
     num_key_value_heads: int = 0
-    """Key/value heads; 0: the target's number if it divides the query heads, else as many as query heads."""
+    """Key/value heads; 0: the target's number if it divides the query heads, else as many as query
+    heads."""
     head_dim: int = 0
     """Size of a head (even)."""
     intermediate_size: int = 0
@@ -39,34 +41,41 @@ class NetworkConfig:
     rms_norm_eps: float = 0.0
     """Added to mean squares in every norm; 0: the target's."""
     rope_theta: float = 0.0
-    """Base of the rotary positions; 0: the target's. Copied layers rotate exactly as the target does, scaling included."""
+    """Base of the rotary positions; 0: the target's. Copied layers rotate exactly as the target
+    does, scaling included."""
     rope_scaling: tuple[float, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings; empty: none.
     """
     qk_norm: bool = False
-    """RMSNorm on every query and key head, as in Qwen3; layers copied from a Qwen3 have it in any case."""
+    """RMSNorm on every query and key head, as in Qwen3; layers copied from a Qwen3 have it in any
+    case."""
     attention_bias: bool = False
-    """Biases on queries, keys and values, as in Qwen2; layers copied from a Qwen2 have them in any case."""
+    """Biases on queries, keys and values, as in Qwen2; layers copied from a Qwen2 have them in any
+    case."""
     from_target_layers: tuple[int, ...] = ()
-    """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and LM head;
-    all sizes are then the target's.
+    """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and
+    LM head; all sizes are then the target's.
     """
     from_model: str = ""
-    """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format (safetensors), or the checkpoint
-    of a small-model drafter. Sizes and rotary positions come from there, and the vocabulary is padded or trimmed to the target's.
+    """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format
+    (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions come from
+    there, and the vocabulary is padded or trimmed to the target's.
     """
     any_tokenizer: bool = False
-    """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other words at the start."""
+    """Accept a `from_model` whose tokenizer is another one than the target's: ids then mean other
+    words at the start."""
     share_embeddings: bool = False
-    """Use the target's frozen embedding and LM head instead of own ones (needs the target's hidden_size)."""
+    """Use the target's frozen embedding and LM head instead of own ones (needs the target's
+    hidden_size)."""
     tie_embeddings: bool = False
     """Let the own embedding serve as LM head as well."""
 
     def __post_init__(self) -> None:
         if self.share_embeddings and self.tie_embeddings:
             raise UserError(
-                "head.share_embeddings and head.tie_embeddings exclude each other: what is shared is not own."
+                "head.share_embeddings and head.tie_embeddings exclude each other: what is "
+                "shared is not own."
             )
         if list(self.from_target_layers) != sorted(set(self.from_target_layers)):
             raise UserError(
@@ -75,13 +84,14 @@ class NetworkConfig:
             )
         if self.rope_scaling and (len(self.rope_scaling) != 4 or min(self.rope_scaling) <= 0):
             raise UserError(
-                "head.rope_scaling must hold four numbers above 0 (factor, low_freq_factor, high_freq_factor, "
-                f"original_max_position_embeddings) or nothing; given {list(self.rope_scaling)}."
+                "head.rope_scaling must hold four numbers above 0 (factor, low_freq_factor, "
+                "high_freq_factor, original_max_position_embeddings) or nothing; given "
+                f"{list(self.rope_scaling)}."
             )
         if self.from_model and self.from_target_layers:
             raise UserError(
-                "head.from_model and head.from_target_layers exclude each other: a drafter starts from one of "
-                "the two."
+                "head.from_model and head.from_target_layers exclude each other: a drafter "
+                "starts from one of the two."
             )
 
 
@@ -114,10 +124,12 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
 
 
 def scaled_frequencies(theta: float, head_dim: int, scaling: tuple[float, ...]) -> Rotary:
-    """Llama 3.1's rotary frequencies: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's rotary frequencies: long waves are slowed by `factor`, short ones kept, those
+    between interpolated."""
     factor, low, high, original = scaling
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (theta ** (exponents / head_dim))
     wavelength = 2 * math.pi / frequencies
-    kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)  # 1: short waves, 0: long ones
+    # 1: short waves, 0: long ones
+    kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return Rotary((1.0 - kept) * frequencies / factor + kept * frequencies)

@@ -1,11 +1,12 @@
-"""A small language model as a drafter: network, cache, and autoregressive drafting. It sees tokens only.
+"""A small language model as a drafter: network, cache, and autoregressive drafting. It sees tokens
+only.
 
-Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`). Parameter names are
-Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a `Reader` too: another drafter may speed it up
-(`heads/cascade.py`).
+Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`).
+Parameter names are Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a
+`Reader` too: another drafter may speed it up (`heads/cascade.py`).
 
-Legend: B rows, T positions, H hidden of the drafter, V vocabulary, L layers, S cache slots, W width of a run, P tokens run
-together, Q of them whose outputs are wanted, g key/value heads, D head size.
+Legend: B rows, T positions, H hidden of the drafter, V vocabulary, L layers, S cache slots, W width
+of a run, P tokens run together, Q of them whose outputs are wanted, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from heads.nn.small_lm.source import copy_target_layers, fill_from, resolve
 
 @dataclass
 class State:
-    """keys, values: per layer [B, S, g, D], slot = position, the root included, behind it room for drafted
-    nodes. output [B, Q, H]: the normalised state at the root, which predicts its children, and those of mask tokens
-    behind it if the kind has some. root, root_position [B] int64.
+    """keys, values: per layer [B, S, g, D], slot = position, the root included, behind it room for
+    drafted nodes. output [B, Q, H]: the normalised state at the root, which predicts its children,
+    and those of mask tokens behind it if the kind has some. root, root_position [B] int64.
     """
 
     keys: list[Tensor]
@@ -68,7 +69,8 @@ class Backbone(nn.Module):
 
 
 class SmallLM(TrainableDrafter):
-    """A Llama of its own that drafts for the target, token by token. Its configuration is a `NetworkConfig`."""
+    """A Llama of its own that drafts for the target, token by token. Its configuration is a
+    `NetworkConfig`."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         assert isinstance(config, NetworkConfig)
@@ -83,10 +85,14 @@ class SmallLM(TrainableDrafter):
         layers = len(config.from_target_layers) or config.num_layers
         self.model = Backbone(layers, self.shape, 0 if config.share_embeddings else info.vocab_size)
         own_head = not config.share_embeddings and not config.tie_embeddings
-        self.lm_head = nn.Linear(self.shape.hidden_size, info.vocab_size, bias=False) if own_head else None
+        self.lm_head = (
+            nn.Linear(self.shape.hidden_size, info.vocab_size, bias=False) if own_head else None
+        )
         self._rope = Rope(self.shape.head_dim, config.rope_theta or info.rope_theta)
         if config.rope_scaling:
-            self._rope.follow(scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling))
+            self._rope.follow(
+                scaled_frequencies(self._rope.theta, self.shape.head_dim, config.rope_scaling)
+            )
         self._target: TargetWeights | None = None
         self._plans = PlanCache()
         unset_parameters(self)
@@ -98,8 +104,8 @@ class SmallLM(TrainableDrafter):
             self._rope.follow(weights.rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random Llama, the chosen layers of the target, or the model in `from_model`; raises `UserError` when
-        there are no such weights.
+        """A random Llama, the chosen layers of the target, or the model in `from_model`; raises
+        `UserError` when there are no such weights.
         """
         if self.source is not None:
             fill_from(self, self.source, self.info)
@@ -109,9 +115,11 @@ class SmallLM(TrainableDrafter):
             return
         initialise_blocks(self, generator)
         if self.model.embed_tokens is not None:
-            init.normal(self.model.embed_tokens.weight, 1.0 if self.lm_head is not None else 0.02, generator)
+            init.normal(
+                self.model.embed_tokens.weight, 1.0 if self.lm_head is not None else 0.02, generator
+            )
 
-    # --- the network ----------------------------------------------------------------------------------------
+    # The network
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens [...]."""
@@ -142,11 +150,12 @@ class SmallLM(TrainableDrafter):
         return out
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
-        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean nothing."""
+        """Depth k at t is the prediction from token t+k [B, T, V]; entries past the end mean
+        nothing."""
         logits = self.logits(self.sequence(batch))
         return [logits.roll(-k, 1) for k in range(1, depth + 1)]
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
@@ -170,16 +179,17 @@ class SmallLM(TrainableDrafter):
         return 1
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Read the newly committed tokens; the last one is the new root and its output predicts the root's
-        children.
+        """Read the newly committed tokens; the last one is the new root and its output predicts the
+        root's children.
         """
         return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new root's
-        output needs it.
+        """Run `tokens` [B, W] at positions first [B, 1] and on through the model, as far as the new
+        root's output needs it.
 
-        Padded tokens are written behind the root, where later ones overwrite them before anything sees them.
+        Padded tokens are written behind the root, where later ones overwrite them before anything
+        sees them.
         """
         _, _, root, root_position = last_valid(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)
@@ -188,9 +198,12 @@ class SmallLM(TrainableDrafter):
         state.root_position.copy_(root_position)
         return state
 
-    def run(self, state: State, tokens: Tensor, slots: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself, and keep their keys and
-        values -> normalised states [B, Q, H] of the places `wanted` [B, Q] among them (all: None).
+    def run(
+        self, state: State, tokens: Tensor, slots: Tensor, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself,
+        and keep their keys and values -> normalised states [B, Q, H] of the places `wanted` [B, Q]
+        among them (all: None).
         """
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         rotation = look_up(self._table(state), slots)
@@ -201,7 +214,8 @@ class SmallLM(TrainableDrafter):
             mask = additive(places <= slots[..., None], states.dtype)  # [B, P, S]
             for index in range(count if only is None else count - 1):
                 states = self._layer(state, index, states, rotation, rows, slots, mask)
-        if only is not None:  # behind the last layer's keys and values nothing else needs the other states
+        # behind the last layer's keys and values nothing else needs the other states
+        if only is not None:
             mask = additive(places <= slots[only][..., None], states.dtype)  # [B, Q, S]
             states = self._layer(state, -1, states, rotation, rows, slots, mask, only)
         out: Tensor = self.model.norm(states)
@@ -218,8 +232,8 @@ class SmallLM(TrainableDrafter):
         mask: Tensor,
         only: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One layer over the cache: keys and values of all P states, the rest for all of them or for those that
-        `only` names.
+        """One layer over the cache: keys and values of all P states, the rest for all of them or
+        for those that `only` names.
         """
         layer = cast(DecoderLayer, self.model.layers[index])
         normed = layer.input_layernorm(states)
@@ -227,7 +241,11 @@ class SmallLM(TrainableDrafter):
         write_cache(state.keys[index], rows, slots, key)
         write_cache(state.values[index], rows, slots, value)
         if only is not None:
-            states, normed, rotation = states[only], normed[only], (rotation[0][only], rotation[1][only])
+            states, normed, rotation = (
+                states[only],
+                normed[only],
+                (rotation[0][only], rotation[1][only]),
+            )
         attended = cache_attention(
             layer.self_attn.query(normed, rotation), state.keys[index], state.values[index], mask
         )
@@ -241,13 +259,22 @@ class SmallLM(TrainableDrafter):
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
             for index in range(len(self.model.layers)):
-                states = self._layer(state, index, states, place.rotation, rows, place.slots, place.mask)
+                states = self._layer(
+                    state, index, states, place.rotation, rows, place.slots, place.mask
+                )
             states = self.model.norm(states)
             return self.logits(states), states
 
         logits = self.logits(state.output)
         return grow(
-            state.plan, state.root, state.root_position, logits, state.output, step, noise, memory=memory
+            state.plan,
+            state.root,
+            state.root_position,
+            logits,
+            state.output,
+            step,
+            noise,
+            memory=memory,
         )
 
     def root_logits(self, state: State) -> Tensor:
@@ -255,8 +282,8 @@ class SmallLM(TrainableDrafter):
         return self.logits(state.output[:, 0])
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor -> logits [B, W, V];
-        see `Reader`.
+        """Run tokens [B, W] as a chain, the first `offset` [B] places behind the root's successor
+        -> logits [B, W, V]; see `Reader`.
         """
         first = (state.root_position + 1 + offset)[:, None]
         return self.logits(

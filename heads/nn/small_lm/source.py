@@ -1,7 +1,9 @@
-"""What a small language model starts from: layers of the target, a smaller model of Hugging Face's, or another drafter.
+"""What a small language model starts from: layers of the target, a smaller model of Hugging Face's,
+or another drafter.
 
-Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the sizes once, when the drafter
-is made: its checkpoint holds them itself and no longer needs the folder.
+Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the
+sizes once, when the drafter is made: its checkpoint holds them itself and no longer needs the
+folder.
 
 Legend: V the target's vocabulary, V' the source's, H hidden.
 """
@@ -38,8 +40,9 @@ C = TypeVar("C", bound=NetworkConfig)
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash: of the drafter's target,
-    if the folder is a drafter's checkpoint; None for a model, whose own tokenizer is compared.
+    """A folder to start from. sizes: the fields of `NetworkConfig` that it decides. tokenizer_hash:
+    of the drafter's target, if the folder is a drafter's checkpoint; None for a model, whose own
+    tokenizer is compared.
     """
 
     folder: Path
@@ -49,7 +52,8 @@ class StartingModel:
 
 
 def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
-    """The folder of `from_model`, and the configuration with what that decides in the place of its name."""
+    """The folder of `from_model`, and the configuration with what that decides in the place of its
+    name."""
     if not config.from_model:
         return None, config
     given = [name for name in SIZES if getattr(config, name) != getattr(NetworkConfig(), name)]
@@ -63,12 +67,14 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
 
 
 def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
-    """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot be a start."""
+    """Describe the folder of a model or of a drafter; raises `UserError` for anything that cannot
+    be a start."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            f"head.from_model: '{folder}' has no {CONFIG_FILE}. Give a local folder: a model in Hugging Face's format (fetch it "
-            "with `hf download`), or the checkpoint of a small-model drafter."
+            f"head.from_model: '{folder}' has no {CONFIG_FILE}. Give a local folder: a model in "
+            "Hugging Face's format (fetch it with `hf download`), or the checkpoint of a "
+            "small-model drafter."
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -86,23 +92,29 @@ def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
     stored = {name: value for name, value in content["config"].items() if name in SIZES}
     if "from_target_layers" not in stored or "tie_embeddings" not in stored:
         raise UserError(
-            f"head.from_model: '{folder}' is a drafter of kind '{content['kind']}', which is not a small language model. Give one "
-            "of kind distilled or pard."
+            f"head.from_model: '{folder}' is a drafter of kind '{content['kind']}', which is not "
+            "a small language model. Give one of kind distilled or pard."
         )
-    sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    sizes = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    }
     return StartingModel(folder, sizes, str(content["target"]["tokenizer_hash"]), any_tokenizer)
 
 
 def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `NetworkConfig` from a config.json of Hugging Face's."""
     family = values.get("model_type")
-    odd = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(name)]
+    odd = [
+        name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(name)
+    ]
     odd += ["sliding_window"] if family == "mistral" and values.get("sliding_window") else []
     odd += ["hidden_act"] if values.get("hidden_act", "silu") != "silu" else []
     if family not in FAMILIES or odd:
         raise UserError(
-            f"head.from_model: '{folder}' is a {family} model{' with ' + ', '.join(odd) if odd else ''}; a drafter can start from "
-            f"{', '.join(FAMILIES)} with plain attention. Use head.from_target_layers or a fresh drafter instead."
+            f"head.from_model: '{folder}' is a {family} "
+            f"model{' with ' + ', '.join(odd) if odd else ''}; a drafter can start from "
+            f"{', '.join(FAMILIES)} with plain attention. Use head.from_target_layers or a fresh "
+            "drafter instead."
         )
     try:
         heads = int(values["num_attention_heads"])
@@ -130,24 +142,31 @@ def _model_rotary(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(scaling.get("rope_theta") or values.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         return {"rope_theta": theta, "rope_scaling": tuple(float(scaling[name]) for name in names)}
     if kind != "default" or float(scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(
-            f"head.from_model: '{folder}' has rotary positions of type '{kind}'; those of a drafter are plain or Llama 3.1's. Use "
-            "head.from_target_layers or a fresh drafter instead."
+            f"head.from_model: '{folder}' has rotary positions of type '{kind}'; those of a "
+            "drafter are plain or Llama 3.1's. Use head.from_target_layers or a fresh drafter "
+            "instead."
         )
     return {"rope_theta": theta}
 
 
-# --- weights ------------------------------------------------------------------------------------------------
+# Weights
 
 
 def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> None:
     """Set every parameter of a small language model from the source's tensor of the same name.
 
-    Vocabulary rows beyond the target's are left out, missing ones are the mean of all. Raises `UserError` for another tokenizer
-    (unless any is accepted) and for missing, unknown or misshapen tensors.
+    Vocabulary rows beyond the target's are left out, missing ones are the mean of all. Raises
+    `UserError` for another tokenizer (unless any is accepted) and for missing, unknown or misshapen
+    tensors.
     """
     _require_tokenizer(source, info)
     tensors = _load(source.folder)
@@ -163,8 +182,9 @@ def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> Non
     )
     if odd:
         raise UserError(
-            f"head.from_model: the tensors of '{source.folder}' do not fit its {CONFIG_FILE}: {odd[:3]}"
-            f"{' and more' if len(odd) > 3 else ''} are missing or unknown. Fetch or train it again."
+            f"head.from_model: the tensors of '{source.folder}' do not fit its {CONFIG_FILE}: "
+            f"{odd[:3]}{' and more' if len(odd) > 3 else ''} are missing or unknown. Fetch or "
+            "train it again."
         )
     for name, parameter in wanted.items():
         value = tensors[name]
@@ -172,8 +192,8 @@ def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> Non
             value = _fit_vocabulary(value, info.vocab_size)
         if value.shape != parameter.shape:
             raise UserError(
-                f"head.from_model: tensor '{name}' of '{source.folder}' has shape {list(value.shape)}, expected "
-                f"{list(parameter.shape)}."
+                f"head.from_model: tensor '{name}' of '{source.folder}' has shape "
+                f"{list(value.shape)}, expected {list(parameter.shape)}."
             )
         init.copy(parameter, value)
     for name, buffer in module.named_buffers():
@@ -199,11 +219,15 @@ def _load(folder: Path) -> dict[str, Tensor]:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if any(Path(name).name != name for name in names):
             raise UserError(f"head.from_model: '{index}' names files outside its folder.")
-        return {key: value for name in sorted(names) for key, value in load_file(str(folder / name)).items()}
+        return {
+            key: value
+            for name in sorted(names)
+            for key, value in load_file(str(folder / name)).items()
+        }
     except (SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
         raise UserError(
-            f"head.from_model: the weights in '{folder}' cannot be read ({error}). A {WEIGHTS_FILE} is needed, or the shards that "
-            f"{INDEX_FILE} lists."
+            f"head.from_model: the weights in '{folder}' cannot be read ({error}). A "
+            f"{WEIGHTS_FILE} is needed, or the shards that {INDEX_FILE} lists."
         ) from error
 
 
@@ -216,26 +240,31 @@ def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
         from transformers import AutoTokenizer  # only here: importing a kind must stay quick
 
         try:
-            found = tokenizer_hash(AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True))
+            found = tokenizer_hash(
+                AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True)
+            )
         except (OSError, ValueError) as error:
             raise UserError(
-                f"head.from_model: '{source.folder}' has no tokenizer to compare with the target's ({error}). Copy one there, "
-                "or set head.any_tokenizer=true if you know that both read the same ids."
+                f"head.from_model: '{source.folder}' has no tokenizer to compare with the "
+                f"target's ({error}). Copy one there, or set head.any_tokenizer=true if you know "
+                "that both read the same ids."
             ) from error
     if found != info.tokenizer_hash:
         raise UserError(
-            f"head.from_model: '{source.folder}' has another tokenizer than target '{info.id}' ({found} and "
-            f"{info.tokenizer_hash}), so its token ids mean other words. Use a model of the target's family, or set "
-            "head.any_tokenizer=true."
+            f"head.from_model: '{source.folder}' has another tokenizer than target '{info.id}' "
+            f"({found} and {info.tokenizer_hash}), so its token ids mean other words. Use a model "
+            "of the target's family, or set head.any_tokenizer=true."
         )
 
 
 def copy_target_layers(
     module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
 ) -> None:
-    """Set every parameter of a small language model from the target's weight of the same Hugging Face name."""
+    """Set every parameter of a small language model from the target's weight of the same Hugging
+    Face name."""
     own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
-    state = ChainMap(own, cast(Any, weights.state))  # read by name: a divided target puts together what is asked for
+    # read by name: a divided target puts together what is asked for
+    state = ChainMap(own, cast(Any, weights.state))
     wanted = {}
     for name, parameter in module.named_parameters():
         parts = name.split(".")

@@ -1,16 +1,17 @@
 """Drafting with the target's own layers: the part that every self-speculative kind shares.
 
-A drafter of this sort keeps some of the target's layers and has a key/value cache of its own for them. What the
-target has read enters that cache from the TRUE residual streams: layer i reads tap i, and its norm and its key and
-value projections give just what the target's own cache holds. So only drafted tokens and the root, whose states the
-target has yet to compute, run through the kept layers; what they left in the cache is replaced as soon as they are
-committed. With all layers kept and nothing quantised the drafts are the target's own picks.
+A drafter of this sort keeps some of the target's layers and has a key/value cache of its own for
+them. What the target has read enters that cache from the TRUE residual streams: layer i reads tap
+i, and its norm and its key and value projections give just what the target's own cache holds. So
+only drafted tokens and the root, whose states the target has yet to compute, run through the kept
+layers; what they left in the cache is replaced as soon as they are committed. With all layers kept
+and nothing quantised the drafts are the target's own picks.
 
-Training sees the same thing: step k of a chain reads the true keys of all positions up to t and the chain's own
-keys behind them (`heads.nn.attention.chained_attention`).
+Training sees the same thing: step k of a chain reads the true keys of all positions up to t and the
+chain's own keys behind them (`heads.nn.attention.chained_attention`).
 
-Legend: B rows, T positions, W width of a run, P nodes run at one level, H hidden, V vocabulary, S cache slots, n
-taps, L blocks that attend, g key/value heads, D head size.
+Legend: B rows, T positions, W width of a run, P nodes run at one level, H hidden, V vocabulary, S
+cache slots, n taps, L blocks that attend, g key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ from heads.nn.target.layers import (
 
 @dataclass
 class State:
-    """keys, values: per block that attends [B, S, g, D], slot = position: behind what is committed come the root and room for
-    drafted nodes. output [B, 1, H]: what enters the LM head at the root. root, root_position [B] int64.
+    """keys, values: per block that attends [B, S, g, D], slot = position: behind what is committed
+    come the root and room for drafted nodes. output [B, 1, H]: what enters the LM head at the root.
+    root, root_position [B] int64.
     """
 
     keys: list[Tensor]
@@ -66,8 +68,8 @@ class State:
 
 @dataclass(frozen=True)
 class Queries:
-    """Where tokens that are run stand: positions [B, P], cache slots [B, P], rotation of the positions, and mask [B, P, S],
-    additive: what they see, windows aside.
+    """Where tokens that are run stand: positions [B, P], cache slots [B, P], rotation of the
+    positions, and mask [B, P, S], additive: what they see, windows aside.
     """
 
     positions: Tensor
@@ -77,10 +79,11 @@ class Queries:
 
 
 class SelfDrafter(TrainableDrafter):
-    """Base of the kinds that draft with the target's layers; also a `Reader` (heads/api/drafter.py).
+    """Base of the kinds that draft with the target's layers; also a `Reader`
+    (heads/api/drafter.py).
 
-    A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its own behind the target's
-    (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
+    A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its
+    own behind the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
     """
 
     def __init__(self, config: object, info: TargetInfo, kept: tuple[KeptLayer, ...]) -> None:
@@ -92,7 +95,8 @@ class SelfDrafter(TrainableDrafter):
         self._target: TargetWeights | None = None
         self._final_norm = torch.empty(0)
         self._blocks: list[DraftLayer] = []
-        self._sources: list[int] = []  # per block that attends: where its input stands among the taps
+        # per block that attends: where its input stands among the taps
+        self._sources: list[int] = []
 
     def bind(self, weights: TargetWeights) -> None:
         """Refer to the target's embedding, kept layers, final norm and LM head."""
@@ -101,8 +105,9 @@ class SelfDrafter(TrainableDrafter):
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is None:
             raise UserError(
-                f"kind '{self.kind}' cannot run layers of target '{self.info.id}' ({self.info.model_type}): it has no "
-                "model.norm.weight. Choose another kind with head=."
+                f"kind '{self.kind}' cannot run layers of target '{self.info.id}' "
+                f"({self.info.model_type}): it has no model.norm.weight. Choose another kind with "
+                "head=."
             )
         self._final_norm = final_norm.detach()
         layers = read_layers(self.kind, self.info, weights, self.kept, self._maker(weights))
@@ -116,10 +121,11 @@ class SelfDrafter(TrainableDrafter):
         return SharedLinear
 
     def _own_blocks(self) -> Sequence[tuple[DraftLayer, int]]:
-        """Blocks of the drafter behind the target's, each with the tap that its input is for what is committed; they attend."""
+        """Blocks of the drafter behind the target's, each with the tap that its input is for what
+        is committed; they attend."""
         return ()
 
-    # --- the network ----------------------------------------------------------------------------------------
+    # The network
 
     def _weights(self) -> TargetWeights:
         assert self._target is not None, "bind was not called"
@@ -138,8 +144,8 @@ class SelfDrafter(TrainableDrafter):
         return weights.logits(normed.to(weights.lm_head.dtype))
 
     def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
-        """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t reads the true states up to t
-        and the true tokens up to t+k, and predicts token t+k+1.
+        """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
+        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1.
         """
         assert batch.taps is not None, f"kind '{self.kind}' needs the target's taps"
         table_dtype = self._weights().embedding.dtype
@@ -153,7 +159,8 @@ class SelfDrafter(TrainableDrafter):
         seen = packed_mask(batch.segments)
         outputs = []
         for step in range(1, steps + 1):
-            # The last rows have no token this far ahead; whatever they read is supervised by nobody.
+            # The last rows have no token this far ahead; whatever they read is supervised by
+            # nobody.
             states = self._embed(batch.tokens.roll(-step, 1))
             rotation, place = self._rope.at(batch.positions + step, table_dtype), 0
             for block in self._blocks:
@@ -173,7 +180,7 @@ class SelfDrafter(TrainableDrafter):
         """Logits [B, T, V] of unrolled steps 1..depth; see the contract."""
         return [self._logits(output) for output in self._unroll(batch, depth)]
 
-    # --- drafting -------------------------------------------------------------------------------------------
+    # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
@@ -182,7 +189,10 @@ class SelfDrafter(TrainableDrafter):
         slots = max(capacity, width) + plan.room + 2
         attending = [block for block in self._blocks if block.attends]
         caches = [
-            [like.new_zeros(batch, slots, *block.cache_shape, dtype=block.dtype) for block in attending]
+            [
+                like.new_zeros(batch, slots, *block.cache_shape, dtype=block.dtype)
+                for block in attending
+            ]
             for _ in range(2)
         ]
         state = State(
@@ -196,13 +206,17 @@ class SelfDrafter(TrainableDrafter):
         return self.commit(state, seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the whole run from its true states; then the new root is run, which predicts its children.
+        """Keys and values of the whole run from its true states; then the new root is run, which
+        predicts its children.
 
-        Padded entries are written behind the run, where the root and drafted nodes overwrite them before anything sees them.
+        Padded entries are written behind the run, where the root and drafted nodes overwrite them
+        before anything sees them.
         """
         assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
         rows, _, root, root_position = last_valid(accepted)
-        slots = accepted.positions[:, :1] + torch.arange(accepted.tokens.shape[1], device=root.device)
+        slots = accepted.positions[:, :1] + torch.arange(
+            accepted.tokens.shape[1], device=root.device
+        )
         rotation = look_up(self._table(state), slots)
         attending = (block for block in self._blocks if block.attends)
         for index, (block, source) in enumerate(zip(attending, self._sources, strict=True)):
@@ -224,12 +238,21 @@ class SelfDrafter(TrainableDrafter):
             nonlocal level
             level += 1
             positions = (state.root_position[:, None] + level).expand_as(place.slots)
-            output = self._run(state, tokens, Queries(positions, place.slots, place.rotation, place.mask))
+            output = self._run(
+                state, tokens, Queries(positions, place.slots, place.rotation, place.mask)
+            )
             return self._logits(output), output
 
         logits = self._logits(state.output)
         return grow(
-            state.plan, state.root, state.root_position, logits, state.output, step, noise, memory=memory
+            state.plan,
+            state.root,
+            state.root_position,
+            logits,
+            state.output,
+            step,
+            noise,
+            memory=memory,
         )
 
     def root_logits(self, state: State) -> Tensor:
@@ -237,7 +260,8 @@ class SelfDrafter(TrainableDrafter):
         return self._logits(state.output)[:, 0]
 
     def read(self, state: State, tokens: Tensor, offset: Tensor) -> Tensor:
-        """Run tokens [B, W] as a chain behind the root, `offset` [B] tokens after it -> logits [B, W, V]; see `Reader`."""
+        """Run tokens [B, W] as a chain behind the root, `offset` [B] tokens after it -> logits [B,
+        W, V]; see `Reader`."""
         first = (state.root_position + 1 + offset)[:, None]
         chain = self._chain(state, first + torch.arange(tokens.shape[1], device=tokens.device))
         return self._logits(self._run(state, tokens, chain))
@@ -250,7 +274,8 @@ class SelfDrafter(TrainableDrafter):
         return Queries(positions, positions, look_up(table, positions), mask)
 
     def _run(self, state: State, tokens: Tensor, queries: Queries) -> Tensor:
-        """Tokens [B, P] through all blocks -> what enters the LM head [B, P, H]; their keys and values stay in the cache."""
+        """Tokens [B, P] through all blocks -> what enters the LM head [B, P, H]; their keys and
+        values stay in the cache."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         states, place = self._embed(tokens), 0
         masks = {0: queries.mask}
@@ -274,14 +299,16 @@ class SelfDrafter(TrainableDrafter):
 
 
 def _windowed(queries: Queries, root_position: Tensor, window: int) -> Tensor:
-    """The mask [B, P, S] without committed tokens that lie `window` positions or more back; the root and drafts stay visible."""
+    """The mask [B, P, S] without committed tokens that lie `window` positions or more back; the
+    root and drafts stay visible."""
     places = torch.arange(queries.mask.shape[-1], device=queries.mask.device)
     last_hidden = torch.minimum(queries.positions - window, root_position[:, None] - 1)
     return queries.mask.masked_fill(places <= last_hidden[..., None], float("-inf"))
 
 
 def _within(seen: Tensor | None, tokens: Tensor, step: int, window: int) -> Tensor | None:
-    """What row t of step k sees of the true states, [B, 1, T, T] bool or None for plain causality: `seen`, within the window."""
+    """What row t of step k sees of the true states, [B, 1, T, T] bool or None for plain causality:
+    `seen`, within the window."""
     if not window:
         return seen
     numbers = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,11 +1,13 @@
-"""The target's own decoder layers as parts of a drafter: self-speculation without a copy of any weight.
+"""The target's own decoder layers as parts of a drafter: self-speculation without a copy of any
+weight.
 
-Layers of Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) are read from the target's named
-tensors and computed as Hugging Face computes them, so that a layer run here gives what the target's own gives. A
-layer may be kept without its attention or without its MLP, which then leave the residual stream as it is.
+Layers of Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) are read from the
+target's named tensors and computed as Hugging Face computes them, so that a layer run here gives
+what the target's own gives. A layer may be kept without its attention or without its MLP, which
+then leave the residual stream as it is.
 
-What is multiplied with a weight is a `Product`, made from (weight, bias) by the caller: the plain one refers to the
-target's memory, a quantised one (`heads.nn.quantized`) holds packed numbers.
+What is multiplied with a weight is a `Product`, made from (weight, bias) by the caller: the plain
+one refers to the target's memory, a quantised one (`heads.nn.quantized`) holds packed numbers.
 
 Legend: B rows, T positions, H hidden, h query heads, g key/value heads, D head size.
 """
@@ -54,10 +56,11 @@ class KeptLayer:
 
 
 class DraftLayer(Protocol):
-    """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own behind them.
+    """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own
+    behind them.
 
-    attends: whether it has attention, and so keys and values; window: latest positions it sees, 0 for all. cache_shape: (g, D)
-    of its keys and values, in `dtype`.
+    attends: whether it has attention, and so keys and values; window: latest positions it sees, 0
+    for all. cache_shape: (g, D) of its keys and values, in `dtype`.
     """
 
     @property
@@ -70,20 +73,24 @@ class DraftLayer(Protocol):
     def cache_shape(self) -> tuple[int, int]: ...
 
     def key_value(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, g, D] of what is committed, from the layer's true input states [B, T, H]."""
+        """Keys and values [B, T, g, D] of what is committed, from the layer's true input states [B,
+        T, H]."""
         ...
 
     def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens, from the layer's input states [B, T, H]."""
+        """Queries [B, T, h, D], keys and values [B, T, g, D] of drafted tokens, from the layer's
+        input states [B, T, H]."""
         ...
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
-        """The layer's output [B, T, H] from its input and what its attention gave [B, T, h * D] (None if it has none)."""
+        """The layer's output [B, T, H] from its input and what its attention gave [B, T, h * D]
+        (None if it has none)."""
         ...
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32 whatever the dtype, rounded before the weight: bit by bit what the target's own norms do."""
+    """RMSNorm in float32 whatever the dtype, rounded before the weight: bit by bit what the
+    target's own norms do."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)
@@ -91,9 +98,11 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """A target layer's attention: its norm, its products, and the norms of queries and keys if it has them.
+    """A target layer's attention: its norm, its products, and the norms of queries and keys if it
+    has them.
 
-    true_key and true_value refer to the target's own weights, whatever the others do: what is committed has the target's keys.
+    true_key and true_value refer to the target's own weights, whatever the others do: what is
+    committed has the target's keys.
     """
 
     norm: Tensor
@@ -143,7 +152,9 @@ class TargetLayer:
         assert part is not None
         normed = rms_norm(states, part.norm, self.eps)
         query = self._heads(part.query(normed), part.query_norm)
-        return rotate(query, rotation), *self._cached(part, part.key(normed), part.value(normed), rotation)
+        return rotate(query, rotation), *self._cached(
+            part, part.key(normed), part.value(normed), rotation
+        )
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
         if self.attention is not None:
@@ -169,8 +180,9 @@ def require_family(kind: str, info: TargetInfo) -> None:
     """Raise `UserError` unless the target's layers are of a family that is computed here."""
     if info.model_type not in FAMILIES:
         raise UserError(
-            f"kind '{kind}' runs the target's own layers and knows those of {', '.join(FAMILIES)}; target '{info.id}' is a "
-            f"{info.model_type} model. Choose another kind with head=, for instance eagle3 or medusa."
+            f"kind '{kind}' runs the target's own layers and knows those of "
+            f"{', '.join(FAMILIES)}; target '{info.id}' is a {info.model_type} model. Choose "
+            "another kind with head=, for instance eagle3 or medusa."
         )
 
 
@@ -183,14 +195,20 @@ def read_layers(
 ) -> list[TargetLayer]:
     """The kept layers of the target, as aliases of its tensors where `make` does not convert them.
 
-    Raises `UserError` for layers that have other tensors than a Llama-like layer (an unknown variant, packed weights).
+    Raises `UserError` for layers that have other tensors than a Llama-like layer (an unknown
+    variant, packed weights).
     """
     windows = weights.windows or (0,) * info.num_layers
     return [_read_layer(kind, info, weights, item, make, windows[item.layer]) for item in kept]
 
 
 def _read_layer(
-    kind: str, info: TargetInfo, weights: TargetWeights, kept: KeptLayer, make: MakeProduct, window: int
+    kind: str,
+    info: TargetInfo,
+    weights: TargetWeights,
+    kept: KeptLayer,
+    make: MakeProduct,
+    window: int,
 ) -> TargetLayer:
     prefix = f"model.layers.{kept.layer}."
     own = {name.removeprefix(prefix): name for name in weights.state if name.startswith(prefix)}
@@ -202,9 +220,10 @@ def _read_layer(
     wrong += sorted(set(own) - known)
     if wrong:
         raise UserError(
-            f"kind '{kind}' cannot run layer {kept.layer} of target '{info.id}' ({info.model_type}): {wrong[:3]} "
-            f"{'is' if len(wrong) == 1 else 'are'} missing, packed or of another kind than in {', '.join(FAMILIES)}. "
-            "Choose another kind with head=, or load the target with target.quantization=none."
+            f"kind '{kind}' cannot run layer {kept.layer} of target '{info.id}' "
+            f"({info.model_type}): {wrong[:3]} {'is' if len(wrong) == 1 else 'are'} missing, "
+            f"packed or of another kind than in {', '.join(FAMILIES)}. Choose another kind with "
+            "head=, or load the target with target.quantization=none."
         )
     attention = mlp = None
     if kept.attention:
@@ -212,7 +231,9 @@ def _read_layer(
         query_norm, key_norm = (reader.optional(f"self_attn.{name}_norm.weight") for name in "qk")
         norm = reader.tensor("input_layernorm.weight")
         true = [SharedLinear(*reader.linear(f"self_attn.{name}_proj")) for name in "kv"]
-        attention = AttentionPart(norm, true[0], true[1], query, key, value, output, query_norm, key_norm)
+        attention = AttentionPart(
+            norm, true[0], true[1], query, key, value, output, query_norm, key_norm
+        )
     if kept.mlp:
         gate, up, down = (reader.product(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLPPart(reader.tensor("post_attention_layernorm.weight"), gate, up, down)
@@ -223,7 +244,9 @@ def _read_layer(
 def _sizes(info: TargetInfo) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's weights by name."""
     hidden, wide = info.hidden_size, info.intermediate_size
-    queries, keys = (heads * info.head_dim for heads in (info.num_attention_heads, info.num_key_value_heads))
+    queries, keys = (
+        heads * info.head_dim for heads in (info.num_attention_heads, info.num_key_value_heads)
+    )
     return {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (queries, hidden),

@@ -1,4 +1,5 @@
-"""What adaptive length knows of costs: measured on this machine when a batch is set up, or given; and the parts built from that.
+"""What adaptive length knows of costs: measured on this machine when a batch is set up, or given;
+and the parts built from that.
 
 Legend: B rows, D drafted tokens of a chain, N nodes, M tokens of a verification over all rows.
 """
@@ -26,20 +27,21 @@ REPEATS = 7
 def adaptive_parts(
     target: TargetModel, drafter: Any, decode: DecodeConfig, tree: DraftShape, rows: int
 ) -> tuple[Limits | None, Lengths | None]:
-    """The parts of a batch of `rows` rows that adapt its drafts' length, as `decode` asks; raises `UserError` for drafters that
-    must see their whole draft verified.
+    """The parts of a batch of `rows` rows that adapt its drafts' length, as `decode` asks; raises
+    `UserError` for drafters that must see their whole draft verified.
     """
     settings = decode.adaptive_settings()
     if drafter is None or not settings.active:
         return None, None
     if drafter.needs.verified:
         raise UserError(
-            f"kind '{drafter.kind}' learns from the verification of its whole draft: decode.adaptive and decode.adaptive_lengths "
-            "do not go with it."
+            f"kind '{drafter.kind}' learns from the verification of its whole draft: "
+            "decode.adaptive and decode.adaptive_lengths do not go with it."
         )
     if decode.compile and settings.lengths and target.device.type == "cpu":
         raise UserError(
-            "decode.adaptive_lengths chooses between several steps; decode.compile compiles one. Turn one of them off."
+            "decode.adaptive_lengths chooses between several steps; decode.compile compiles one. "
+            "Turn one of them off."
         )
     verify, draft = None, [0.0] * (decode.depth + 1)
     if settings.mode == "throughput" or settings.lengths:
@@ -55,7 +57,8 @@ def adaptive_parts(
 def pass_seconds(
     target: TargetModel, drafter: Any, decode: DecodeConfig, rows: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of verifying, and of drafting, chains of 0, 1, ... D tokens in `rows` rows. Given costs hold for both together."""
+    """Seconds of verifying, and of drafting, chains of 0, 1, ... D tokens in `rows` rows. Given
+    costs hold for both together."""
     depth = decode.depth
     if decode.adaptive_costs:
         return list(decode.adaptive_costs), [0.0] * (depth + 1)
@@ -66,11 +69,14 @@ def pass_seconds(
     text = [token % target.info.vocab_size for token in range(3, 3 + length)]
     curves = measure_costs(config, target, [arm], text)
     nodes = range(1, depth + 2)
-    return [curves.verify(n, rows, length) for n in nodes], [curves.draft("drafter", n, rows) for n in nodes]
+    return [curves.verify(n, rows, length) for n in nodes], [
+        curves.draft("drafter", n, rows) for n in nodes
+    ]
 
 
 def token_seconds(verify: list[float], rows: int) -> Tensor:
-    """Seconds [M+1] of a verification of m = 0..B * (D + 1) tokens in all rows, between the measured numbers of nodes per row."""
+    """Seconds [M+1] of a verification of m = 0..B * (D + 1) tokens in all rows, between the
+    measured numbers of nodes per row."""
     nodes = torch.arange(rows * len(verify) + 1, dtype=torch.float64) / rows
     values = torch.tensor(verify, dtype=torch.float64)
     place = (nodes - 1).clamp(0, len(verify) - 1)

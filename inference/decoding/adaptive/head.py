@@ -1,8 +1,9 @@
-"""A trained estimate of whether a drafted token will be accepted (after SpecDec++, 2405.19715): logistic regression on what the
-drafter shows at every level, fitted on recorded passes of the drafter it is used with.
+"""A trained estimate of whether a drafted token will be accepted (after SpecDec++, 2405.19715):
+logistic regression on what the drafter shows at every level, fitted on recorded passes of the
+drafter it is used with.
 
-Features of a level follow from the distributions that it and the levels above it were drawn from, never from the token that came
-out of its own: see `inference.decoding.adaptive.lengths`.
+Features of a level follow from the distributions that it and the levels above it were drawn from,
+never from the token that came out of its own: see `inference.decoding.adaptive.lengths`.
 
 Legend: B rows, D drafted tokens of a chain, V' draft vocabulary, F features.
 """
@@ -23,15 +24,19 @@ FORMAT = 1
 
 
 def level_features(logits: Tensor, temperature: float) -> Tensor:
-    """[B, D, F] float32 for logits [B, D, V'] that each level was drawn from (at temperature 0 as they are).
+    """[B, D, F] float32 for logits [B, D, V'] that each level was drawn from (at temperature 0 as
+    they are).
 
-    log of the best probability, its distance to the second best, the entropy, the first's sum over the levels above, the depth.
+    log of the best probability, its distance to the second best, the entropy, the first's sum over
+    the levels above, the depth.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     best = logs.topk(2, dim=-1).values
     entropy = -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
     above = best[..., 0].cumsum(1) - best[..., 0]
-    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).expand_as(above)
+    depth = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).expand_as(
+        above
+    )
     margin = (best[..., 0] - best[..., 1]).clamp(max=20.0)
     return torch.stack([best[..., 0], margin, entropy, above.clamp(min=-20.0), depth], -1)
 
@@ -67,11 +72,13 @@ class AcceptanceHead:
                     f"decode.adaptive_head: '{path}' was written by another version. Fit it again."
                 )
             return cls(
-                torch.tensor(content["weight"], device=device), torch.tensor(content["bias"], device=device)
+                torch.tensor(content["weight"], device=device),
+                torch.tensor(content["bias"], device=device),
             )
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(
-                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with scripts/tools/fit_acceptance.py."
+                f"decode.adaptive_head: '{path}' is no acceptance head ({error!r}). Fit one with "
+                "scripts/tools/fit_acceptance.py."
             ) from error
 
 
@@ -83,8 +90,11 @@ class Recorded:
     accepted: Tensor
 
 
-def record(logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor) -> Recorded:
-    """The tested levels of one pass: logits [B, D, V'], accepted [B], tested [B] (kept levels and a refused one), active [B]."""
+def record(
+    logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor
+) -> Recorded:
+    """The tested levels of one pass: logits [B, D, V'], accepted [B], tested [B] (kept levels and a
+    refused one), active [B]."""
     features = level_features(logits, temperature)
     level = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     used = (level <= tested[:, None]) & active[:, None]
@@ -94,13 +104,16 @@ def record(logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor,
 def fit(data: list[Recorded], refusal_weight: float = 1.0, decay: float = 1e-4) -> AcceptanceHead:
     """Logistic regression by LBFGS in float64 with features scaled to unit variance.
 
-    refusal_weight: weight of refused tokens against accepted ones (SpecDec++ weighs refusals more, which stops earlier); 1 is
-    calibrated. decay: of the weights. Raises `UserError` when only one outcome was recorded.
+    refusal_weight: weight of refused tokens against accepted ones (SpecDec++ weighs refusals more,
+    which stops earlier); 1 is calibrated. decay: of the weights. Raises `UserError` when only one
+    outcome was recorded.
     """
     features = torch.cat([item.features for item in data]).double()
     accepted = torch.cat([item.accepted for item in data]).double()
     if not 0 < float(accepted.sum()) < len(accepted):
-        raise UserError("an acceptance head needs both accepted and refused drafts; record more passes.")
+        raise UserError(
+            "an acceptance head needs both accepted and refused drafts; record more passes."
+        )
     mean, scale = features.mean(0), features.std(0).clamp(min=1e-6)
     scaled = (features - mean) / scale
     weights = torch.where(accepted > 0, 1.0, refusal_weight).double()

@@ -1,16 +1,20 @@
-"""Adaptive draft length: verify (and draft) fewer tokens where drafts are not likely to be accepted. Chains only.
+"""Adaptive draft length: verify (and draft) fewer tokens where drafts are not likely to be
+accepted. Chains only.
 
-Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it are dead, neither kept nor
-tested. Where the host knows everything anyway (the CPU, step by step), the chain is cut to the longest limit before it is verified.
-Between steps the host chooses the next step's length from a few (`Lengths`), by what past steps accepted and what passes cost; one
-graph per length is captured.
+Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it
+are dead, neither kept nor tested. Where the host knows everything anyway (the CPU, step by step),
+the chain is cut to the longest limit before it is verified. Between steps the host chooses the next
+step's length from a few (`Lengths`), by what past steps accepted and what passes cost; one graph
+per length is captured.
 
-Why no decision here biases the text. With rule match nothing can: every committed token is the target's pick. Rules that weigh
-drafts rely on a draft having been drawn from its q; whoever looks at the drawn token before deciding whether it is verified changes
-that. So level j of a row is decided on by what was drafted above it (the distribution it was drawn from, not what came out), and
-levels are admitted from the top on, stopping for good at the first that is not: nothing deeper reaches back. DSpark's appendix A
-gives the counterexample of a scheduler that peeks: 0.7 becomes 0.85; `tests/inference/decoding/test_adaptive.py` holds both against the law.
-The next step's length is chosen from finished steps.
+Why no decision here biases the text. With rule match nothing can: every committed token is the
+target's pick. Rules that weigh drafts rely on a draft having been drawn from its q; whoever looks
+at the drawn token before deciding whether it is verified changes that. So level j of a row is
+decided on by what was drafted above it (the distribution it was drawn from, not what came out), and
+levels are admitted from the top on, stopping for good at the first that is not: nothing deeper
+reaches back. DSpark's appendix A gives the counterexample of a scheduler that peeks: 0.7 becomes
+0.85; `tests/inference/decoding/test_adaptive.py` holds both against the law. The next step's length
+is chosen from finished steps.
 
 Legend: B rows, D drafted tokens of a chain, N = D + 1 nodes, V vocabulary, F features of a level.
 """
@@ -53,32 +57,38 @@ class AdaptiveSettings:
             return
         if shape != "chain":
             raise UserError(
-                f"decode.adaptive and decode.adaptive_lengths work on chains; given: decode.shape={shape}. A dynamic tree already "
-                "chooses its nodes by confidence: set decode.nodes."
+                "decode.adaptive and decode.adaptive_lengths work on chains; given: "
+                f"decode.shape={shape}. A dynamic tree already chooses its nodes by confidence: "
+                "set decode.nodes."
             )
         if rule == "specinfer":
             raise UserError(
-                "decode.adaptive and decode.adaptive_lengths do not go with decode.rule=specinfer: for chains it is rejection "
-                "sampling, so set decode.rule=rejection."
+                "decode.adaptive and decode.adaptive_lengths do not go with "
+                "decode.rule=specinfer: for chains it is rejection sampling, so set "
+                "decode.rule=rejection."
             )
         if self.threshold < 0 or (self.mode == "confidence" and self.threshold > 1):
             raise UserError(
-                "decode.adaptive_threshold must be at least 0 (entropy: largest root of the entropy) and at most 1 for confidence "
-                f"(least probability that a draft is reached); given: {self.threshold}."
+                "decode.adaptive_threshold must be at least 0 (entropy: largest root of the "
+                "entropy) and at most 1 for confidence (least probability that a draft is "
+                f"reached); given: {self.threshold}."
             )
         lengths = self.lengths
-        if lengths and (list(lengths) != sorted(set(lengths)) or lengths[0] < 0 or lengths[-1] != depth):
+        if lengths and (
+            list(lengths) != sorted(set(lengths)) or lengths[0] < 0 or lengths[-1] != depth
+        ):
             raise UserError(
-                "decode.adaptive_lengths must ascend without repetition, start at 0 or more and end with decode.depth; given: "
-                f"{list(lengths)} and {depth}."
+                "decode.adaptive_lengths must ascend without repetition, start at 0 or more and "
+                f"end with decode.depth; given: {list(lengths)} and {depth}."
             )
 
 
-# --- within a step ------------------------------------------------------------------------------------------------
+# Within a step
 
 
 def entropies(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy in nats [B, M] of what drafts are drawn from; logits [B, M, V'], at temperature 0 as they are."""
+    """Entropy in nats [B, M] of what drafts are drawn from; logits [B, M, V'], at temperature 0 as
+    they are."""
     scaled = logits.float() / (temperature or 1.0)
     logs = scaled.log_softmax(-1)
     return -(logs.exp() * torch.where(logs > float("-inf"), logs, 0.0)).sum(-1)
@@ -90,20 +100,24 @@ def leading(good: Tensor) -> Tensor:
 
 
 def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:
-    """DSpark's scheduler (2607.05147): the limits [B] int64 that give the most expected tokens per second for the batch.
+    """DSpark's scheduler (2607.05147): the limits [B] int64 that give the most expected tokens per
+    second for the batch.
 
-    chance [B, D]: probability that level j is accepted given that the one above it was; active [B] bool; seconds [M+1]: what a
-    verification of m tokens takes, m up to B * (D + 1). Candidates (row, level) are admitted by falling probability of being
-    reached and accepted while expected tokens per second rise. early_stop: admission ends at the first that does not raise them;
-    without it, admission goes up to the best point of all, which looks back from deeper levels at higher ones and biases the text
-    of rules that weigh drafts. Only the test of that leaves it out.
+    chance [B, D]: probability that level j is accepted given that the one above it was; active [B]
+    bool; seconds [M+1]: what a verification of m tokens takes, m up to B * (D + 1). Candidates
+    (row, level) are admitted by falling probability of being reached and accepted while expected
+    tokens per second rise. early_stop: admission ends at the first that does not raise them;
+    without it, admission goes up to the best point of all, which looks back from deeper levels at
+    higher ones and biases the text of rules that weigh drafts. Only the test of that leaves it out.
     """
     rows, depth = chance.shape
     survival = (chance.float().cumprod(1) * active[:, None]).flatten()
     ordered, order = survival.sort(descending=True, stable=True)
     base = active.sum()
     expected = base + torch.nn.functional.pad(ordered.cumsum(0), (1, 0))
-    tokens = (base + torch.arange(rows * depth + 1, device=chance.device)).clamp(max=seconds.shape[0] - 1)
+    tokens = (base + torch.arange(rows * depth + 1, device=chance.device)).clamp(
+        max=seconds.shape[0] - 1
+    )
     rate = expected / seconds[tokens]
     if early_stop:
         admitted = leading((rate[1:] > rate[:-1])[None])[0]
@@ -137,9 +151,11 @@ class Limits:
         return self.settings.mode != "none"
 
     def chance(self, proposal: Proposal) -> Tensor | None:
-        """The estimate [B, D] that a level is accepted given the one above it; None where there is nothing to estimate it from.
+        """The estimate [B, D] that a level is accepted given the one above it; None where there is
+        nothing to estimate it from.
 
-        A trained head comes first, then the drafter's own confidence, then the largest probability of the level's distribution.
+        A trained head comes first, then the drafter's own confidence, then the largest probability
+        of the level's distribution.
         """
         logits = None if proposal.logits is None else proposal.logits[:, :-1]
         if self.head is not None and logits is not None:
@@ -159,7 +175,8 @@ class Limits:
             if proposal.logits is None:
                 return None
             return leading(
-                entropies(proposal.logits[:, :-1], self.temperature).clamp(min=0).sqrt() <= threshold
+                entropies(proposal.logits[:, :-1], self.temperature).clamp(min=0).sqrt()
+                <= threshold
             )
         chance = self.chance(proposal)
         if chance is None:
@@ -170,7 +187,8 @@ class Limits:
         return admit(chance, active, self.seconds)
 
     def apply(self, proposal: Proposal, active: Tensor, now: bool) -> Proposal:
-        """`proposal` with its limit; now: the host may read it, so the chain is cut behind the longest one of active rows."""
+        """`proposal` with its limit; now: the host may read it, so the chain is cut behind the
+        longest one of active rows."""
         found = self.limit(proposal, active)
         if found is None:
             return proposal
@@ -195,15 +213,20 @@ class Limits:
             limit=None if proposal.limit is None else proposal.limit.clamp(max=length),
         )
 
-    def observe(self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor) -> None:
-        """Record what was tested, for `adaptive_head.fit`. accepted [B]; refused, active [B] bool."""
+    def observe(
+        self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
+    ) -> None:
+        """Record what was tested, for `adaptive_head.fit`. accepted [B]; refused, active [B]
+        bool."""
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
-            self.recorder.append(record(proposal.logits[:, :-1], self.temperature, accepted, tested, active))
+            self.recorder.append(
+                record(proposal.logits[:, :-1], self.temperature, accepted, tested, active)
+            )
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
-        """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a `TreePlan` draft no more than
-        that; of others the rest is cut off.
+        """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a
+        `TreePlan` draft no more than that; of others the rest is cut off.
         """
         if length == 0:
             return Proposal(root[:, None], self.chains[0])
@@ -218,14 +241,16 @@ class Limits:
             state.plan = own
 
 
-# --- between steps ------------------------------------------------------------------------------------------------
+# Between steps
 
 
 class Lengths:
-    """Chooses the next step's length by goodput: expected tokens per second, from what finished steps accepted.
+    """Chooses the next step's length by goodput: expected tokens per second, from what finished
+    steps accepted.
 
-    Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not tried for long goes back to what the
-    level above it gives, so a length that once did not pay is tried again.
+    Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not
+    tried for long goes back to what the level above it gives, so a length that once did not pay is
+    tried again.
     """
 
     def __init__(
@@ -246,7 +271,8 @@ class Lengths:
                 self.kept[level] += level <= accepted
 
     def chances(self) -> list[float]:
-        """Estimated acceptance per level given the one above it; the first one starts from 0.8, with the weight of two passes."""
+        """Estimated acceptance per level given the one above it; the first one starts from 0.8,
+        with the weight of two passes."""
         found, before = [], 0.8
         for level in range(1, len(self.tried)):
             before = (self.kept[level] + 2 * before) / (self.tried[level] + 2)

@@ -1,15 +1,18 @@
 """Compiling a whole decoding step for the CPU: `decode.compile=true`.
 
-Run operation by operation, a step of a small model is Python and dispatch: thousands of calls around a few milliseconds of memory
-traffic. Here a step is traced once (`make_fx`, on the real tensors, so that the traced step is a real one), cut where the clock
-marks the end of a phase, and every phase is compiled by inductor into one C++ function. Nothing of the modelling code is left at
-run time. That works for every target and kind because a step has fixed shapes, asks the device for nothing, and keeps what lives
-from step to step in buffers that it updates in place: the buffers become inputs of the compiled functions, the weights constants.
+Run operation by operation, a step of a small model is Python and dispatch: thousands of calls
+around a few milliseconds of memory traffic. Here a step is traced once (`make_fx`, on the real
+tensors, so that the traced step is a real one), cut where the clock marks the end of a phase, and
+every phase is compiled by inductor into one C++ function. Nothing of the modelling code is left at
+run time. That works for every target and kind because a step has fixed shapes, asks the device for
+nothing, and keeps what lives from step to step in buffers that it updates in place: the buffers
+become inputs of the compiled functions, the weights constants.
 
-How much of the cache attention reads is a constant of a graph. So there is one graph per power of two of slots, at most the
-capacity, each compiled when a row first needs it.
+How much of the cache attention reads is a constant of a graph. So there is one graph per power of
+two of slots, at most the capacity, each compiled when a row first needs it.
 
-Not part of it: prefill, whose shapes change with every prompt, and the host's reading of what a step committed.
+Not part of it: prefill, whose shapes change with every prompt, and the host's reading of what a
+step committed.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """
@@ -61,7 +64,8 @@ def seconds_spent() -> float:
 class CompiledStep:
     """`Decoder.step` for one set of buffers, compiled; to be called in its place.
 
-    The weights are those of the first step: a target or drafter that changes later needs a new `CompiledStep`."""
+    The weights are those of the first step: a target or drafter that changes later needs a new
+    `CompiledStep`."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
@@ -80,10 +84,12 @@ class CompiledStep:
         return min(bound, self._cache.capacity)
 
     def __call__(self, state: Any, longest: int) -> Tensor:
-        """One step; returns `StepResult.packed` [B, D+5] int64. `state`, the drafter's, is updated in place.
+        """One step; returns `StepResult.packed` [B, D+5] int64. `state`, the drafter's, is updated
+        in place.
 
-        longest: the longest row's committed tokens or an upper bound of it. The first steps of every bound compile: one traces, the
-        next one compiles what was traced; that time is in `seconds_spent` and not on the clock. Raises `UserError` when it fails.
+        longest: the longest row's committed tokens or an upper bound of it. The first steps of
+        every bound compile: one traces, the next one compiles what was traced; that time is in
+        `seconds_spent` and not on the clock. Raises `UserError` when it fails.
         """
         bound = self.bound(longest)
         key = bound, self._decoder.noise.mode
@@ -100,8 +106,9 @@ class CompiledStep:
                 packed = plan.build()
         except (RuntimeError, OSError) as error:
             raise UserError(
-                f"compiling a decoding step failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}). It needs a C++ "
-                "compiler such as g++; without one set decode.compile=false."
+                f"compiling a decoding step failed ({type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0]}). It needs a C++ compiler such as g++; "
+                "without one set decode.compile=false."
             ) from error
         _spent[0] += time.perf_counter() - begin
         self._decoder.clock.passes += 1
@@ -129,7 +136,9 @@ class CompiledStep:
         finally:
             decoder.clock = clock
         inputs = _lift_buffers(graph)
-        return results[0], _Plan.cut(graph, inputs, marks.part if decoder.drafter is not None else {})
+        return results[0], _Plan.cut(
+            graph, inputs, marks.part if decoder.drafter is not None else {}
+        )
 
 
 class _Marks:
@@ -148,7 +157,8 @@ class _Marks:
 
 
 def _lift_buffers(graph: GraphModule) -> list[Tensor]:
-    """Turn every tensor that the traced step refers to, but the weights, into an input; returns those tensors in their order."""
+    """Turn every tensor that the traced step refers to, but the weights, into an input; returns
+    those tensors in their order."""
     nodes, inputs = graph.graph, {}
     values: list[Tensor] = []
     anchor = nodes.call_function(torch.ops.aten.scalar_tensor.default, (0,))
@@ -175,7 +185,8 @@ def _lift_buffers(graph: GraphModule) -> list[Tensor]:
 class _Part:
     """One phase: its traced graph and, once built, its compiled function.
 
-    takes: places of its arguments among the step's values; gives: the first place of its outputs, and how many there are.
+    takes: places of its arguments among the step's values; gives: the first place of its outputs,
+    and how many there are.
     """
 
     phase: str
@@ -192,7 +203,8 @@ class _Part:
 
 def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
     """Compile a graph with our settings."""
-    import torch._inductor.config as inductor_config  # seconds to import: only for those who compile
+    # seconds to import: only for those who compile
+    import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
@@ -208,9 +220,11 @@ def _inductor(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]
 
 
 def _prefer_own(choices: list[Any]) -> list[Any]:
-    """Of the ways to multiply, the generated product with packed weights where there is one, else the library's.
+    """Of the ways to multiply, the generated product with packed weights where there is one, else
+    the library's.
 
-    Inductor would time them, which depends on what else the machine does; with a handful of rows the generated one wins.
+    Inductor would time them, which depends on what else the machine does; with a handful of rows
+    the generated one wins.
     """
     from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
 
@@ -220,10 +234,12 @@ def _prefer_own(choices: list[Any]) -> list[Any]:
 
 @contextmanager
 def prefetching() -> Iterator[bool]:
-    """Let generated products fetch the weight some way ahead; yields whether this torch's generator could be told to.
+    """Let generated products fetch the weight some way ahead; yields whether this torch's generator
+    could be told to.
 
-    Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core of a Xeon, 5 rows through the
-    18 MB of an 8-layer model's weights take 2.95 ms without and 2.16 ms with it (1 row: 2.08 ms, which is what reading them takes).
+    Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core
+    of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without and 2.16
+    ms with it (1 row: 2.08 ms, which is what reading them takes).
     """
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
 
@@ -238,7 +254,8 @@ def prefetching() -> Iterator[bool]:
 
 
 class _Plan:
-    """The parts of one traced step in their order. Values are numbered: first the buffers, then what the parts hand on."""
+    """The parts of one traced step in their order. Values are numbered: first the buffers, then
+    what the parts hand on."""
 
     def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
         self.parts, self.values, self.result = parts, values, result
@@ -249,7 +266,8 @@ class _Plan:
 
     @classmethod
     def cut(cls, graph: GraphModule, inputs: list[Tensor], part_of: dict[str, int]) -> _Plan:
-        """Cut `graph` into the parts that `part_of` says for each operation; {} leaves it whole, as verification."""
+        """Cut `graph` into the parts that `part_of` says for each operation; {} leaves it whole, as
+        verification."""
         whole = not part_of
 
         def part(node: Node) -> int:
@@ -267,7 +285,9 @@ class _Plan:
                 phase = ("draft", "verify", "commit")[int(str(node.target).rsplit("_", 1)[1])]
                 module = getattr(split, str(node.target))
                 buffers = _keep_weights(module, split, list(node.args))
-                parts.append(_Part(phase, module, [places[value] for value in buffers], len(values)))
+                parts.append(
+                    _Part(phase, module, [places[value] for value in buffers], len(values))
+                )
                 places[node] = len(values)
                 values += [None] * _outputs(module)
             elif node.op == "call_function":
@@ -279,7 +299,8 @@ class _Plan:
 
     @torch.no_grad()
     def build(self) -> Tensor:
-        """Compile the parts one after the other, each with what the parts before it gave: one step. Returns its result."""
+        """Compile the parts one after the other, each with what the parts before it gave: one step.
+        Returns its result."""
         for part in self.parts:
             part.build([self.values[place] for place in part.takes])
             self._run(part)

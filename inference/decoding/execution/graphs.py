@@ -1,12 +1,16 @@
-"""How steps are run: launched operation by operation, or captured once as a CUDA graph and replayed.
+"""How steps are run: launched operation by operation, or captured once as a CUDA graph and
+replayed.
 
-The host never waits for the step it has just launched. Each step ends with one copy of its result into a pinned buffer of a ring;
-the host reads it one or two steps later, when the copy is long done. Rows that ended meanwhile commit nothing, so steps that turn
-out to be one too many change nothing.
+The host never waits for the step it has just launched. Each step ends with one copy of its result
+into a pinned buffer of a ring; the host reads it one or two steps later, when the copy is long
+done. Rows that ended meanwhile commit nothing, so steps that turn out to be one too many change
+nothing.
 
-Capturing. The first steps of a batch run eagerly on the capture stream (they are real steps: nothing is thrown away); then one step
-is captured and replayed from there on. Everything a step reads or writes lives in `Lanes` and is updated in place. No GPU has run
-this file yet (docs/decoder.md); `tests/inference/decoding/test_captured.py` replays a traced step on the CPU in its place.
+Capturing. The first steps of a batch run eagerly on the capture stream (they are real steps:
+nothing is thrown away); then one step is captured and replayed from there on. Everything a step
+reads or writes lives in `Lanes` and is updated in place. No GPU has run this file yet
+(docs/decoder.md); `tests/inference/decoding/test_captured.py` replays a traced step on the CPU in
+its place.
 
 Legend: B rows, D the tree's deepest level.
 """
@@ -28,12 +32,14 @@ from inference.target.model import TargetModel
 
 WARM_UP_STEPS = 3
 SPLIT_STEPS = 8
-"""Steps that are timed phase by phase before capturing; later steps are split in the same shares."""
+"""Steps that are timed phase by phase before capturing; later steps are split in the same
+shares."""
 
 
 @dataclass
 class Pending:
-    """The result of a launched step on its way to the host: `packed` [B, D+6] int64 (`StepResult.packed`) and the copy's event."""
+    """The result of a launched step on its way to the host: `packed` [B, D+6] int64
+    (`StepResult.packed`) and the copy's event."""
 
     packed: Tensor
     event: Any = None
@@ -68,7 +74,8 @@ class StepRunner:
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
     ) -> tuple[Pending, Any]:
-        """Launch one step; returns its pending result and the drafter's state. longest, exact, length: see `Decoder.step`."""
+        """Launch one step; returns its pending result and the drafter's state. longest, exact,
+        length: see `Decoder.step`."""
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
         if not self.on_cuda:
@@ -111,7 +118,8 @@ class StepRunner:
         return variant.ring.send(packed), after
 
     def _capture(self, state: Any, length: int | None, variant: _Variant) -> None:
-        """Capture one step. Nothing is executed meanwhile; the first replay is the next real step."""
+        """Capture one step. Nothing is executed meanwhile; the first replay is the next real
+        step."""
         clock = self.decoder.clock
         spent = {
             phase: clock.seconds[phase] - variant.before_split[phase]
@@ -119,7 +127,9 @@ class StepRunner:
             if phase != "prefill"
         }
         total = sum(spent.values())
-        clock.split = {phase: value / total for phase, value in spent.items()} if total > 0 else None
+        clock.split = (
+            {phase: value / total for phase, value in spent.items()} if total > 0 else None
+        )
         clock.running_free = True
         passes = clock.passes
         torch.cuda.synchronize()
@@ -134,10 +144,12 @@ class StepRunner:
 
 
 def compile_layers(target: TargetModel) -> None:
-    """Compile every decoder layer of the target for verification (regional compilation: equal layers share a graph), once.
+    """Compile every decoder layer of the target for verification (regional compilation: equal
+    layers share a graph), once.
 
-    Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their hooks belong to the layers' calls;
-    so does attention, which follows a plan that is new in every pass: what is compiled is all that stands before and behind it.
+    Prefill keeps the plain layers: its shapes change with every prompt. Taps stay outside, their
+    hooks belong to the layers' calls; so does attention, which follows a plan that is new in every
+    pass: what is compiled is all that stands before and behind it.
     """
     for layer in target.taps.layers:
         if "forward" not in layer.__dict__:
@@ -157,8 +169,8 @@ def _compiled_for_verification(forward: Any) -> Any:
 
 @dataclass
 class _Variant:
-    """Steps of one draft length and mode of the noise: how many were launched one by one, the clock before they were timed by
-    phase, their graph."""
+    """Steps of one draft length and mode of the noise: how many were launched one by one, the clock
+    before they were timed by phase, their graph."""
 
     ring: _PinnedRing
     steps: int = 0
@@ -175,7 +187,8 @@ class _PinnedRing:
         self.next = 0
 
     def send(self, packed: Tensor) -> Pending:
-        """Start the copy of `packed`; the slot is free again once every earlier result has been read."""
+        """Start the copy of `packed`; the slot is free again once every earlier result has been
+        read."""
         place, self.next = self.next, (self.next + 1) % len(self.slots)
         slot = self.slots[place]
         if slot is None:

@@ -1,8 +1,9 @@
 """Acceptance: which drafted nodes are the target's own picks.
 
-The `match` rule: a node is accepted when its parent was accepted and its token is what the target picked at the parent. The text
-is then the target's picks along one path, whatever the drafter proposed, so it equals decoding without a drafter with the same
-noise. Everything here has fixed shapes and needs no host synchronisation.
+The `match` rule: a node is accepted when its parent was accepted and its token is what the target
+picked at the parent. The text is then the target's picks along one path, whatever the drafter
+proposed, so it equals decoding without a drafter with the same noise. Everything here has fixed
+shapes and needs no host synchronisation.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """
@@ -19,10 +20,12 @@ from heads.api.tree import TokenTree
 
 @dataclass
 class Walk:
-    """The accepted path of every row. Entries beyond a row's path repeat the root (node 0) and are masked by `accepted`.
+    """The accepted path of every row. Entries beyond a row's path repeat the root (node 0) and are
+    masked by `accepted`.
 
-    path [B, D+1] int64 node numbers (root first), accepted [B] int64 drafted tokens accepted, has_children [B] bool whether
-    drafted tokens were tested at the last node of the path (then one of them was refused).
+    path [B, D+1] int64 node numbers (root first), accepted [B] int64 drafted tokens accepted,
+    has_children [B] bool whether drafted tokens were tested at the last node of the path (then one
+    of them was refused).
     """
 
     path: Tensor
@@ -31,7 +34,8 @@ class Walk:
 
 
 def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
-    """Follow the target's picks from the root. tokens, picks [B, N] int64 (drafted tokens; the target's choice at each node)."""
+    """Follow the target's picks from the root. tokens, picks [B, N] int64 (drafted tokens; the
+    target's choice at each node)."""
     if tree.is_chain:
         matched = tokens[:, 1:] == picks[:, :-1]
         accepted = matched.to(torch.int64).cumprod(1).sum(1)
@@ -41,12 +45,17 @@ def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     parents = tree.parents.expand(rows, -1)
     matched = tokens == picks.gather(1, parents)
     matched[:, 0].fill_(True)
-    reached = (matched[:, None, :] | ~tree.ancestors).all(-1)  # [B, N]: every node on the way from the root matched
+    # [B, N]: every node on the way from the root matched
+    reached = (matched[:, None, :] | ~tree.ancestors).all(-1)
     depth = torch.where(reached, tree.depth, -1)
-    last = depth.argmax(1)  # duplicates among siblings: the first one wins, its subtree is the one that is walked
+    # duplicates among siblings: the first one wins, its subtree is the one that is walked
+    last = depth.argmax(1)
     accepted = depth.gather(1, last[:, None])[:, 0]
-    on_path = tree.ancestors.expand(rows, -1, -1).gather(1, last[:, None, None].expand(-1, 1, tree.num_nodes))[:, 0]
-    places = torch.where(on_path, tree.depth, tree.max_depth + 1)  # nodes off the path fall into a trash column
+    on_path = tree.ancestors.expand(rows, -1, -1).gather(
+        1, last[:, None, None].expand(-1, 1, tree.num_nodes)
+    )[:, 0]
+    # nodes off the path fall into a trash column
+    places = torch.where(on_path, tree.depth, tree.max_depth + 1)
     path = torch.zeros(rows, tree.max_depth + 2, dtype=torch.int64, device=tokens.device)
     path.scatter_(1, places, torch.arange(tree.num_nodes, device=tokens.device).expand(rows, -1))
     is_parent = torch.zeros_like(parents, dtype=torch.bool).scatter_(1, parents[:, 1:], True)

@@ -1,7 +1,8 @@
 """The contract of acceptance rules.
 
-A rule sees the drafted tree and the target's logits at every node and decides which path is kept and which token follows it. It
-has fixed shapes and asks the device for nothing, so that it can be captured with the step around it.
+A rule sees the drafted tree and the target's logits at every node and decides which path is kept
+and which token follows it. It has fixed shapes and asks the device for nothing, so that it can be
+captured with the step around it.
 
 Legend: B rows, N nodes, D the tree's deepest level, V vocabulary.
 """
@@ -23,10 +24,10 @@ class Verdict:
     """What a rule kept of one verification.
 
     path [B, D+1] int64: nodes of the kept path, root first; entries beyond it repeat the root.
-    accepted [B] int64: drafted tokens on it.
-    refused [B] bool: drafted tokens were tested at its last node and none was kept.
-    tokens [B, D+1] int64: entry i is the token committed after path node i, so entry `accepted` is the bonus (or the token drawn in
-    place of a refused one); later entries mean nothing.
+    accepted [B] int64: drafted tokens on it. refused [B] bool: drafted tokens were tested at its
+    last node and none was kept. tokens [B, D+1] int64: entry i is the token committed after path
+    node i, so entry `accepted` is the bonus (or the token drawn in place of a refused one); later
+    entries mean nothing.
     """
 
     path: Tensor
@@ -43,15 +44,16 @@ def without_dead(proposal: Proposal) -> Tensor:
 
 
 def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
-    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was left to be tested."""
+    """`refused` [B] bool without the rows whose path, `accepted` [B] deep, ended where nothing was
+    left to be tested."""
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
 class Rule(Protocol):
     """One acceptance rule.
 
-    lossless: whether what is committed follows the target's distribution. drafts: the noise stream that drafts are drawn with
-    (None: no noise). keeps_logits: whether it needs `Proposal.logits`.
+    lossless: whether what is committed follows the target's distribution. drafts: the noise stream
+    that drafts are drawn with (None: no noise). keeps_logits: whether it needs `Proposal.logits`.
     """
 
     name: ClassVar[str]
@@ -59,8 +61,10 @@ class Rule(Protocol):
     drafts: Stream | None
     keeps_logits: bool
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
-        """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions [B, N] of the nodes: the token
-        after node i stands at positions + 1.
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
+        """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions
+        [B, N] of the nodes: the token after node i stands at positions + 1.
         """
         ...

@@ -1,20 +1,22 @@
-"""Block verification of chains (Sun et al., 2403.10444): the drafts are weighed together, which keeps more of
-them than rejection sampling does on average, never fewer, and is the best any rule for chains can do.
+"""Block verification of chains (Sun et al., 2403.10444): the drafts are weighed together, which
+keeps more of them than rejection sampling does on average, never fewer, and is the best any rule
+for chains can do.
 
 With x_1..x_D the drafts, p and q the distributions behind i drafts, and s_0 = 1:
 
-    s_i = min(1, s_{i-1} p(x_i) / q(x_i))                how much of the drafts' mass the target grants
+    s_i = min(1, s_{i-1} p(x_i) / q(x_i))                how much of the drafts' mass the target
+                                                         grants
     S_i = sum_x max(s_i p(x) - q(x), 0)                  what the target has left behind them
     h_i = S_i / (S_i + 1 - s_i) for i < D,  h_D = s_D
 
-Each length i passes with probability h_i on its own; the longest one that passes is kept, and the next token
-is drawn from max(s_i p - q, 0), or from p behind the last draft.
+Each length i passes with probability h_i on its own; the longest one that passes is kept, and the
+next token is drawn from max(s_i p - q, 0), or from p behind the last draft.
 
 Here the rule may stop at i because of drafts behind i. Their noise must not be used again: see
 `inference.decoding.sampling.noise`.
 
-Certain drafts: `match` keeps a run of them with the probability that the target says it, and no rule can keep
-it more often; so they, and temperature 0, are left to `match`.
+Certain drafts: `match` keeps a run of them with the probability that the target says it, and no
+rule can keep it more often; so they, and temperature 0, are left to `match`.
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
 """
@@ -44,7 +46,9 @@ class BlockVerification:
         self.drafts: Stream | None = Stream.DRAFT
         self._match = Match(share=False)
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         """See `Rule.judge`."""
         if not weighs(proposal, noise):
             return self._match.judge(proposal, logits, positions, noise)

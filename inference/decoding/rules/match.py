@@ -1,7 +1,8 @@
-"""The `match` rule: a node is kept when it is what the target picks at its parent, with the target's own noise.
+"""The `match` rule: a node is kept when it is what the target picks at its parent, with the
+target's own noise.
 
-The text is then the target's picks along one path, whatever was drafted: token-identical to decoding without a drafter with the
-same seed, at any temperature.
+The text is then the target's picks along one path, whatever was drafted: token-identical to
+decoding without a drafter with the same seed, at any temperature.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from inference.kernels.reference.commit import ACCEPT_WALK
 
 
 class Match:
-    """See the module. share: rank drafts with the target's noise as well, so that they agree with it more often."""
+    """See the module. share: rank drafts with the target's noise as well, so that they agree with
+    it more often."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
@@ -26,7 +28,9 @@ class Match:
     def __init__(self, share: bool = True) -> None:
         self.drafts = Stream.TARGET if share else None
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         """See `Rule.judge`."""
         picks = noise.target_pick(logits, positions + 1)
         found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)

@@ -16,7 +16,12 @@ __all__ = ["CHAINS_ONLY", "RULES", "check_shape", "get_rule"]
 
 
 def get_rule(
-    name: str, shape: DraftShape, *, share_noise: bool = True, epsilon: float = 0.09, delta: float = 0.3
+    name: str,
+    shape: DraftShape,
+    *,
+    share_noise: bool = True,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
 ) -> Rule:
     """The rule `name` for drafts of `shape` (on the decoding device).
 
@@ -41,6 +46,7 @@ def check_shape(name: str, shape: DraftShape) -> None:
         raise UserError(f"decode.rule '{name}' is unknown.{suggest(name, RULES)}")
     if name in CHAINS_ONLY and not shape.is_chain:
         raise UserError(
-            f"decode.rule '{name}' weighs one draft after another and needs a chain; given: a tree of "
-            f"{shape.num_nodes} nodes. Set decode.shape=chain, or verify the tree with match, specinfer or typical."
+            f"decode.rule '{name}' weighs one draft after another and needs a chain; given: a "
+            f"tree of {shape.num_nodes} nodes. Set decode.shape=chain, or verify the tree with "
+            "match, specinfer or typical."
         )

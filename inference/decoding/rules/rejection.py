@@ -1,12 +1,12 @@
 """Rejection sampling of chains (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-A draft x that was drawn from q is kept with probability min(1, p(x) / q(x)); the first one that is not is
-replaced by a draw from max(p - q, 0); behind a chain that was kept whole comes a draw from p. What is
-committed follows p exactly, and a draft is kept with probability 1 - TV(p, q), the most that any rule reaches
-for one draft.
+A draft x that was drawn from q is kept with probability min(1, p(x) / q(x)); the first one that is
+not is replaced by a draw from max(p - q, 0); behind a chain that was kept whole comes a draw from
+p. What is committed follows p exactly, and a draft is kept with probability 1 - TV(p, q), the most
+that any rule reaches for one draft.
 
-Certain drafts and temperature 0: `match` (see `inference.decoding.rules.weights`, also for which noise is used for
-what).
+Certain drafts and temperature 0: `match` (see `inference.decoding.rules.weights`, also for which
+noise is used for what).
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
 """
@@ -36,7 +36,9 @@ class Rejection:
         self.drafts: Stream | None = Stream.DRAFT
         self._match = Match(share=False)
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         """See `Rule.judge`."""
         if not weighs(proposal, noise):
             return self._match.judge(proposal, logits, positions, noise)

@@ -1,17 +1,18 @@
-"""Recursive rejection of several candidates per node, drawn without replacement (SpecInfer, 2305.09781;
-without replacement as in Sequoia, 2402.12374). Chains and trees.
+"""Recursive rejection of several candidates per node, drawn without replacement (SpecInfer,
+2305.09781; without replacement as in Sequoia, 2402.12374). Chains and trees.
 
-At a node with target distribution p and draft distribution q, its children are tried in the order in which
-they were drawn. A child x is kept with probability min(1, p(x) / q(x)), and the walk goes on below it.
-Otherwise p becomes max(p - q, 0), q loses x, both are normalised, and the next child is tried. Behind the
-last one the next token is drawn from what is left of p. Children are the best scores of log q plus Gumbel
-noise in falling order, which is drawing without replacement.
+At a node with target distribution p and draft distribution q, its children are tried in the order
+in which they were drawn. A child x is kept with probability min(1, p(x) / q(x)), and the walk goes
+on below it. Otherwise p becomes max(p - q, 0), q loses x, both are normalised, and the next child
+is tried. Behind the last one the next token is drawn from what is left of p. Children are the best
+scores of log q plus Gumbel noise in falling order, which is drawing without replacement.
 
-Static trees are weighed so. In a dynamic tree the drafts decide, by their scores, how many siblings and
-descendants are drafted at all; given the tree, a child no longer follows q, and weighing it by q would be
-wrong. There the candidates are the drafter's best tokens without noise, hence certain, and judged as EAGLE's
-code judges them: a child is kept with p(x), else p loses x. That is the law of drawing from p and looking for
-the child (`match`, see `inference.decoding.rules.weights`), which is how it is done.
+Static trees are weighed so. In a dynamic tree the drafts decide, by their scores, how many siblings
+and descendants are drafted at all; given the tree, a child no longer follows q, and weighing it by
+q would be wrong. There the candidates are the drafter's best tokens without noise, hence certain,
+and judged as EAGLE's code judges them: a child is kept with p(x), else p loses x. That is the law
+of drawing from p and looking for the child (`match`, see `inference.decoding.rules.weights`), which
+is how it is done.
 
 Legend: B rows, N nodes, D the tree's deepest level, K children per node at most, V vocabulary.
 """
@@ -39,7 +40,8 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 class SpecInfer:
-    """See the module. shape: what drafters are asked to fill; a static tree is read here, on the host."""
+    """See the module. shape: what drafters are asked to fill; a static tree is read here, on the
+    host."""
 
     name: ClassVar[str] = "specinfer"
     lossless: ClassVar[bool] = True
@@ -52,7 +54,9 @@ class SpecInfer:
         if isinstance(shape, TokenTree):
             self._children, self._widths = children_of(shape)
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         """See `Rule.judge`. Only the nodes that the walk reaches are weighed, one per depth."""
         if not (self._static and weighs(proposal, noise)):
             return self._match.judge(proposal, logits, positions, noise)
@@ -62,7 +66,8 @@ class SpecInfer:
         walking = torch.ones_like(node, dtype=torch.bool)
         refused = torch.zeros_like(walking)
         path, left, behind = [node], logits.new_zeros(()), node
-        for level, width in enumerate((*self._widths, 0)):  # behind the deepest level nothing is tried
+        # behind the deepest level nothing is tried
+        for level, width in enumerate((*self._widths, 0)):
             p = target_probabilities(at_node(logits, node), settings)
             rest, position = p, positions.gather(1, node[:, None]) + 1
             found, child = torch.zeros_like(walking), node
@@ -74,9 +79,12 @@ class SpecInfer:
                 scores = draft_logits(
                     at_node(proposal.logits, node), settings, proposal.token_ids, p.shape[-1]
                 )
-                p_child, q_child, rest = tries(p, scores, proposal.tokens.gather(1, children), there)
+                p_child, q_child, rest = tries(
+                    p, scores, proposal.tokens.gather(1, children), there
+                )
                 coins = noise.uniforms(position, width)[:, 0]
-                kept = walking[:, None] & (coins * q_child < p_child)  # strictly: nothing with p = 0 is kept
+                # strictly: nothing with p = 0 is kept
+                kept = walking[:, None] & (coins * q_child < p_child)
                 found = kept.any(1)
                 child = children.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))[:, 0]
                 refused = refused | (walking & there.any(1) & ~found)
@@ -89,17 +97,23 @@ class SpecInfer:
         accepted = (way > 0).sum(1)
         bonus = draw(left, left, behind, noise)
         return Verdict(
-            way, accepted, refused, committed(proposal.tokens.gather(1, way[:, 1:]), accepted, bonus)
+            way,
+            accepted,
+            refused,
+            committed(proposal.tokens.gather(1, way[:, 1:]), accepted, bonus),
         )
 
 
-def tries(p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tries(
+    p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weigh the children of one node per row, each as if those before it had been refused.
 
-    p [B, V] the target's distribution, scores [B, V] log q up to a constant, tokens [B, K] of the children,
-    there [B, K] bool: False where a node has fewer. Returns p and q at each child [B, K] when it is tried,
-    and what is left of p [B, V] behind them all. A child that is not there, and one that was not drawn from
-    what was left of q (a repeated token), has p = 0 and q = 1: it is refused and changes nothing.
+    p [B, V] the target's distribution, scores [B, V] log q up to a constant, tokens [B, K] of the
+    children, there [B, K] bool: False where a node has fewer. Returns p and q at each child [B, K]
+    when it is tried, and what is left of p [B, V] behind them all. A child that is not there, and
+    one that was not drawn from what was left of q (a repeated token), has p = 0 and q = 1: it is
+    refused and changes nothing.
     """
     p_tried, q_tried = [], []
     for token, exists in zip(tokens.unbind(1), there.unbind(1), strict=True):
@@ -118,8 +132,8 @@ def tries(p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor) -> tuple[Ten
 
 
 def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
-    """Children of each node of a static tree, in node order, [N, K] int64 (0: none), on the tree's device;
-    and the most children that a node has at each depth 0..D-1. Reads the tree on the host.
+    """Children of each node of a static tree, in node order, [N, K] int64 (0: none), on the tree's
+    device; and the most children that a node has at each depth 0..D-1. Reads the tree on the host.
     """
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
     children: list[list[int]] = [[] for _ in parents]

@@ -1,9 +1,10 @@
-"""Typical acceptance (Medusa, 2401.10774): LOSSY. The text does not follow the target's distribution.
+"""Typical acceptance (Medusa, 2401.10774): LOSSY. The text does not follow the target's
+distribution.
 
-A draft x is kept when the target finds it likely enough for how undecided it is: p(x) > min(epsilon, delta *
-exp(-H(p))), with H the entropy of p (temperature and filters applied). The longest path of such drafts is
-kept, of equally long ones the likeliest, and the next token is drawn from p behind it. At temperature 0 it is
-`match`, and lossless.
+A draft x is kept when the target finds it likely enough for how undecided it is: p(x) >
+min(epsilon, delta * exp(-H(p))), with H the entropy of p (temperature and filters applied). The
+longest path of such drafts is kept, of equally long ones the likeliest, and the next token is drawn
+from p behind it. At temperature 0 it is `match`, and lossless.
 
 Drafts are the drafter's best tokens, without noise, as published.
 
@@ -39,12 +40,16 @@ class Typical:
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         for name, value in (("epsilon", epsilon), ("delta", delta)):
             if not 0 < value <= 1:
-                raise UserError(f"rule 'typical' needs {name} above 0 and at most 1; given: {value}.")
+                raise UserError(
+                    f"rule 'typical' needs {name} above 0 and at most 1; given: {value}."
+                )
         self.epsilon, self.delta = epsilon, delta
         self.drafts: Stream | None = None
         self._match = Match(share=False)
 
-    def judge(self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise) -> Verdict:
+    def judge(
+        self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
+    ) -> Verdict:
         """See `Rule.judge`."""
         if noise.settings.greedy:
             return self._match.judge(proposal, logits, positions, noise)
@@ -57,15 +62,20 @@ class Typical:
         kept = likely > enough.gather(1, parents)
         if proposal.limit is not None:
             kept = kept & (tree.depth <= proposal.limit[:, None])
-        found = walk(self._best_path(kept, likely, proposal).to(torch.int64), torch.ones_like(tokens), tree)
+        found = walk(
+            self._best_path(kept, likely, proposal).to(torch.int64), torch.ones_like(tokens), tree
+        )
         last = found.path.gather(1, found.accepted[:, None])
         bonus = noise.target_pick(logits[row, last], positions.gather(1, last) + 1)[:, 0]
         drafted = tokens.gather(1, found.path[:, 1:])
         refused = tested(found.has_children, found.accepted, proposal)
-        return Verdict(found.path, found.accepted, refused, committed(drafted, found.accepted, bonus))
+        return Verdict(
+            found.path, found.accepted, refused, committed(drafted, found.accepted, bonus)
+        )
 
     def _best_path(self, kept: Tensor, likely: Tensor, proposal: Proposal) -> Tensor:
-        """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the likeliest."""
+        """The nodes [B, N] bool of the longest path of kept nodes, of equally long ones the
+        likeliest."""
         tree = proposal.tree
         if tree.is_chain:
             return kept

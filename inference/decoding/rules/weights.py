@@ -1,14 +1,17 @@
-"""What rules that accept by probability share: both distributions, draws from weights, weighed chains.
+"""What rules that accept by probability share: both distributions, draws from weights, weighed
+chains.
 
-With p the target's distribution at a node (temperature and filters applied) and q the one its children were
-drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a certain draft x accepts it
-with probability p(x) and otherwise draws from p without x; that is the law of drawing from p and looking
-whether x came out, so every lossless rule is `match` for them, as it is at temperature 0.
+With p the target's distribution at a node (temperature and filters applied) and q the one its
+children were drawn from. Drafts whose q nobody kept are certain: q is 1 at the draft. Weighing a
+certain draft x accepts it with probability p(x) and otherwise draws from p without x; that is the
+law of drawing from p and looking whether x came out, so every lossless rule is `match` for them, as
+it is at temperature 0.
 
-Which noise is used for what, within one pass: the draft at position x is drawn with (DRAFT, x), tried with
-(COIN, x), one column for each sibling; the token that follows the kept path, at position x, with (RESIDUAL,
-x). Drafts of one depth share their position and so their noise, but no rule looks at the children of more
-than one of them. No pair is shared between passes (`SharedNoise.roots`).
+Which noise is used for what, within one pass: the draft at position x is drawn with (DRAFT, x),
+tried with (COIN, x), one column for each sibling; the token that follows the kept path, at position
+x, with (RESIDUAL, x). Drafts of one depth share their position and so their noise, but no rule
+looks at the children of more than one of them. No pair is shared between passes
+(`SharedNoise.roots`).
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens of a chain, V vocabulary, V' its drafted part.
 """
@@ -27,7 +30,8 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
-    """Whether drafts can be weighed: above temperature 0, with the logits that they were drawn from."""
+    """Whether drafts can be weighed: above temperature 0, with the logits that they were drawn
+    from."""
     return proposal.logits is not None and not noise.settings.greedy
 
 
@@ -39,7 +43,8 @@ def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def draft_logits(
     logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """log q up to a constant [..., V] for the drafter's logits [..., V']; -inf outside its vocabulary.
+    """log q up to a constant [..., V] for the drafter's logits [..., V']; -inf outside its
+    vocabulary.
 
     In float32 at least, as `SharedNoise` draws: drafts were not drawn from a q rounded to bfloat16.
     """
@@ -51,7 +56,8 @@ def draft_logits(
 
 
 def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
-    """One token [B] per row from `weights` [B, V] (any sum) for `positions` [B], by the Gumbel-max trick.
+    """One token [B] per row from `weights` [B, V] (any sum) for `positions` [B], by the Gumbel-max
+    trick.
 
     instead [B, V]: drawn from where all weights are 0, which only rounding can bring about.
     """
@@ -66,7 +72,8 @@ def at_node(values: Tensor, node: Tensor) -> Tensor:
 
 
 def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """`Verdict.tokens` [B, D+1]: the kept drafts `drafted` [B, D] up to `accepted` [B], then `bonus` [B]."""
+    """`Verdict.tokens` [B, D+1]: the kept drafts `drafted` [B, D] up to `accepted` [B], then
+    `bonus` [B]."""
     return torch.cat([drafted, bonus[:, None]], 1).scatter(1, accepted[:, None], bonus[:, None])
 
 
@@ -74,9 +81,10 @@ def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
 class Chain:
     """A drafted chain with its weights.
 
-    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft that counts, where nothing was drafted;
-    p_drafted, q_drafted [B, D]: the probabilities of the drafts where they were drawn; 0 and 1 at dead ones, which are never kept.
-    limit [B] int64: `Proposal.limit`, or None.
+    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft that counts, where
+    nothing was drafted; p_drafted, q_drafted [B, D]: the probabilities of the drafts where they
+    were drawn; 0 and 1 at dead ones, which are never kept. limit [B] int64: `Proposal.limit`, or
+    None.
     """
 
     drafted: Tensor
@@ -108,9 +116,11 @@ class Chain:
         return cls(drafted, p, q, p_drafted, q_drafted, limit)
 
     def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
-        """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p - q, 0).
+        """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p
+        - q, 0).
 
-        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0, so that this is p.
+        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0,
+        so that this is p.
         """
         at = accepted[:, None]
         p, q = at_node(self.p, accepted), at_node(self.q, accepted)
@@ -119,7 +129,8 @@ class Chain:
     def verdict(
         self, accepted: Tensor, positions: Tensor, noise: SharedNoise, shares: Tensor | None = None
     ) -> Verdict:
-        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the nodes."""
+        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the
+        nodes."""
         at = accepted[:, None]
         rest = self.rest(accepted, shares)
         bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)

@@ -1,8 +1,9 @@
-"""How the target's distribution is shaped before a token is picked from it: processors, temperature, filters.
+"""How the target's distribution is shaped before a token is picked from it: processors,
+temperature, filters.
 
-The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change the
-logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come temperature, top-k, top-p and min-p
-(`shape_logits`).
+The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change
+the logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come
+temperature, top-k, top-p and min-p (`shape_logits`).
 
 Legend: V vocabulary.
 """
@@ -22,7 +23,8 @@ from heads.api.errors import UserError
 @config("decode")
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by their own."""
+    """How the target's distribution is shaped. Nothing here acts on drafts, which are ranked by
+    their own."""
 
     temperature: NonNegativeFloat = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
@@ -33,12 +35,14 @@ class SamplingSettings:
     min_p: UnitInterval = 0.0
     """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1 is off."""
+    """Tokens of the text so far: a positive logit is divided by this, a negative one multiplied; 1
+    is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) pairs, each token at most once."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that never appear whole: where the text ends with all but the last, that is forbidden.
-    An end-of-text token may be one: then answers end with their budget (transformers ignores such a word)."""
+    """Token sequences that never appear whole: where the text ends with all but the last, that is
+    forbidden. An end-of-text token may be one: then answers end with their budget (transformers
+    ignores such a word)."""
 
     def __post_init__(self) -> None:
         biased = [token for token, _ in self.logit_bias]
@@ -47,8 +51,8 @@ class SamplingSettings:
             "logit_bias": (
                 all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias)
                 and len(set(biased)) == len(biased),
-                "pairs of a token id (0 or more, each once) and a finite number, such as [[17, -5.0]]; "
-                "to forbid a token use decode.bad_words",
+                "pairs of a token id (0 or more, each once) and a finite number, such as [[17, "
+                "-5.0]]; to forbid a token use decode.bad_words",
             ),
             "bad_words": (
                 all(word and min(word) >= 0 for word in self.bad_words),
@@ -80,9 +84,11 @@ class SamplingSettings:
 
 
 def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Filtered, tempered logits [..., V] (at least float32; removed tokens are -inf); temperature above 0.
+    """Filtered, tempered logits [..., V] (at least float32; removed tokens are -inf); temperature
+    above 0.
 
-    Order as in common engines: temperature first, then top-k, top-p and min-p on the tempered distribution.
+    Order as in common engines: temperature first, then top-k, top-p and min-p on the tempered
+    distribution.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
     if settings.top_k and settings.top_k < scaled.shape[-1]:
@@ -94,7 +100,9 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
         before = (
             probabilities.cumsum(-1) - probabilities
         )  # mass of the strictly better tokens: the first token always stays
-        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, index, before >= settings.top_p)
+        removed = torch.zeros_like(scaled, dtype=torch.bool).scatter(
+            -1, index, before >= settings.top_p
+        )
         scaled = scaled.masked_fill(removed, float("-inf"))
     if settings.min_p > 0:
         floor = scaled.amax(-1, keepdim=True) + math.log(settings.min_p)

@@ -1,16 +1,18 @@
 """The position-keyed noise that target and drafter share, and the streams beside it.
 
-At every position the target picks `argmax(log p + g)` where `g` is Gumbel noise keyed by (seed, absolute position, token id) and
-`p` the filtered, tempered distribution. That is exact sampling from `p` (the Gumbel-max trick), and because nothing but the key
-enters `g`, the pick does not depend on how many nodes were verified, in which batch, or by which drafter: the same seed gives the
-same text. A drafter that ranks its candidates by `log q + g` with the same noise agrees far more often at temperature above 0
-(Daliri et al., 2408.07978). One seed belongs to one sequence.
+At every position the target picks `argmax(log p + g)` where `g` is Gumbel noise keyed by (seed,
+absolute position, token id) and `p` the filtered, tempered distribution. That is exact sampling
+from `p` (the Gumbel-max trick), and because nothing but the key enters `g`, the pick does not
+depend on how many nodes were verified, in which batch, or by which drafter: the same seed gives the
+same text. A drafter that ranks its candidates by `log q + g` with the same noise agrees far more
+often at temperature above 0 (Daliri et al., 2408.07978). One seed belongs to one sequence.
 
-Rules that accept by probability need several independent draws per position: each has a stream of its own, a
-seed derived from the sequence's (`Stream`). A position that was drafted but not committed is drafted again in
-the next pass, and a rule may have stopped where it did because of the very draft that it then dropped: drawing
-the new one with the old noise would bias it. So these streams are keyed by the pass as well, that is by the
-position of its root: it differs from pass to pass and does not depend on the batch.
+Rules that accept by probability need several independent draws per position: each has a stream of
+its own, a seed derived from the sequence's (`Stream`). A position that was drafted but not
+committed is drafted again in the next pass, and a rule may have stopped where it did because of the
+very draft that it then dropped: drawing the new one with the old noise would bias it. So these
+streams are keyed by the pass as well, that is by the position of its root: it differs from pass to
+pass and does not depend on the batch.
 
 Legend: B rows, M positions per row, V vocabulary (V' its drafted part), C columns of coins.
 """
@@ -32,7 +34,8 @@ _ROOT_STEP = 0x1E3779B97F4A7C15  # odd: different passes get different seeds
 
 
 class Stream(IntEnum):
-    """What a draw is for. TARGET is the noise that plain decoding samples with; the others never touch it."""
+    """What a draw is for. TARGET is the noise that plain decoding samples with; the others never
+    touch it."""
 
     TARGET = 0
     DRAFT = 1
@@ -56,10 +59,11 @@ def stream_seeds(seeds: Tensor, stream: Stream, roots: Tensor | None = None) -> 
 class SharedNoise:
     """The `Noise` that drafters see, and the target's own draws, for the rows of one batch.
 
-    seeds [B] int64 on the decoding device. drafts: the stream that candidates are ranked with; None ranks them by log q alone.
-    keeps_logits: see `heads.api.drafter.Noise`; at temperature 0 no rule weighs drafts. roots [B] int64: the
-    position of each row's root, the very tensor that the loop moves on after a pass (`Rows.lengths`): every
-    stream but TARGET is keyed with it. Only rules that draw from TARGET alone go without.
+    seeds [B] int64 on the decoding device. drafts: the stream that candidates are ranked with; None
+    ranks them by log q alone. keeps_logits: see `heads.api.drafter.Noise`; at temperature 0 no rule
+    weighs drafts. roots [B] int64: the position of each row's root, the very tensor that the loop
+    moves on after a pass (`Rows.lengths`): every stream but TARGET is keyed with it. Only rules
+    that draw from TARGET alone go without.
     """
 
     def __init__(
@@ -80,22 +84,29 @@ class SharedNoise:
 
     @property
     def mode(self) -> int:
-        """Which operations a step has, where that changes (`inference.decoding.sampling.row_settings`)."""
+        """Which operations a step has, where that changes
+        (`inference.decoding.sampling.row_settings`)."""
         return 0
 
     def stream(self, stream: Stream) -> Tensor:
         """The seeds [B] int64 that a stream's draws of this pass are keyed with."""
         return stream_seeds(self.seeds, stream, self.roots)
 
-    def gumbel(self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET) -> Tensor:
-        """Gumbel noise float32 [B, M, V'] of a stream at `positions` [B, M]; token_ids [V'], default all tokens."""
+    def gumbel(
+        self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET
+    ) -> Tensor:
+        """Gumbel noise float32 [B, M, V'] of a stream at `positions` [B, M]; token_ids [V'],
+        default all tokens."""
         ids = self._all_tokens if token_ids is None else token_ids
         noise: Tensor = GUMBEL_NOISE(self.stream(stream), positions, ids)
         return noise
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
-        """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
-        bits = noise_bits(self.stream(stream), positions, self._all_tokens.new_ones(columns).cumsum(0))
+        """Independent uniform numbers float64 [B, M, C] strictly between 0 and 1, keyed like the
+        noise."""
+        bits = noise_bits(
+            self.stream(stream), positions, self._all_tokens.new_ones(columns).cumsum(0)
+        )
         return ((bits.to(torch.int64) & _MASK32).double() + 0.5) * 2.0**-32
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -103,7 +114,11 @@ class SharedNoise:
         if self.settings.greedy:
             return logits.float().log_softmax(-1)
         ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
-        return ranked if self.drafts is None else ranked + self.gumbel(positions, token_ids, self.drafts)
+        return (
+            ranked
+            if self.drafts is None
+            else ranked + self.gumbel(positions, token_ids, self.drafts)
+        )
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `heads.api.drafter.Noise.pick`."""
@@ -115,7 +130,8 @@ class SharedNoise:
         return picked
 
     def target_pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice [B, N] at nodes whose next token stands at `positions` [B, N]; logits [B, N, V]."""
+        """The target's choice [B, N] at nodes whose next token stands at `positions` [B, N]; logits
+        [B, N, V]."""
         if self.settings.greedy:
             return logits.argmax(-1)
         if self.settings.filters:

@@ -1,14 +1,16 @@
 """Logit bias, repetition penalty and bad words, at every node with the text that stands before it.
 
-A drafted node stands behind other drafted nodes. What a penalty sees at it is the committed text AND the path
-from the root to it, which is the text that plain decoding would have had there; with the committed text alone
-drafted tokens would escape the penalty, and the answer would depend on the draft.
+A drafted node stands behind other drafted nodes. What a penalty sees at it is the committed text
+AND the path from the root to it, which is the text that plain decoding would have had there; with
+the committed text alone drafted tokens would escape the penalty, and the answer would depend on the
+draft.
 
-Meaning and order follow `generate` of transformers 5: bias, then penalty, then bad words. Everything has
-fixed shapes and the constants lie on the device beforehand, so that a captured step can contain it.
+Meaning and order follow `generate` of transformers 5: bias, then penalty, then bad words.
+Everything has fixed shapes and the constants lie on the device beforehand, so that a captured step
+can contain it.
 
-Legend: B rows, N nodes, S slots, V vocabulary, W bad words, K length of the longest one less 1, U different
-last tokens of them.
+Legend: B rows, N nodes, S slots, V vocabulary, W bad words, K length of the longest one less 1, U
+different last tokens of them.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from inference.decoding.sampling.distribution import SamplingSettings
 class Prefix:
     """The text before every node.
 
-    history [B, S] int64, S at least 1: committed tokens; the first `lengths` [B] stand before the root.
-    tokens [B, N]: the nodes, root first. tree: who follows whom; a node's text is the history and the path
-    from the root to it, itself included.
+    history [B, S] int64, S at least 1: committed tokens; the first `lengths` [B] stand before the
+    root. tokens [B, N]: the nodes, root first. tree: who follows whom; a node's text is the history
+    and the path from the root to it, itself included.
     """
 
     history: Tensor
@@ -40,15 +42,21 @@ class Prefix:
 
 
 class Processors:
-    """The processors of `settings` for logits with `vocab_size` columns. Build once, call in every step.
+    """The processors of `settings` for logits with `vocab_size` columns. Build once, call in every
+    step.
 
-    active: whether calling does anything. Raises `UserError` for token ids that the vocabulary does not have.
+    active: whether calling does anything. Raises `UserError` for token ids that the vocabulary does
+    not have.
     """
 
-    def __init__(self, settings: SamplingSettings, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, settings: SamplingSettings, vocab_size: int, device: torch.device | str
+    ) -> None:
         self.settings, self.active = settings, settings.changes_logits
         _check_ids("logit_bias", [token for token, _ in settings.logit_bias], vocab_size)
-        _check_ids("bad_words", [token for word in settings.bad_words for token in word], vocab_size)
+        _check_ids(
+            "bad_words", [token for word in settings.bad_words for token in word], vocab_size
+        )
         self._bias: Tensor | None = None  # [V] float32, as in transformers
         if settings.logit_bias:
             bias = torch.zeros(vocab_size)
@@ -58,7 +66,8 @@ class Processors:
         self._words = _BadWords(settings.bad_words, device) if settings.bad_words else None
 
     def __call__(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
-        """The target's logits [B, N, V] after the processors, at least float32; untouched if there are none.
+        """The target's logits [B, N, V] after the processors, at least float32; untouched if there
+        are none.
 
         prefix may be None when `settings.uses_prefix` is False.
         """
@@ -74,7 +83,8 @@ class Processors:
 
 
 def process(logits: Tensor, settings: SamplingSettings, prefix: Prefix | None) -> Tensor:
-    """The target's logits [B, N, V] after the processors of `settings`: `Processors` in one call."""
+    """The target's logits [B, N, V] after the processors of `settings`: `Processors` in one
+    call."""
     return _processors(settings, logits.shape[-1], str(logits.device))(logits, prefix)
 
 
@@ -84,10 +94,11 @@ def _processors(settings: SamplingSettings, vocab_size: int, device: str) -> Pro
 
 
 def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
-    """Logits [B, N, V]; those of tokens in a node's text are divided (positive) or multiplied (negative).
+    """Logits [B, N, V]; those of tokens in a node's text are divided (positive) or multiplied
+    (negative).
 
-    Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once however
-    often it occurs.
+    Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once
+    however often it occurs.
     """
     rows, nodes, vocab = logits.shape
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
@@ -95,9 +106,12 @@ def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
     root = prefix.tokens[:, :1]
     place = torch.arange(prefix.history.shape[1], device=logits.device)
     committed = torch.where(place < prefix.lengths[:, None], prefix.history, root)
-    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device).scatter(1, committed, True)
+    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=logits.device).scatter(
+        1, committed, True
+    )
     penalised = torch.where(seen[:, None], changed, logits)
-    path = torch.where(prefix.tree.ancestors, prefix.tokens[:, None, :], root[:, :, None])  # [B, N, N]
+    # [B, N, N]
+    path = torch.where(prefix.tree.ancestors, prefix.tokens[:, None, :], root[:, :, None])
     path = path.expand(rows, nodes, nodes)
     return penalised.scatter(2, path, changed.gather(2, path))  # duplicates write equal values
 
@@ -149,6 +163,6 @@ def _check_ids(name: str, tokens: list[int], vocab_size: int) -> None:
     for token in tokens:
         if token >= vocab_size:
             raise UserError(
-                f"decode.{name} names token {token}, but the target's vocabulary has {vocab_size} tokens: "
-                f"ids go from 0 to {vocab_size - 1}."
+                f"decode.{name} names token {token}, but the target's vocabulary has {vocab_size} "
+                f"tokens: ids go from 0 to {vocab_size - 1}."
             )

@@ -1,11 +1,15 @@
-"""Sampling settings that belong to rows: requests of different temperature and filters in one batch.
+"""Sampling settings that belong to rows: requests of different temperature and filters in one
+batch.
 
-A server's requests bring settings of their own. What the step needs of them lies in tensors with one entry per row, so that a step
-has the same operations whoever sits in the rows. The picks are those that `SharedNoise` makes with the row's own settings, bit for
-bit: the same operations in the same order, with a row's number where a constant stood (`tests/inference/decoding/test_ragged_batch.py`).
+A server's requests bring settings of their own. What the step needs of them lies in tensors with
+one entry per row, so that a step has the same operations whoever sits in the rows. The picks are
+those that `SharedNoise` makes with the row's own settings, bit for bit: the same operations in the
+same order, with a row's number where a constant stood
+(`tests/inference/decoding/test_ragged_batch.py`).
 
-What the host knows saves work. `mode` says whether any row samples, and whether any filters: a step, and a captured graph, belongs
-to one mode. Where steps are launched one by one on a CPU, only the rows that need it are worked on.
+What the host knows saves work. `mode` says whether any row samples, and whether any filters: a
+step, and a captured graph, belongs to one mode. Where steps are launched one by one on a CPU, only
+the rows that need it are worked on.
 
 Legend: B rows, R some of them, M positions per row, V vocabulary.
 """
@@ -25,7 +29,8 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
-"""What a batch needs: the best token, the best with noise, or that of a filtered distribution. Each includes those before it."""
+"""What a batch needs: the best token, the best with noise, or that of a filtered distribution. Each
+includes those before it."""
 OWN = ("temperature", "top_k", "top_p", "min_p")
 """The settings that a request may bring; all others are the engine's."""
 COLUMNS = 5
@@ -40,14 +45,20 @@ class Subset:
 
 
 class RowSettings:
-    """The settings of B rows. values [B, 5] float64: temperature (1 at greedy rows), whether sampled, k, mass, log of min-p.
+    """The settings of B rows. values [B, 5] float64: temperature (1 at greedy rows), whether
+    sampled, k, mass, log of min-p.
 
-    engine: the settings that every other one must agree with beside `OWN`. static: steps must not depend on who sits where, only on
-    `mode` (captured or compiled steps).
+    engine: the settings that every other one must agree with beside `OWN`. static: steps must not
+    depend on who sits where, only on `mode` (captured or compiled steps).
     """
 
     def __init__(
-        self, rows: int, engine: SamplingSettings, vocab_size: int, device: torch.device, static: bool
+        self,
+        rows: int,
+        engine: SamplingSettings,
+        vocab_size: int,
+        device: torch.device,
+        static: bool,
     ) -> None:
         self.engine, self.vocab_size, self.static = engine, vocab_size, static
         self.values = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
@@ -58,12 +69,17 @@ class RowSettings:
         self.arrange(range(rows))
 
     def put(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
-        """Give `rows` their settings; raises `UserError` for settings that only an engine can have."""
+        """Give `rows` their settings; raises `UserError` for settings that only an engine can
+        have."""
         for row, item in zip(rows, settings, strict=True):
             check_own(item, self.engine)
             self.held[row] = item
-        numbers = torch.tensor([_numbers(item, self.vocab_size) for item in settings], dtype=torch.float64)
-        self.values[torch.tensor(list(rows), device=self.values.device)] = numbers.to(self.values.device)
+        numbers = torch.tensor(
+            [_numbers(item, self.vocab_size) for item in settings], dtype=torch.float64
+        )
+        self.values[torch.tensor(list(rows), device=self.values.device)] = numbers.to(
+            self.values.device
+        )
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's settings to another row."""
@@ -80,12 +96,17 @@ class RowSettings:
         everyone = len(rows) == (max(rows) + 1 if rows else 0)
         device = self.values.device
         self.subset = Subset(
-            None if everyone and len(sampled) == len(rows) else torch.tensor(sampled, device=device),
-            None if everyone and len(filtered) == len(rows) else torch.tensor(filtered, device=device),
+            None
+            if everyone and len(sampled) == len(rows)
+            else torch.tensor(sampled, device=device),
+            None
+            if everyone and len(filtered) == len(rows)
+            else torch.tensor(filtered, device=device),
         )
 
     def first(self, count: int) -> RowSettings:
-        """The first `count` rows, as views: what is put here is seen there. `arrange` each on its own."""
+        """The first `count` rows, as views: what is put here is seen there. `arrange` each on its
+        own."""
         return self._part(self.values[:count], self.held)
 
     def at(self, rows: Sequence[int]) -> RowSettings:
@@ -101,10 +122,11 @@ class RowSettings:
         part.values, part.held, part.mode, part.subset = values, held, self.mode, Subset()
         return part
 
-    # ---- what a step computes ----------------------------------------------------------------------------------------------
+    # What a step computes
 
     def tempered(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose logits they are; None: all rows'."""
+        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose logits they are;
+        None: all rows'."""
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return scaled / self._column(0, rows, scaled)
 
@@ -113,7 +135,8 @@ class RowSettings:
         return self._column(1, rows, self.values) > 0
 
     def filtered(self, scaled: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Tempered logits [R, M, V] with removed tokens at -inf: `inference.decoding.sampling.distribution.shape_logits`, row by row."""
+        """Tempered logits [R, M, V] with removed tokens at -inf:
+        `inference.decoding.sampling.distribution.shape_logits`, row by row."""
         ordered = scaled.sort(dim=-1, descending=True).values
         last = (self._column(2, rows, self.values).long() - 1).clamp(0, scaled.shape[-1] - 1)
         kth = ordered.gather(-1, last.expand(-1, scaled.shape[1], 1))
@@ -138,8 +161,8 @@ def check_own(item: SamplingSettings, engine: SamplingSettings) -> None:
     for name in ("repetition_penalty", "logit_bias", "bad_words"):
         if getattr(item, name) != getattr(engine, name):
             raise UserError(
-                f"a request cannot bring a {name} of its own; given {getattr(item, name)}, the engine has "
-                f"{getattr(engine, name)}. Requests may set {', '.join(OWN)}."
+                f"a request cannot bring a {name} of its own; given {getattr(item, name)}, the "
+                f"engine has {getattr(engine, name)}. Requests may set {', '.join(OWN)}."
             )
 
 
@@ -155,7 +178,8 @@ def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
 
 
 class RowNoise(SharedNoise):
-    """`SharedNoise` for rows with settings of their own. For rule `match`, which needs nothing but picks."""
+    """`SharedNoise` for rows with settings of their own. For rule `match`, which needs nothing but
+    picks."""
 
     def __init__(
         self,
@@ -180,7 +204,9 @@ class RowNoise(SharedNoise):
         ranked = self.rows.tempered(logits.float()).log_softmax(-1)
         if self.drafts is None:
             return ranked
-        return ranked + torch.where(self.rows.sampled(), self.gumbel(positions, token_ids, self.drafts), 0.0)
+        return ranked + torch.where(
+            self.rows.sampled(), self.gumbel(positions, token_ids, self.drafts), 0.0
+        )
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `heads.api.drafter.Noise.pick`."""

@@ -349,7 +349,7 @@ def first_step(row: LiveRow, requests: Sequence[Request]) -> str:
     return ""
 
 
-# --- the two programs -----------------------------------------------------------------------------
+# The two programs
 
 
 def read_answers(mode: ServedMode, requests: Sequence[Request], depth: int) -> Decoded:
@@ -426,7 +426,7 @@ def count_steps(
     return counts
 
 
-# --- one folder -----------------------------------------------------------------------------------
+# One folder
 
 
 def check_folder(

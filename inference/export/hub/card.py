@@ -15,13 +15,7 @@ from heads.api.errors import UserError
 from inference.decoding.decode_file import Tuned
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
-from inference.report.markdown import (
-    DEFINITIONS,
-    depth_table,
-    domain_table,
-    facts,
-    main_table,
-)
+from inference.report.markdown import DEFINITIONS, depth_table, domain_table, facts, main_table
 from inference.report.model import DraftFacts, Report
 
 LIBRARY = "headstart"
@@ -134,9 +128,7 @@ def card(
         tuned=tuned,
         domains=sorted({name for name, _ in by_domain}),
         slowest=min(
-            ((name, found.tau) for name, found in by_domain),
-            key=lambda pair: pair[1],
-            default=None,
+            ((name, found.tau) for name, found in by_domain), key=lambda pair: pair[1], default=None
         ),
         batches=sorted({each.batch_size for each in settings}),
     )

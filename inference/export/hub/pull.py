@@ -69,7 +69,8 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
 
 
 def partial_folder(out: Path) -> Path:
-    """The folder next to `out` in which files arrive; raises `UserError` if it is not a pull's own."""
+    """The folder next to `out` in which files arrive; raises `UserError` if it is not a pull's
+    own."""
     if out.name in ("", ".."):
         raise UserError(
             f"pull.out: '{out}' is not a name for a new folder. Give a folder with a name."

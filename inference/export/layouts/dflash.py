@@ -59,10 +59,7 @@ ARCHITECTURES = {
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Our dependencies that are DSpark's, and its names for them."""
 TEMPERATURES = "confidence_head.temperatures"
-ENCODER = {
-    "fc.weight": "encoder.fc.weight",
-    "hidden_norm.weight": "encoder.output_norm_enc.weight",
-}
+ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """The names of these tensors in transformers' DFlash assistant."""
 TELLING = {
     "markov_head.markov_w1.weight": "dspark",
@@ -355,7 +352,7 @@ def write_assistant(
     return written
 
 
-# --- reading --------------------------------------------------------------------------------------
+# Reading
 
 
 def matches(folder: Folder) -> bool:

@@ -128,9 +128,7 @@ def write(checkpoint: Checkpoint, target: Target, options: Options, engine: str)
     odd = next((name for name in VLLM_ONLY if getattr(config, name)), "")
     if odd and engine == "sglang":
         raise refuse(
-            f"it lacks head.{odd}",
-            "SGLang",
-            f"Train with head.{odd}=false, or serve it with vLLM.",
+            f"it lacks head.{odd}", "SGLang", f"Train with head.{odd}=false, or serve it with vLLM."
         )
     if taps[0] == 0:
         raise refuse(

@@ -54,8 +54,12 @@ PROJECTION = PREFIX + "input_proj.weight"
 SPECULATORS = "mtp_layers.0.input_proj.weight"
 """The projection in the library speculators, which reads the token first."""
 SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 def rows(shape: LayerShape) -> list[Row]:

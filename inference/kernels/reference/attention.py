@@ -1,11 +1,12 @@
 """The meaning of tree attention in plain torch: slow, obvious, and what runs where Triton does not.
 
-Every node of a row's token tree sees the row's committed tokens and its own ancestors, itself included. Keys
-and values come as the whole preallocated buffers of a layer: row b's committed tokens fill slots 0 ..
-lengths[b]-1, its node i is in slot lengths[b]+i, and whatever lies beyond is never looked at.
+Every node of a row's token tree sees the row's committed tokens and its own ancestors, itself
+included. Keys and values come as the whole preallocated buffers of a layer: row b's committed
+tokens fill slots 0 .. lengths[b]-1, its node i is in slot lengths[b]+i, and whatever lies beyond is
+never looked at.
 
-Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D head size,
-Dv value size.
+Legend: B rows, N nodes, S slots, W words, h key/value heads, G query heads per key/value head, D
+head size, Dv value size.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ def tree_attention(
     sinks: Tensor | None = None,
     split_size: int = 256,
 ) -> Tensor:
-    """Attention of tree nodes over a slot-addressed cache; returns [B, N, h*G, Dv] in the dtype of `query`.
+    """Attention of tree nodes over a slot-addressed cache; returns [B, N, h*G, Dv] in the dtype of
+    `query`.
 
-    query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes' own entries
-    already written. lengths [B] int64 committed tokens; words [1|B, N, W] int32 ancestor bits
-    (`heads.api.tree.ancestor_words`); depth [1|B, N] int64. A key counts `scaling` * its product with the
-    query, bent by softcap * tanh(score / softcap) if `softcap` (Gemma 2). window: only keys less than
-    `window` positions back are seen; committed tokens stand at their slot, node j at lengths + depth[j].
-    sinks [h*G]: a learned extra score per query head that takes weight and gives nothing (GPT-OSS). A node
-    that sees nothing gets zeros. split_size: in how large pieces the kernel reads the cache; it changes
-    rounding only, and nothing here.
+    query [B, h*G, N, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
+    own entries already written. lengths [B] int64 committed tokens; words [1|B, N, W] int32
+    ancestor bits (`heads.api.tree.ancestor_words`); depth [1|B, N] int64. A key counts `scaling` *
+    its product with the query, bent by softcap * tanh(score / softcap) if `softcap` (Gemma 2).
+    window: only keys less than `window` positions back are seen; committed tokens stand at their
+    slot, node j at lengths + depth[j]. sinks [h*G]: a learned extra score per query head that takes
+    weight and gives nothing (GPT-OSS). A node that sees nothing gets zeros. split_size: in how
+    large pieces the kernel reads the cache; it changes rounding only, and nothing here.
 
     Computed in float32, in float64 for float64 inputs.
     """
@@ -69,15 +71,19 @@ def tree_attention(
     return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous().to(query.dtype)
 
 
-def visible(lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None) -> Tensor:
-    """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots` the number
-    of slots.
+def visible(
+    lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: int | None
+) -> Tensor:
+    """Which slots each node sees, [B, N, S] bool; arguments as those of `tree_attention`, `slots`
+    the number of slots.
     """
     nodes = depth.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
     known = node.clamp(0, nodes - 1)
-    bits = words.expand(node.shape[0], -1, -1).gather(2, (known // 32)[:, None].expand(-1, nodes, -1))
+    bits = words.expand(node.shape[0], -1, -1).gather(
+        2, (known // 32)[:, None].expand(-1, nodes, -1)
+    )
     ancestor = (bits >> (known % 32)[:, None].to(torch.int32)) & 1 == 1
     committed = (node < 0)[:, None]
     seen = committed | (ancestor & (node < nodes)[:, None])
@@ -91,7 +97,8 @@ def visible(lengths: Tensor, words: Tensor, depth: Tensor, slots: int, window: i
 def workspace_bytes(
     rows: int, heads: int, nodes: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
-    """Bytes of float32 scratch that one call of the kernel takes; the layers of a step take turns."""
+    """Bytes of float32 scratch that one call of the kernel takes; the layers of a step take
+    turns."""
     return rows * heads * nodes * -(-capacity // split_size) * (value_dim + 1) * 4
 
 

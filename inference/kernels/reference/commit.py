@@ -1,9 +1,12 @@
-"""What commits a verification, in plain torch: the walk along accepted nodes, and the cache's compaction.
+"""What commits a verification, in plain torch: the walk along accepted nodes, and the cache's
+compaction.
 
-The walk is `inference.decoding.rules.accept.walk`. Compaction moves the accepted nodes' keys and values down to the slots behind the committed
-tokens, for all layers that share a storage in one operation. `commit.py` holds the Triton kernels.
+The walk is `inference.decoding.rules.accept.walk`. Compaction moves the accepted nodes' keys and
+values down to the slots behind the committed tokens, for all layers that share a storage in one
+operation. `commit.py` holds the Triton kernels.
 
-Legend: L layers, B rows, h key/value heads, S slots, C and E numbers per key and value, D the tree's deepest level.
+Legend: L layers, B rows, h key/value heads, S slots, C and E numbers per key and value, D the
+tree's deepest level.
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ from inference.kernels.dispatch import Op
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """Move slot lengths+path[:, d] to slot lengths+d, for d = 0..D, in every layer and head, in place.
+    """Move slot lengths+path[:, d] to slot lengths+d, for d = 0..D, in every layer and head, in
+    place.
 
-    keys [L, B, h, S, C], values [L, B, h, S, E] any dtype; lengths [B] int64, committed tokens before the verification; path
-    [B, D+1] int64 node numbers, root first; accepted [B] int64: entries of the path beyond it stay where they are (None: all move).
-    Everything is read before anything is written, so sources and targets may overlap.
+    keys [L, B, h, S, C], values [L, B, h, S, E] any dtype; lengths [B] int64, committed tokens
+    before the verification; path [B, D+1] int64 node numbers, root first; accepted [B] int64:
+    entries of the path beyond it stay where they are (None: all move). Everything is read before
+    anything is written, so sources and targets may overlap.
     """
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     place = torch.arange(path.shape[1], device=path.device)
     if accepted is not None:
-        # entries that stay become one more move of the root onto itself, so that no slot beyond the cache is named
+        # entries that stay become one more move of the root onto itself, so that no slot beyond the
+        # cache is named
         moves = place <= accepted[:, None]
         path, place = torch.where(moves, path, 0), torch.where(moves, place, 0)
     source, target = lengths[:, None] + path, lengths[:, None] + place

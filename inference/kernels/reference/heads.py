@@ -1,5 +1,5 @@
-"""The residual blocks of several draft heads at once. `heads_gemm.py` holds the Triton kernel; the meaning is Medusa's own
-(`heads.nn.blocks.residual_blocks`).
+"""The residual blocks of several draft heads at once. `heads_gemm.py` holds the Triton kernel; the
+meaning is Medusa's own (`heads.nn.blocks.residual_blocks`).
 
 Legend: K heads, M rows, H hidden.
 """
@@ -24,13 +24,14 @@ RESIDUAL_BLOCKS = Op(
 
 @contextmanager
 def decoding_kernels(drafter: Any) -> Iterator[None]:
-    """Let a drafter with residual blocks use the kernels' interface for the duration of the block: while it decodes, not while it
-    trains.
+    """Let a drafter with residual blocks use the kernels' interface for the duration of the block:
+    while it decodes, not while it trains.
     """
     if not hasattr(drafter, "residual_blocks"):
         yield
         return
-    before = vars(drafter).get("residual_blocks")  # set by another engine that is in the middle of a run
+    # set by another engine that is in the middle of a run
+    before = vars(drafter).get("residual_blocks")
     drafter.residual_blocks = RESIDUAL_BLOCKS
     try:
         yield

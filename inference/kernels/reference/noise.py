@@ -1,7 +1,9 @@
-"""The position-keyed noise and the pick with it, in plain torch. `noise_pick.py` holds the Triton kernels.
+"""The position-keyed noise and the pick with it, in plain torch. `noise_pick.py` holds the Triton
+kernels.
 
-The bits are the definition: every implementation produces exactly these. The Gumbel noise made of them may differ by rounding, at
-most 2 units in the last place of max(1, |g|) between the kernel and torch on a CPU; one process uses one implementation throughout.
+The bits are the definition: every implementation produces exactly these. The Gumbel noise made of
+them may differ by rounding, at most 2 units in the last place of max(1, |g|) between the kernel and
+torch on a CPU; one process uses one implementation throughout.
 
 Legend: B rows, M positions per row, N nodes, V columns of the logits, V' of them with noise.
 """
@@ -17,7 +19,8 @@ _MASK32 = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit mixer on int32 tensors (two multiply-xorshift rounds); wraps like unsigned arithmetic."""
+    """A bijective 32-bit mixer on int32 tensors (two multiply-xorshift rounds); wraps like unsigned
+    arithmetic."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x21F0AAAD
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -34,8 +37,9 @@ def _low32(x: Tensor) -> Tensor:
 def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """32 random bits per (row, position, token) as int32 [B, M, V'].
 
-    seeds [B] int64 (non-negative), positions [B, M] int64, token_ids [V'] int64. The 64-bit seed and the position make two
-    32-bit keys; each token id passes two keyed mixing rounds. Kernels must reproduce these bits exactly.
+    seeds [B] int64 (non-negative), positions [B, M] int64, token_ids [V'] int64. The 64-bit seed
+    and the position make two 32-bit keys; each token id passes two keyed mixing rounds. Kernels
+    must reproduce these bits exactly.
     """
     low, high = _low32(seeds)[:, None], _low32(seeds >> 32)[:, None]
     where = _low32(positions)
@@ -46,9 +50,11 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [B, M, V'] from `noise_bits`: g = -log(-log(1 - v)) with v uniform in (0, 1).
+    """Standard Gumbel noise float32 [B, M, V'] from `noise_bits`: g = -log(-log(1 - v)) with v
+    uniform in (0, 1).
 
-    Winners are large g, that is small v, where float32 keeps full relative precision; v is capped below 1 so that g is finite.
+    Winners are large g, that is small v, where float32 keeps full relative precision; v is capped
+    below 1 so that g is finite.
     """
     unsigned = noise_bits(seeds, positions, token_ids).to(torch.int64) & _MASK32
     v = ((unsigned.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
@@ -62,12 +68,14 @@ def noise_pick(
     temperature: float,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """The column of the best logits / temperature + g, [B, N] int64; without noise (T = 0 or no seeds) of the best logit.
+    """The column of the best logits / temperature + g, [B, N] int64; without noise (T = 0 or no
+    seeds) of the best logit.
 
-    logits [B, N, V] any float dtype, computed in float32 (float64 in float64); positions [B, N] int64 of the tokens being picked;
-    seeds [B] int64; token_ids [V] int64: the tokens that the columns stand for, None for 0..V-1. Of equal columns the first wins.
-    Columns at -inf never win, unless all are: then column 0 does. A NaN wins over everything, the first one over the others, as in
-    torch.argmax: what produced it should be seen, not hidden.
+    logits [B, N, V] any float dtype, computed in float32 (float64 in float64); positions [B, N]
+    int64 of the tokens being picked; seeds [B] int64; token_ids [V] int64: the tokens that the
+    columns stand for, None for 0..V-1. Of equal columns the first wins. Columns at -inf never win,
+    unless all are: then column 0 does. A NaN wins over everything, the first one over the others,
+    as in torch.argmax: what produced it should be seen, not hidden.
     """
     if seeds is None or temperature == 0:
         return logits.argmax(-1)
@@ -77,5 +85,7 @@ def noise_pick(
     return (scaled + gumbel_noise(seeds, positions, token_ids)).argmax(-1)
 
 
-GUMBEL_NOISE = Op("gumbel_noise", gumbel_noise, "inference.kernels.noise_pick:gumbel_noise", (torch.int64,))
+GUMBEL_NOISE = Op(
+    "gumbel_noise", gumbel_noise, "inference.kernels.noise_pick:gumbel_noise", (torch.int64,)
+)
 NOISE_PICK = Op("noise_pick", noise_pick, "inference.kernels.noise_pick:noise_pick", FLOATS)

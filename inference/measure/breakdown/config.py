@@ -16,11 +16,14 @@ class LostConfig:
     enabled: bool = False
     """Write the block `lost` into report.json, and transcripts.json beside it."""
     prompts_per_domain: PositiveInt = 4
-    """Measured prompts of each domain that are decoded once more by every drafter, with all distributions kept."""
+    """Measured prompts of each domain that are decoded once more by every drafter, with all
+    distributions kept."""
     temperatures: tuple[NonNegativeFloat, ...] = ()
-    """Further temperatures at which these prompts are decoded, for instance [1]; the measurement's own always is."""
+    """Further temperatures at which these prompts are decoded, for instance [1]; the measurement's
+    own always is."""
     transcripts: NonNegativeInt = 2
-    """Answers per domain that are kept token by token with both models' best candidates; 0: none."""
+    """Answers per domain that are kept token by token with both models' best candidates; 0:
+    none."""
     candidates: PositiveInt = 5
     """Best candidates of either model that a transcript shows."""
     repeats: PositiveInt = 25

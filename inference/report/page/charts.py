@@ -80,7 +80,7 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
     return [max(low, place) for place in moved]
 
 
-# ---- dots with intervals -------------------------------------------------------------------------
+# Dots with intervals
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Dots:
         self.x, self.marks = Scale.over([*bounds, reference], 126.0, WIDTH - 42.0, about=4)
 
 
-# ---- lines ---------------------------------------------------------------------------------------
+# Lines
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Lines:
         return [(self.x(x), self.y(y)) for x, y in line.points]
 
 
-# ---- drawings of a split and of a calibration ----------------------------------------------------
+# Drawings of a split and of a calibration
 
 TERMS = {
     "ends": "answers end",

@@ -43,10 +43,7 @@ def domains(run: Run) -> list[Figure]:
         found = [(one, one.domains[name]) for one in drafters if name in one.domains]
         rows = [
             Dot(
-                one.name,
-                cell.speedup,
-                report.domain_intervals(one.name).get(name),
-                one is run.best,
+                one.name, cell.speedup, report.domain_intervals(one.name).get(name), one is run.best
             )
             for one, cell in found
         ]
@@ -86,11 +83,12 @@ def depths(run: Run) -> list[Figure]:
     return figures
 
 
-# ---- costs ---------------------------------------------------------------------------------------
+# Costs
 
 
 def costs(run: Run) -> list[Figure]:
-    """Cost curves with the fastest draft marked, and speed by rows, as far as they were measured."""
+    """Cost curves with the fastest draft marked, and speed by rows, as far as they were
+    measured."""
     figures = []
     if run.report.costs is not None:
         figures += [_verification(run, run.report.costs), _drafting(run, run.report.costs)]
@@ -178,7 +176,7 @@ def _speed_by_rows(block: Profile) -> list[Figure]:
     return [Figure(title, chart, "The best draft of each; below 1 plain decoding is faster.")]
 
 
-# ---- where the speed goes ------------------------------------------------------------------------
+# Where the speed goes
 
 
 def losses(run: Run) -> dict[str, DrafterLoss]:
@@ -248,7 +246,7 @@ def reliabilities(run: Run) -> list[Figure]:
     return figures
 
 
-# ---- of the whole page ---------------------------------------------------------------------------
+# Of the whole page
 
 
 def courses(page: Page, shown: Sequence[Course], unit: str) -> list[Figure]:

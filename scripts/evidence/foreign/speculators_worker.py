@@ -1,14 +1,16 @@
-"""One training of vLLM's `speculators`, in a process and an environment of its own; driven by scripts/evidence/speculators.py.
+"""One training of vLLM's `speculators`, in a process and an environment of its own; driven by
+scripts/evidence/speculators.py.
 
     <python with speculators> scripts/speculators_worker.py job.json
 
-It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`, `build_draft_model`, its data
-loader and its own `Trainer.train_epoch`. The library trains on accelerators only; three things are set so that it runs on a CPU:
-the trainer's device, the device of its autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Nothing of
+It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`,
+`build_draft_model`, its data loader and its own `Trainer.train_epoch`. The library trains on
+accelerators only; three things are set so that it runs on a CPU: the trainer's device, the device
+of its autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Nothing of
 Headstart is imported, since that environment does not have it.
 
-Commands come as JSON lines on stdin and are answered on stdout: {"do": "steps", "count": n} trains n steps, {"do": "save", "to":
-folder} writes a checkpoint, {"do": "end"} ends.
+Commands come as JSON lines on stdin and are answered on stdout: {"do": "steps", "count": n} trains
+n steps, {"do": "save", "to": folder} writes a checkpoint, {"do": "end"} ends.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def load_rows(path: Path) -> list[dict[str, list[int]]]:
 
 
 def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list[Any]:
-    """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer, before the final norm. Rows are
-    padded behind their ends, which causal attention does not see.
+    """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer,
+    before the final norm. Rows are padded behind their ends, which causal attention does not see.
     """
     import torch
 
@@ -87,7 +89,8 @@ def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list
 
 
 def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Write the Arrow data set and the cached hidden states; returns tokens and seconds of the target's passes."""
+    """Write the Arrow data set and the cached hidden states; returns tokens and seconds of the
+    target's passes."""
     import torch
     from datasets import Dataset
     from safetensors.torch import save_file
@@ -118,27 +121,42 @@ def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def settings(job: dict[str, Any], data: Path) -> argparse.Namespace:
-    """The library's own resolved settings for this job's flags, as its command line would give them."""
+    """The library's own resolved settings for this job's flags, as its command line would give
+    them."""
     from speculators.train.config import TrainConfig
 
     flags = [
-        "--speculator-type", job["kind"],
-        "--verifier-name-or-path", job["target"],
-        "--data-path", str(data),
-        "--save-path", job["out"],
-        "--target-layer-ids", *map(str, job["taps"]),
-        "--total-seq-len", str(job["tokens_per_step"]),
-        "--epochs", str(job["epochs"]),
-        "--num-workers", "0",
-        "--log-freq", "1000000000",
-        "--loss-implementation", "eager",
-        "--draft-attn-impl", "sdpa",
-        "--on-missing", "raise",
-        "--train-data-ratio", "0.999",
-        "--seed", str(job["seed"]),
+        "--speculator-type",
+        job["kind"],
+        "--verifier-name-or-path",
+        job["target"],
+        "--data-path",
+        str(data),
+        "--save-path",
+        job["out"],
+        "--target-layer-ids",
+        *map(str, job["taps"]),
+        "--total-seq-len",
+        str(job["tokens_per_step"]),
+        "--epochs",
+        str(job["epochs"]),
+        "--num-workers",
+        "0",
+        "--log-freq",
+        "1000000000",
+        "--loss-implementation",
+        "eager",
+        "--draft-attn-impl",
+        "sdpa",
+        "--on-missing",
+        "raise",
+        "--train-data-ratio",
+        "0.999",
+        "--seed",
+        str(job["seed"]),
         "--no-resume-from-checkpoint",
         *job["flags"],
-    ]  # fmt: skip
+    ]
     return argparse.Namespace(**TrainConfig.resolve(flags).flatten())
 
 
@@ -157,9 +175,21 @@ def build(job: dict[str, Any], data: Path) -> Any:
     d2t, t2d, draft_vocabulary = parse_vocab_mappings(args)
     kind = SpeculatorModel.registry[args.speculator_type]
     drafter = build_draft_model(args, kind, t2d, d2t, draft_vocabulary)
-    wanted = ("data_path", "total_seq_len", "vllm_endpoint", "on_missing", "verifier_name_or_path", "request_timeout",
-              "max_retries", "generation_validation_retries", "max_consecutive_generation_failures", "num_workers",
-              "prefetch_factor", "train_data_ratio", "seed")  # fmt: skip
+    wanted = (
+        "data_path",
+        "total_seq_len",
+        "vllm_endpoint",
+        "on_missing",
+        "verifier_name_or_path",
+        "request_timeout",
+        "max_retries",
+        "generation_validation_retries",
+        "max_consecutive_generation_failures",
+        "num_workers",
+        "prefetch_factor",
+        "train_data_ratio",
+        "seed",
+    )
     loader, _ = create_train_val_loaders(
         **{name: getattr(args, name) for name in wanted},
         hidden_states_dtype=torch.bfloat16,
@@ -172,8 +202,10 @@ def build(job: dict[str, Any], data: Path) -> Any:
     names = [name for name in library.TrainerConfig._fields if hasattr(args, name)]
     config = library.TrainerConfig(
         **{name: getattr(args, name) for name in names if name != "hidden_states_dtype"},
-        num_epochs=args.epochs, train_call_kwargs=train_kwargs, hidden_states_dtype=torch.bfloat16,
-    )  # fmt: skip
+        num_epochs=args.epochs,
+        train_call_kwargs=train_kwargs,
+        hidden_states_dtype=torch.bfloat16,
+    )
     library.get_local_rank = lambda: torch.device("cpu")
     torch.accelerator.synchronize = lambda *_: None
     trainer = library.Trainer(drafter, config, loader)
@@ -193,7 +225,8 @@ def steps(trainer: Any, channel: Channel) -> None:
     state = {"left": 0, "begun": 0.0}
 
     def wait() -> None:
-        """Before every step of their loop: when as many as were asked for are done, report and wait for the next command."""
+        """Before every step of their loop: when as many as were asked for are done, report and wait
+        for the next command."""
         state["left"] -= 1
         while state["left"] <= 0:
             if state["begun"]:

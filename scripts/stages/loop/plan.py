@@ -66,7 +66,7 @@ class RoundPlan:
                 "decode.shape is 'none', so nothing is drafted. Use decode=chain or decode=tree."
             )
 
-    # ---- places --------------------------------------------------------------------------------
+    # Places
 
     def folder(self, number: int) -> Path:
         """<run>/round-<number>."""
@@ -97,7 +97,7 @@ class RoundPlan:
         free = {key: value for key, value in values.items() if f"{group}.{key}" not in own}
         return replace(part, **free)  # type: ignore[type-var]
 
-    # ---- stages --------------------------------------------------------------------------------
+    # Stages
 
     def generation(self, number: int, drafter: str, records: bool, hard: Path | None) -> Step:
         """Answers to this round's prompts, with the last round's drafter (empty: plainly).

@@ -139,7 +139,7 @@ class Rounds:
         """What all rounds have cost together."""
         return sum((entry.spent for entry in self.done), Spent())
 
-    # ---- one round -----------------------------------------------------------------------------
+    # One round
 
     def play(self, number: int) -> RoundRecord:
         """Do everything that round `number` consists of, and return its record."""
@@ -251,7 +251,7 @@ class Rounds:
         build(records, answers, out, only_switches(self.settings.feedback, own))
         return out
 
-    # ---- what pays -----------------------------------------------------------------------------
+    # What pays
 
     def try_switches(self, number: int, start: str) -> dict[str, Gain]:
         """Train shortly with every switch alone and with none; turn off what has no higher tau than
@@ -295,7 +295,7 @@ class Rounds:
         else:
             self.stale += 1
 
-    # ---- the end -------------------------------------------------------------------------------
+    # The end
 
     def record(self, ended_by: str) -> LoopRecord:
         """loop.json. ended_by: rounds, tau, or budget (what of it); empty while it runs."""

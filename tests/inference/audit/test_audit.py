@@ -1,4 +1,5 @@
-"""The audit must excuse rounding, and nothing else: every other difference has to come out as a mismatch."""
+"""The audit must excuse rounding, and nothing else: every other difference has to come out as a
+mismatch."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def endless_target(**options: Any) -> TargetModel:
 
 
 def check(
-    target: TargetModel, plain: list[int], answer: list[int], sampling: SamplingSettings | None = None
+    target: TargetModel,
+    plain: list[int],
+    answer: list[int],
+    sampling: SamplingSettings | None = None,
 ) -> AuditReport:
     return audit(target, [request()], [plain], [answer], sampling or SamplingSettings())
 
@@ -53,12 +57,15 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def tied() -> TargetModel:
-    """A float32 target whose LM head gives every token and its neighbour (2k, 2k+1) the same logit."""
+    """A float32 target whose LM head gives every token and its neighbour (2k, 2k+1) the same
+    logit."""
     model = random_model().float()
     head = model.get_output_embeddings().weight.data
     head[1::2] = head[: VOCAB - 1 : 2]
     switch_attention(model)
-    target = TargetModel(model, TokenIds(), describe(model, TokenIds(), TargetConfig(path="random/tied")))
+    target = TargetModel(
+        model, TokenIds(), describe(model, TokenIds(), TargetConfig(path="random/tied"))
+    )
     target.eos_token_ids = ()
     return target
 
@@ -127,12 +134,17 @@ def test_bf16_answers_of_a_drafter_are_identical_or_near_ties() -> None:
     target = endless_target(dtype=torch.bfloat16)
     items = [Request(i, PROMPT[: i + 1], seed=i, max_new_tokens=48) for i in range(5)]
     plain = [plain_answer(target, item) for item in items]
-    texts = {item.tokens: [*item.tokens, *answer] for item, answer in zip(items, plain, strict=True)}
+    texts = {
+        item.tokens: [*item.tokens, *answer] for item, answer in zip(items, plain, strict=True)
+    }
     config = DecodeConfig(depth=6)
     drafted = {
-        c.request.index: c.tokens for c in Engine(target, SometimesRight(texts, VOCAB), config).run(items)
+        c.request.index: c.tokens
+        for c in Engine(target, SometimesRight(texts, VOCAB), config).run(items)
     }
-    report = audit(target, items, plain, [drafted[i] for i in range(5)], SamplingSettings(), width=7)
+    report = audit(
+        target, items, plain, [drafted[i] for i in range(5)], SamplingSettings(), width=7
+    )
     assert report.sequences == 5
     assert report.mismatches == 0, report.divergences
 
@@ -140,12 +152,15 @@ def test_bf16_answers_of_a_drafter_are_identical_or_near_ties() -> None:
 def test_a_broken_verification_is_not_excused_by_the_gap_that_it_causes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Passes over several tokens see rotary positions one too far: text differs, and so do the routes."""
+    """Passes over several tokens see rotary positions one too far: text differs, and so do the
+    routes."""
     target = endless_target()
     plain = plain_answer(target, request())
     verify = TargetModel.verify
 
-    def broken(self: TargetModel, cache: Any, tokens: Any, tree: Any, lengths: Any, *rest: Any) -> Any:
+    def broken(
+        self: TargetModel, cache: Any, tokens: Any, tree: Any, lengths: Any, *rest: Any
+    ) -> Any:
         return verify(self, cache, tokens, tree, lengths + (tokens.shape[1] > 1), *rest)
 
     monkeypatch.setattr(TargetModel, "verify", broken)
@@ -167,8 +182,11 @@ def test_a_wrong_baseline_is_not_excused_by_a_right_answer(target: TargetModel) 
 PENALTY = SamplingSettings(repetition_penalty=1.6)
 
 
-def step_by_step(target: TargetModel, sampling: SamplingSettings, forget: bool = False) -> list[int]:
-    """Greedy decoding by hand: one pass over the whole text per token, transformers' own processor on it.
+def step_by_step(
+    target: TargetModel, sampling: SamplingSettings, forget: bool = False
+) -> list[int]:
+    """Greedy decoding by hand: one pass over the whole text per token, transformers' own processor
+    on it.
 
     forget: what a decoder would do that penalises the prompt's tokens only.
     """
@@ -176,7 +194,10 @@ def step_by_step(target: TargetModel, sampling: SamplingSettings, forget: bool =
     text = torch.tensor([PROMPT])
     for _ in range(NEW):
         _, hidden = target.features(
-            text, torch.arange(text.shape[1])[None], torch.ones_like(text), FeatureSpec(last_hidden=True)
+            text,
+            torch.arange(text.shape[1])[None],
+            torch.ones_like(text),
+            FeatureSpec(last_hidden=True),
         )
         assert hidden is not None
         logits = target.weights.logits(hidden[:, -1])
@@ -186,12 +207,16 @@ def step_by_step(target: TargetModel, sampling: SamplingSettings, forget: bool =
 
 
 def test_scores_are_those_after_the_processors(target: TargetModel) -> None:
-    """The replay of a right answer must agree with it at every place, and one planted error must stand alone."""
+    """The replay of a right answer must agree with it at every place, and one planted error must
+    stand alone."""
     right = step_by_step(target, PENALTY)
-    assert right != plain_answer(target, request()) and right != step_by_step(target, PENALTY, forget=True)
+    assert right != plain_answer(target, request()) and right != step_by_step(
+        target, PENALTY, forget=True
+    )
     place = 9
     wrong = [*right[:place], (right[place] + 1) % VOCAB, *right[place + 1 :]]
-    report = check(target, wrong, right, PENALTY)  # every later token is replayed behind the right text
+    # every later token is replayed behind the right text
+    report = check(target, wrong, right, PENALTY)
     assert (report.flips, report.mismatches) == (1, 1)
     without = check(
         target, wrong, right

@@ -1,4 +1,5 @@
-"""The audit passes a sound decoder, and every planted bug makes it fail: where the bug is, and nowhere else."""
+"""The audit passes a sound decoder, and every planted bug makes it fail: where the bug is, and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ from tests.models import VOCAB, random_model, random_target
 
 DECODE = DecodeConfig(depth=3)
 SMALL = AuditConfig(
-    precisions=("float64",), prompts=2, batch_size=2, max_new_tokens=12, shapes=("tree",), seeds=150, kinds=()
+    precisions=("float64",),
+    prompts=2,
+    batch_size=2,
+    max_new_tokens=12,
+    shapes=("tree",),
+    seeds=150,
+    kinds=(),
 )
 PROVENANCE: Provenance = {"command": "headstart audit", "versions": {}}
 
@@ -52,7 +59,10 @@ def load_target(precision: str) -> TargetModel:
 def prompts(count: int = 2) -> list[Prompt]:
     generator = torch.Generator().manual_seed(5)
     lengths = (11, 3, 6, 14)[:count]
-    texts = [tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
+    texts = [
+        tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
     return [Prompt(f"p{place}", "domain", tokens=text) for place, text in enumerate(texts)]
 
 
@@ -65,7 +75,11 @@ def contestant(kind: str) -> Contestant:
 
 def audited(*kinds: str, **changes: Any) -> Findings:
     return run_audit(
-        replace(SMALL, **changes), DECODE, load_target, [contestant(kind) for kind in kinds], prompts()
+        replace(SMALL, **changes),
+        DECODE,
+        load_target,
+        [contestant(kind) for kind in kinds],
+        prompts(),
     )
 
 
@@ -77,11 +91,15 @@ def audit_of(findings: Findings) -> Audit:
 def sound() -> Findings:
     """Two formats, two shapes, a drafter with weights and one without, all three checks."""
     return audited(
-        "medusa", "ngram", precisions=("float64", "bfloat16"), shapes=("chain", "tree"), rules=("match",)
+        "medusa",
+        "ngram",
+        precisions=("float64", "bfloat16"),
+        shapes=("chain", "tree"),
+        rules=("match",),
     )
 
 
-# ---- a sound decoder ---------------------------------------------------------------------------------------
+# A sound decoder
 
 
 def test_a_sound_decoder_passes_everywhere(sound: Findings) -> None:
@@ -90,7 +108,9 @@ def test_a_sound_decoder_passes_everywhere(sound: Findings) -> None:
     found = {(r.precision, r.drafter, r.shape, r.batch_size, r.temperature) for r in rows}
     drafters = ("medusa", "ngram", "knows 70%", "always wrong", "random")
     wanted = set(product(("float64", "bfloat16"), drafters, ("chain", "tree"), (1, 2), (0.0, 1.0)))
-    assert found - wanted == {(p, "none", "none", 2, t) for p in ("float64", "bfloat16") for t in (0.0, 1.0)}
+    assert found - wanted == {
+        (p, "none", "none", 2, t) for p in ("float64", "bfloat16") for t in (0.0, 1.0)
+    }
     assert wanted <= found
     assert all(row.identical == row.sequences == 2 for row in rows if row.precision == "float64")
 
@@ -116,10 +136,12 @@ def test_the_distribution_is_tested_for_every_drafter_and_shape(sound: Findings)
     found = {(row.drafter, row.shape) for row in sound.distributions}
     assert found == set(product(("medusa", "ngram", "guesses"), ("chain", "tree")))
     assert all(row.cells >= 8 and row.p_value > 1e-3 for row in sound.distributions)
-    assert max(row.tokens_per_pass for row in sound.distributions if row.drafter == "guesses") > 1.15
+    assert (
+        max(row.tokens_per_pass for row in sound.distributions if row.drafter == "guesses") > 1.15
+    )
 
 
-# ---- planted bugs ------------------------------------------------------------------------------------------
+# Planted bugs
 
 
 def forget_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +233,8 @@ def test_processors_that_miss_the_drafted_path_are_found(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_a_wrong_distribution_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that samples a little too coldly: the texts look fine, the chi-square test does not."""
+    """A decoder that samples a little too coldly: the texts look fine, the chi-square test does
+    not."""
     colder = {"checks": ("distribution",), "shapes": ("chain",), "rules": (rule,), "seeds": 600}
     assert not audited(**colder).failed
     for module in ("inference.decoding.sampling.noise", "inference.decoding.rules.weights"):
@@ -221,7 +244,8 @@ def test_a_wrong_distribution_is_found(rule: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_near_tie_is_no_excuse_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 answers must be identical; the same difference passes as a near tie in bfloat16."""
+    """In float64 answers must be identical; the same difference passes as a near tie in
+    bfloat16."""
 
     def tie(*given: Any) -> Any:
         from inference.audit.comparison import AuditReport
@@ -232,7 +256,9 @@ def test_a_near_tie_is_no_excuse_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("inference.audit.suite.audit", tie)
     findings = audited(checks=("invariance",), precisions=("float64", "bfloat16"))
     assert {row.precision for row in findings.failed} == {"float64"}
-    assert [(item.flips, item.near_ties, item.histogram[2]) for item in findings.flips] == [(14, 14, 14)] * 2
+    assert [(item.flips, item.near_ties, item.histogram[2]) for item in findings.flips] == [
+        (14, 14, 14)
+    ] * 2
 
 
 def test_what_a_drafter_does_not_offer_is_noted_once_and_nothing_else_is_lost() -> None:
@@ -261,7 +287,7 @@ def test_what_a_drafter_does_not_offer_is_noted_once_and_nothing_else_is_lost() 
     assert not findings.failed
 
 
-# ---- statistics --------------------------------------------------------------------------------------------
+# Statistics
 
 
 def test_the_exact_distribution_is_the_models_own() -> None:
@@ -276,7 +302,9 @@ def test_the_exact_distribution_is_the_models_own() -> None:
         for place in range(len(answer)):
             text = torch.tensor([[*prompt, *answer[:place]]])
             logits = model(input_ids=text, use_cache=False).logits
-            prefix = Prefix(text, torch.tensor([text.shape[1] - 1]), text[:, -1:], TokenTree.chain(0))
+            prefix = Prefix(
+                text, torch.tensor([text.shape[1] - 1]), text[:, -1:], TokenTree.chain(0)
+            )
             shaped = shape_logits(processors(logits[:, -1:], prefix), sampling)
             expected *= float(shaped.softmax(-1)[0, 0, answer[place]])
         assert math.isclose(share, expected, rel_tol=1e-6)
@@ -322,17 +350,35 @@ def test_flips_fall_into_their_bins() -> None:
         return Divergence(0, 0, 1, 2, margin, 0.5, 2.0, near, "")
 
     summary = FlipSummary("bfloat16")
-    flips = [flip(0.1, True), flip(-1.9, True), flip(2.0, True), flip(5.0, False), flip(math.inf, False)]
+    flips = [
+        flip(0.1, True),
+        flip(-1.9, True),
+        flip(2.0, True),
+        flip(5.0, False),
+        flip(math.inf, False),
+    ]
     summary.add(1000, flips)
     assert dict(zip(BINS[1:], summary.histogram, strict=True)) == {
-        0.125: 1, 0.25: 0, 0.5: 0, 0.75: 0, 1.0: 2, 2.0: 0, 10.0: 1, math.inf: 0
-    }  # fmt: skip
-    assert (summary.flips, summary.near_ties, summary.filtered, summary.per_thousand) == (5, 3, 1, 5.0)
+        0.125: 1,
+        0.25: 0,
+        0.5: 0,
+        0.75: 0,
+        1.0: 2,
+        2.0: 0,
+        10.0: 1,
+        math.inf: 0,
+    }
+    assert (summary.flips, summary.near_ties, summary.filtered, summary.per_thousand) == (
+        5,
+        3,
+        1,
+        5.0,
+    )
     summary.add(1000, flips[:2])  # the same decisions, met again by another drafter
     assert (summary.flips, summary.places) == (7, 5)
 
 
-# ---- scripted drafters, cases ------------------------------------------------------------------------------
+# Scripted drafters, cases
 
 
 def seen(prompt: tuple[int, ...], first: int) -> TargetStates:
@@ -342,7 +388,9 @@ def seen(prompt: tuple[int, ...], first: int) -> TargetStates:
     return TargetStates(tokens, following, place, torch.ones_like(tokens, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("shape", [TokenTree.chain(4), DynamicShape(nodes=12, max_depth=3, width=4)])
+@pytest.mark.parametrize(
+    "shape", [TokenTree.chain(4), DynamicShape(nodes=12, max_depth=3, width=4)]
+)
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_a_script_is_right_as_often_as_it_is_told(shape: Any, share: float) -> None:
     prompt, answer = (4, 5, 6), list(range(20, 40))
@@ -387,7 +435,10 @@ def test_cases_leave_the_end_of_text_alone() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"checks": ("invarience",)}, "audit.checks: 'invarience' is unknown. Did you mean 'invariance'"),
+        (
+            {"checks": ("invarience",)},
+            "audit.checks: 'invarience' is unknown. Did you mean 'invariance'",
+        ),
         ({"precisions": ()}, "audit.precisions is empty"),
         ({"rules": ("typical",)}, "audit.rules: 'typical' is unknown"),
         ({"prompts": 0}, "audit.prompts must be at least 1"),
@@ -405,10 +456,12 @@ def test_prompts_that_do_not_fit_are_one_clear_error() -> None:
         audited(max_new_tokens=255)
 
 
-# ---- audit.json and audit.md -------------------------------------------------------------------------------
+# Audit.json and audit.md
 
 
-def test_the_file_survives_the_round_trip_and_is_valid_json(sound: Findings, tmp_path: Path) -> None:
+def test_the_file_survives_the_round_trip_and_is_valid_json(
+    sound: Findings, tmp_path: Path
+) -> None:
     audit = audit_of(sound)
     file = audit_findings.write(audit, tmp_path)
     assert audit_findings.read(tmp_path) == audit_findings.read(file) == audit
@@ -427,7 +480,10 @@ def test_the_file_survives_the_round_trip_and_is_valid_json(sound: Findings, tmp
             "has mismatches and says that it passed",
         ),
         (lambda c: c["comparisons"][0].update(passed=False), "verdict is .* but its rows say"),
-        (lambda c: c["comparisons"][0].update(tokens="many"), "comparisons.0.tokens: .* valid integer; given: 'many'"),
+        (
+            lambda c: c["comparisons"][0].update(tokens="many"),
+            "comparisons.0.tokens: .* valid integer; given: 'many'",
+        ),
         (lambda c: c["distributions"][0].pop("p_value"), "distributions.0.p_value is missing"),
         (lambda c: c.update(format=9), "format is 9"),
     ],
@@ -470,7 +526,9 @@ def test_the_page_says_that_all_is_well(sound: Findings, tmp_path: Path) -> None
     assert len(printed.splitlines()) < 70
 
 
-def test_the_page_names_what_failed_and_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_names_what_failed_and_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     forget_to_move(monkeypatch)
     findings = audited(checks=("invariance",))
     printed, written = page(findings, tmp_path)

@@ -1,4 +1,5 @@
-"""The walk along accepted nodes, against a loop that a person can read; and the cache's compaction, against a copy."""
+"""The walk along accepted nodes, against a loop that a person can read; and the cache's compaction,
+against a copy."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ def depth_of(parents: list[int], node: int) -> int:
 def test_walk_equals_the_slow_one_on_random_trees(data: st.DataObject) -> None:
     nodes, rows = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
     trees = data.draw(st.sampled_from([1, rows]))  # one for all rows, or one for each
-    drawn = [[0] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)] for _ in range(trees)]
+    drawn = [
+        [0] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)] for _ in range(trees)
+    ]
     deepest = max(depth_of(parents, node) for parents in drawn for node in range(nodes))
     draw_token = st.integers(0, 2)
     tokens, picks = (
-        torch.tensor([[data.draw(draw_token) for _ in range(nodes)] for _ in range(rows)]) for _ in range(2)
+        torch.tensor([[data.draw(draw_token) for _ in range(nodes)] for _ in range(rows)])
+        for _ in range(2)
     )
     for row in range(rows):  # siblings differ in every real proposal
         parents = drawn[row % trees]
@@ -53,13 +57,22 @@ def test_walk_equals_the_slow_one_on_random_trees(data: st.DataObject) -> None:
         assert bool(found.has_children[row]) == tested
 
 
-@given(st.lists(st.integers(0, 1), min_size=2, max_size=6), st.lists(st.integers(0, 1), min_size=6, max_size=6))
+@given(
+    st.lists(st.integers(0, 1), min_size=2, max_size=6),
+    st.lists(st.integers(0, 1), min_size=6, max_size=6),
+)
 def test_a_chain_is_walked_like_the_same_tree(tokens: list[int], picks: list[int]) -> None:
     nodes = len(tokens)
     parents = [max(i - 1, 0) for i in range(nodes)]
     chain = walk(torch.tensor([tokens]), torch.tensor([picks[:nodes]]), TokenTree.chain(nodes - 1))
-    tree = walk(torch.tensor([tokens]), torch.tensor([picks[:nodes]]), TokenTree.from_parents(torch.tensor([parents]), nodes - 1))
-    assert torch.equal(chain.accepted, tree.accepted) and torch.equal(chain.has_children, tree.has_children)
+    tree = walk(
+        torch.tensor([tokens]),
+        torch.tensor([picks[:nodes]]),
+        TokenTree.from_parents(torch.tensor([parents]), nodes - 1),
+    )
+    assert torch.equal(chain.accepted, tree.accepted) and torch.equal(
+        chain.has_children, tree.has_children
+    )
 
 
 def test_compaction_moves_overlapping_runs_row_by_row() -> None:

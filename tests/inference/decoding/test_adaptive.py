@@ -1,4 +1,5 @@
-"""Adaptive length: the text stays the target's, schedulers that peek are caught, and what is saved is really saved."""
+"""Adaptive length: the text stays the target's, schedulers that peek are caught, and what is saved
+is really saved."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from inference.decoding.adaptive.cost import pass_seconds, token_seconds
 from inference.decoding.adaptive.head import AcceptanceHead, Recorded, fit, level_features
-from inference.decoding.adaptive.lengths import AdaptiveSettings, Lengths, Limits, admit, entropies, leading
+from inference.decoding.adaptive.lengths import (
+    AdaptiveSettings,
+    Lengths,
+    Limits,
+    admit,
+    entropies,
+    leading,
+)
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
@@ -45,14 +53,17 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 
 
 def run(target: Any, drafter: Any, **settings: Any) -> dict[int, Completion]:
-    return {c.request.index: c for c in Engine(target, drafter, DecodeConfig(**settings)).run(requests(5))}
+    return {
+        c.request.index: c
+        for c in Engine(target, drafter, DecodeConfig(**settings)).run(requests(5))
+    }
 
 
 def texts(found: dict[int, Completion]) -> dict[int, list[int]]:
     return {index: completion.tokens for index, completion in found.items()}
 
 
-# --- rule match: any schedule gives the same text ------------------------------------------------------------------
+# Rule match: any schedule gives the same text
 
 
 def learns_from_its_whole_draft(name: str) -> bool:
@@ -76,7 +87,9 @@ def test_every_mode_gives_the_same_text_whenever_the_host_learns_of_it(mode: str
     target = random_target()
     drafter = build("distilled", target)
     for temperature in (0.0, 1.0):
-        found = run(target, drafter, temperature=temperature, batch_size=2, lag=lag, **ADAPTIVE[mode])
+        found = run(
+            target, drafter, temperature=temperature, batch_size=2, lag=lag, **ADAPTIVE[mode]
+        )
         assert texts(found) == texts(run(target, None, temperature=temperature))
         live = [record.live for completion in found.values() for record in completion.passes]
         assert min(live) < 4, "nothing was adapted"
@@ -106,12 +119,14 @@ def test_a_shorter_draft_is_the_beginning_of_the_longer_one(name: str) -> None:
     assert torch.equal(drafter.propose(state, PlainNoise()).tokens, whole)
 
 
-# --- rules that weigh drafts: no decision may look at what it decides about ------------------------------------------
+# Rules that weigh drafts: no decision may look at what it decides about
 
 
 def limited(limits: Limits) -> Callable[[Proposal], None]:
     def tamper(proposal: Proposal) -> None:
-        proposal.limit = limits.limit(proposal, torch.ones_like(proposal.tokens[:, 0], dtype=torch.bool))
+        proposal.limit = limits.limit(
+            proposal, torch.ones_like(proposal.tokens[:, 0], dtype=torch.bool)
+        )
 
     return tamper
 
@@ -122,13 +137,18 @@ def limits_of(mode: str, threshold: float, seconds: Tensor | None = None) -> Lim
 
 ROWS = 40_000
 TOY = Toy.random(apart=0.8)
-RISING = (torch.arange(ROWS * 4 + 1) / ROWS - 1).clamp(min=0) * 0.55 + 1.0  # seconds per tokens over all rows
+# seconds per tokens over all rows
+RISING = (torch.arange(ROWS * 4 + 1) / ROWS - 1).clamp(min=0) * 0.55 + 1.0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])
 @pytest.mark.parametrize(
     "limits",
-    [limits_of("entropy", 1.0), limits_of("confidence", 0.25), limits_of("throughput", 0.0, RISING)],
+    [
+        limits_of("entropy", 1.0),
+        limits_of("confidence", 0.25),
+        limits_of("throughput", 0.0, RISING),
+    ],
     ids=["entropy", "confidence", "throughput"],
 )
 def test_the_law_of_the_text_is_the_targets(limits: Limits, rule: str) -> None:
@@ -164,9 +184,10 @@ def test_a_schedule_that_looks_at_the_drawn_token_is_caught(rule: str) -> None:
 
 
 def law_under(early_stop: bool) -> Tensor:
-    """DSpark's counterexample by enumeration: the law of the first token when a scheduler chooses how much of a chain of two is
-    verified. The target says token 0 with 0.7, the drafter with 0.5; behind token 0 a draft is sure to be kept, behind token 1 it
-    is hopeless. A second node costs almost a whole pass, a third next to nothing.
+    """DSpark's counterexample by enumeration: the law of the first token when a scheduler chooses
+    how much of a chain of two is verified. The target says token 0 with 0.7, the drafter with 0.5;
+    behind token 0 a draft is sure to be kept, behind token 1 it is hopeless. A second node costs
+    almost a whole pass, a third next to nothing.
     """
     p, q = torch.tensor([0.7, 0.3]).double(), torch.tensor([0.5, 0.5]).double()
     same = torch.tensor([0.5, 0.5]).double()
@@ -190,12 +211,13 @@ def law_under(early_stop: bool) -> Tensor:
 
 
 def test_dsparks_counterexample_fails_without_the_early_stop_and_passes_with_it() -> None:
-    """Choosing the best length of all peeks: a hopeless second level takes the first one with it exactly when that is token 1."""
+    """Choosing the best length of all peeks: a hopeless second level takes the first one with it
+    exactly when that is token 1."""
     torch.testing.assert_close(law_under(early_stop=True), torch.tensor([0.7, 0.3]).double())
     torch.testing.assert_close(law_under(early_stop=False), torch.tensor([0.85, 0.15]).double())
 
 
-# --- what is decided -------------------------------------------------------------------------------------------------
+# What is decided
 
 
 def test_admission_takes_what_pays_over_the_whole_batch() -> None:
@@ -203,7 +225,8 @@ def test_admission_takes_what_pays_over_the_whole_batch() -> None:
     active = torch.tensor([True, True, True, False])
     flat = torch.ones(20)
     assert admit(chance, active, flat).tolist() == [3, 3, 3, 0]
-    linear = torch.arange(20).float()  # a token costs as much as a pass: nothing below certainty pays
+    # a token costs as much as a pass: nothing below certainty pays
+    linear = torch.arange(20).float()
     assert admit(chance, active, linear).tolist() == [0, 0, 0, 0]
     rising = 3 + 0.5 * (torch.arange(20).float() - 3).clamp(
         min=0
@@ -243,10 +266,12 @@ def test_unsure_rows_are_not_counted_as_refused() -> None:
     target = random_target()
     found = run(target, build("distilled", target), adaptive="confidence", adaptive_threshold=1.0)
     records = [record for completion in found.values() for record in completion.passes]
-    assert all(record.live == 0 and not record.rejected and record.accepted == 0 for record in records)
+    assert all(
+        record.live == 0 and not record.rejected and record.accepted == 0 for record in records
+    )
 
 
-# --- the next step's length -----------------------------------------------------------------------------------------
+# The next step's length
 
 
 def test_lengths_follow_acceptance_and_cost() -> None:
@@ -264,7 +289,8 @@ def test_lengths_follow_acceptance_and_cost() -> None:
 
 
 def test_a_length_that_did_not_pay_is_tried_again() -> None:
-    """After many refusals nothing is drafted; the estimate fades, drafts are tried, and their success is noticed."""
+    """After many refusals nothing is drafted; the estimate fades, drafts are tried, and their
+    success is noticed."""
     lengths = Lengths((0, 4), [1.0, 1.6], rows=1)
     for _ in range(40):
         lengths.observe(0, 1)
@@ -302,12 +328,16 @@ def test_costs_are_measured_where_none_are_given() -> None:
     assert texts(found) == texts(run(target, None))
 
 
-# --- the trained head -----------------------------------------------------------------------------------------------
+# The trained head
 
 
 def test_the_acceptance_head_learns_what_decides_acceptance(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4000, 3, 20, generator=generator) * torch.rand(4000, 1, 1, generator=generator) * 5
+    logits = (
+        torch.randn(4000, 3, 20, generator=generator)
+        * torch.rand(4000, 1, 1, generator=generator)
+        * 5
+    )
     features = level_features(logits, 1.0).flatten(0, 1)
     truth = (2.0 * features[:, 0] - 0.5 * features[:, 2] + 1.5).sigmoid()
     accepted = torch.rand(truth.shape, generator=generator) < truth
@@ -328,7 +358,9 @@ def test_the_acceptance_head_learns_what_decides_acceptance(tmp_path: Path) -> N
 def test_recorded_passes_train_a_head_that_the_engine_uses(tmp_path: Path) -> None:
     target = random_target()
     drafter = build("distilled", target)
-    engine = Engine(target, drafter, DecodeConfig(adaptive="confidence", adaptive_threshold=0.0), capacity=96)
+    engine = Engine(
+        target, drafter, DecodeConfig(adaptive="confidence", adaptive_threshold=0.0), capacity=96
+    )
     lanes = engine._lanes_for(requests(1))
     assert lanes.limits is not None
     found: list[Recorded] = []
@@ -336,7 +368,10 @@ def test_recorded_passes_train_a_head_that_the_engine_uses(tmp_path: Path) -> No
     passes = [record for completion in engine.run(requests(1)) for record in completion.passes]
     assert sum(len(item.accepted) for item in found) == sum(r.accepted + r.rejected for r in passes)
     cut = 1  # the last pass may have been cut at the budget
-    assert abs(sum(int(item.accepted.sum()) for item in found) - sum(r.accepted for r in passes)) <= cut
+    assert (
+        abs(sum(int(item.accepted.sum()) for item in found) - sum(r.accepted for r in passes))
+        <= cut
+    )
     head = AcceptanceHead(torch.zeros(5), torch.tensor(-9.0))
     head.save(tmp_path / "never.json")
     settings = {
@@ -350,7 +385,8 @@ def test_recorded_passes_train_a_head_that_the_engine_uses(tmp_path: Path) -> No
 
 
 def test_what_is_known_of_a_level_does_not_depend_on_its_own_token() -> None:
-    """Features and estimates of level j may change with the tokens above it, never with token j: the logits are all they see."""
+    """Features and estimates of level j may change with the tokens above it, never with token j:
+    the logits are all they see."""
     logits = torch.randn(2, 4, 11)
     changed = logits.clone()
     changed[:, 2:] = torch.randn(2, 2, 11)  # what follows when token 2 comes out differently
@@ -358,13 +394,15 @@ def test_what_is_known_of_a_level_does_not_depend_on_its_own_token() -> None:
     assert torch.equal(one[:, :2], two[:, :2]) and not torch.equal(one[:, 2:], two[:, 2:])
 
 
-# --- steps that can be captured --------------------------------------------------------------------------------------
+# Steps that can be captured
 
 
 @pytest.mark.parametrize("mode", ["entropy", "confidence", "throughput"])
 def test_a_step_does_not_wait_for_the_host(mode: str) -> None:
     target = random_target()
-    lanes = under_way(target, build("distilled", target), DecodeConfig(batch_size=3, **ADAPTIVE[mode]))
+    lanes = under_way(
+        target, build("distilled", target), DecodeConfig(batch_size=3, **ADAPTIVE[mode])
+    )
     with NoHost():
         step_on_device(lanes)
 
@@ -379,14 +417,16 @@ def test_a_recorded_step_decodes_other_prompts(mode: str) -> None:
     replayed(engine, record(engine._lanes))
     items = requests(4)
     plain = {
-        c.request.index: c.tokens for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
+        c.request.index: c.tokens
+        for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
     }
     assert {c.request.index: c.tokens for c in engine.run(items)} == plain
 
 
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
-    """One graph per length is captured on CUDA; here such a step is traced and replayed in its place."""
+    """One graph per length is captured on CUDA; here such a step is traced and replayed in its
+    place."""
     target = random_target()
     drafter = build("distilled", target)
     config = DecodeConfig(temperature=1.0, batch_size=2, **ADAPTIVE["lengths"])
@@ -403,14 +443,15 @@ def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
     replayed(engine, lambda: traced())
     items = requests(4)
     plain = {
-        c.request.index: c.tokens for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
+        c.request.index: c.tokens
+        for c in Engine(target, None, DecodeConfig(temperature=1.0)).run(items)
     }
     found = {c.request.index: c for c in engine.run(items)}
     assert {index: c.tokens for index, c in found.items()} == plain
     assert {r.nodes for c in found.values() for r in c.passes} == {length + 1}
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# Settings
 
 
 @pytest.mark.parametrize(

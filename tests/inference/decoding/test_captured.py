@@ -1,7 +1,9 @@
-"""A step recorded once and replayed for other prompts, as a CUDA graph will: here traced on the CPU, operation by operation.
+"""A step recorded once and replayed for other prompts, as a CUDA graph will: here traced on the
+CPU, operation by operation.
 
-The trace freezes everything that Python decided while recording: shapes, branches, numbers that were read from tensors. Replayed in
-the same buffers for other prompts and lengths, it gives the right tokens only if a step depends on nothing but its buffers.
+The trace freezes everything that Python decided while recording: shapes, branches, numbers that
+were read from tensors. Replayed in the same buffers for other prompts and lengths, it gives the
+right tokens only if a step depends on nothing but its buffers.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def replayed(engine: Engine, step: Callable[[], Tensor]) -> None:
     lanes.runner.step = replay  # type: ignore[method-assign]
 
 
-CASES = [(kind, shape, 1.0) for kind in kind_names() for shape in ALL_SHAPES] + [("eagle3", "dynamic", 0.0)]
+CASES = [(kind, shape, 1.0) for kind in kind_names() for shape in ALL_SHAPES] + [
+    ("eagle3", "dynamic", 0.0)
+]
 
 
 @pytest.mark.parametrize(("kind", "shape", "temperature"), CASES)
@@ -65,7 +69,8 @@ def test_a_recorded_step_decodes_other_prompts(kind: str, shape: str, temperatur
 
 
 def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
-    """The control: a trace made with the host's bound on the lengths must fail on longer prompts."""
+    """The control: a trace made with the host's bound on the lengths must fail on longer
+    prompts."""
     target = random_target()
     config = DecodeConfig(batch_size=2)
     engine = Engine(target, None, config, capacity=96)

@@ -1,4 +1,5 @@
-"""A compiled step decodes as the eager one does, is compiled once, and says what to do when it cannot be."""
+"""A compiled step decodes as the eager one does, is compiled once, and says what to do when it
+cannot be."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def compile_steps(lanes: Lanes) -> CompiledStep:
 
 @pytest.mark.slow  # half a minute of C++ each
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothing(case: str) -> None:
+def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothing(
+    case: str,
+) -> None:
     kind, settings = CASES[case]
     target = random_target()
     config = DecodeConfig(**settings)
@@ -77,7 +80,14 @@ def test_the_bound_doubles_up_to_the_capacity() -> None:
     lanes = engine._lanes
     assert lanes is not None
     step = CompiledStep(lanes.runner.decoder, lanes.cache, lanes.rows)
-    assert [step.bound(longest) for longest in (1, 255, 256, 511, 512, 699)] == [256, 256, 512, 512, 700, 700]
+    assert [step.bound(longest) for longest in (1, 255, 256, 511, 512, 699)] == [
+        256,
+        256,
+        512,
+        512,
+        700,
+        700,
+    ]
 
 
 def test_the_generator_of_products_can_still_be_told_to_prefetch() -> None:

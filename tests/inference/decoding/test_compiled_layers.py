@@ -1,4 +1,5 @@
-"""Layers compiled one by one, as they are on a GPU before a step is captured: the same tokens, compiled once."""
+"""Layers compiled one by one, as they are on a GPU before a step is captured: the same tokens,
+compiled once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.models import random_target
 
 @pytest.mark.slow
 def test_compiled_layers_decode_the_same_and_compile_once() -> None:
-    target = random_target(num_hidden_layers=2)  # float64: on a CPU, float32 layers have packed weights of their own
+    # float64: on a CPU, float32 layers have packed weights of their own
+    target = random_target(num_hidden_layers=2)
     items = requests(3, new=10)
     config = DecodeConfig(batch_size=2, depth=2)
     drafter = drafter_of("medusa", target)

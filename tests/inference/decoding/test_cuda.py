@@ -1,6 +1,8 @@
-"""What only a GPU can show: no synchronisation in a step, and a captured graph that decodes what launched steps decode.
+"""What only a GPU can show: no synchronisation in a step, and a captured graph that decodes what
+launched steps decode.
 
-None of these has run yet where this was written (no GPU was lent): docs/decoder.md lists them as unconfirmed.
+None of these has run yet where this was written (no GPU was lent): docs/decoder.md lists them as
+unconfirmed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def cuda_target(dtype: torch.dtype = torch.float32) -> TargetModel:
     model = random_model("llama").to("cuda", dtype)
     switch_attention(model)
     tokenizer = TokenIds()
-    return TargetModel(model, tokenizer, describe(model, tokenizer, TargetConfig(path="random/llama")))
+    return TargetModel(
+        model, tokenizer, describe(model, tokenizer, TargetConfig(path="random/llama"))
+    )
 
 
 def drafter_on(target: TargetModel, kind: str) -> Any:
@@ -67,7 +71,9 @@ def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str)
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_step_never_synchronises(kind: str) -> None:
     target = cuda_target()
-    engine = Engine(target, drafter_on(target, kind), DecodeConfig(batch_size=2, graph="off"), capacity=128)
+    engine = Engine(
+        target, drafter_on(target, kind), DecodeConfig(batch_size=2, graph="off"), capacity=128
+    )
     tokens(engine, 2)
     lanes = engine._lanes
     assert lanes is not None

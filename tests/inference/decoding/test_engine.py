@@ -1,4 +1,5 @@
-"""The engine: running ahead of the host, cancellation, text in and out, settings per call, memory planned beforehand."""
+"""The engine: running ahead of the host, cancellation, text in and out, settings per call, memory
+planned beforehand."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def texts(completions: dict[int, Completion]) -> dict[int, list[int]]:
     return {index: completion.tokens for index, completion in completions.items()}
 
 
-# ---- steps ahead of the host -------------------------------------------------------------------------------------------------
+# Steps ahead of the host
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
@@ -63,7 +64,7 @@ def test_no_steps_are_launched_once_every_row_must_have_ended() -> None:
     assert engine.clock.passes == len(completion.passes)
 
 
-# ---- cancellation ------------------------------------------------------------------------------------------------------------
+# Cancellation
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -101,14 +102,15 @@ def test_an_abandoned_run_leaves_the_engine_usable() -> None:
     assert texts({c.request.index: c for c in engine.run(items)}) == plain
 
 
-# ---- limits and seeds belong to requests ----------------------------------------------------------------------------------------
+# Limits and seeds belong to requests
 
 
 def test_every_request_has_its_own_limit_and_seed() -> None:
     target = random_target()
     prompt = prompts(1)[0]
     items = [
-        Request(i, prompt, seed, limit) for i, (seed, limit) in enumerate([(1, 5), (1, 17), (2, 17), (1, 1)])
+        Request(i, prompt, seed, limit)
+        for i, (seed, limit) in enumerate([(1, 5), (1, 17), (2, 17), (1, 1)])
     ]
     config = DecodeConfig(temperature=1.0, batch_size=4)
     found = texts(decode(target, drafter_of("medusa", target), config, items))
@@ -116,7 +118,7 @@ def test_every_request_has_its_own_limit_and_seed() -> None:
     assert found[2] != found[1]
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------------------
+# Text
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,8 @@ def test_settings_of_one_call(micro: Path) -> None:
     short = engine.generate(["Hello"], max_new_tokens=3)[0]
     assert len(short.completion.tokens) <= 3
     one, two, again = (
-        engine.generate(["Hello"], seeds=[seed], temperature=1.0)[0].completion.tokens for seed in (1, 2, 1)
+        engine.generate(["Hello"], seeds=[seed], temperature=1.0)[0].completion.tokens
+        for seed in (1, 2, 1)
     )
     assert one == again != two
     with pytest.raises(UserError, match="as many seeds"):
@@ -161,7 +164,7 @@ def test_a_wrong_head_is_named(micro: Path) -> None:
         Engine.load(micro, "nowhere")
 
 
-# ---- long prompts ----------------------------------------------------------------------------------------------------------------
+# Long prompts
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -170,7 +173,12 @@ def test_prompts_read_in_chunks_give_the_same_text(family: str, chunk: int) -> N
     target, items = random_target(family), requests(4)
     for kind in ("eagle3", "medusa"):
         whole, parts = (
-            decode(target, drafter_of(kind, target), DecodeConfig(prefill_chunk=size, batch_size=2), items)
+            decode(
+                target,
+                drafter_of(kind, target),
+                DecodeConfig(prefill_chunk=size, batch_size=2),
+                items,
+            )
             for size in (2048, chunk)
         )
         assert texts(parts) == texts(whole)
@@ -187,7 +195,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read() -> None:
         next(Engine(target, capacity=32).run([Request(0, (5,) * 30, 1, 10)]))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def test_the_plan_counts_what_is_then_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +218,8 @@ def test_a_batch_that_will_not_fit_says_what_to_lower(monkeypatch: pytest.Monkey
     engine = Engine(target, drafter_of("eagle3", target), DecodeConfig(batch_size=4))
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: 300_000)
     with pytest.raises(
-        UserError, match=r"batch of 4 rows .* Lower decode.batch_size.*decode.batch_size=[1-3] would fit"
+        UserError,
+        match=r"batch of 4 rows .* Lower decode.batch_size.*decode.batch_size=[1-3] would fit",
     ):
         next(engine.run(requests(4)))
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: 6_000)
@@ -225,7 +234,10 @@ def test_buffers_are_kept_between_runs() -> None:
     first = texts({c.request.index: c for c in engine.run(requests(4))})
     address = engine._lanes.rows.lengths.data_ptr(), engine._lanes.state.keys[0].data_ptr()  # type: ignore[union-attr]
     assert texts({c.request.index: c for c in engine.run(requests(4))}) == first
-    assert address == (engine._lanes.rows.lengths.data_ptr(), engine._lanes.state.keys[0].data_ptr())  # type: ignore[union-attr]
+    assert address == (
+        engine._lanes.rows.lengths.data_ptr(),
+        engine._lanes.state.keys[0].data_ptr(),
+    )  # type: ignore[union-attr]
 
 
 def test_a_long_answer_needs_no_gradient_memory() -> None:

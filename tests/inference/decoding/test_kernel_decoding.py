@@ -1,4 +1,5 @@
-"""The whole decoder with every kernel in place, under Triton's interpreter: the same tokens as with the references.
+"""The whole decoder with every kernel in place, under Triton's interpreter: the same tokens as with
+the references.
 
 In a process of its own, because the interpreter must be asked for before triton is first imported.
 """
@@ -51,7 +52,14 @@ print("kernels:", *sorted(name for _, name in used))
         (
             "llama",
             "tree",
-            {"tree_attention", "accept_walk", "compact", "gumbel_noise", "noise_pick", "residual_blocks"},
+            {
+                "tree_attention",
+                "accept_walk",
+                "compact",
+                "gumbel_noise",
+                "noise_pick",
+                "residual_blocks",
+            },
         ),
         ("gemma2", "chain", {"tree_attention", "noise_pick"}),
     ],

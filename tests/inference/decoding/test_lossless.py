@@ -18,14 +18,22 @@ SHAPES = {"chain": {"shape": "chain", "depth": 4}, "tree": {"shape": "tree", "ch
 
 def prompts(count: int = 3) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(5)
-    return [tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in (11, 1, 6, 14, 3)[:count]]
+    return [
+        tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+        for length in (11, 1, 6, 14, 3)[:count]
+    ]
 
 
 def requests(count: int = 3, new: int = 24) -> list[Request]:
-    return [Request(i, prompt, seed=(i + 1) * 0x1234567_89AB, max_new_tokens=new) for i, prompt in enumerate(prompts(count))]
+    return [
+        Request(i, prompt, seed=(i + 1) * 0x1234567_89AB, max_new_tokens=new)
+        for i, prompt in enumerate(prompts(count))
+    ]
 
 
-def decode(target: TargetModel, drafter: Fake | None, config: DecodeConfig, items: list[Request]) -> dict[int, Completion]:
+def decode(
+    target: TargetModel, drafter: Fake | None, config: DecodeConfig, items: list[Request]
+) -> dict[int, Completion]:
     return {c.request.index: c for c in Engine(target, drafter, config).run(items)}
 
 
@@ -43,7 +51,9 @@ def test_plain_decoding_equals_the_models_own_greedy_loop(family: str) -> None:
             logits = model(input_ids=text, use_cache=False).logits[0, -1]
             text = torch.cat([text, logits.argmax()[None, None]], 1)
         expected.append(text[0, len(prompt) :].tolist())
-    found = decode(random_target(family), None, DecodeConfig(batch_size=2, max_new_tokens=24), requests())
+    found = decode(
+        random_target(family), None, DecodeConfig(batch_size=2, max_new_tokens=24), requests()
+    )
     for index, tokens in enumerate(expected):
         cut = tokens.index(2) + 1 if 2 in tokens else len(tokens)
         assert found[index].tokens == tokens[:cut]
@@ -51,7 +61,9 @@ def test_plain_decoding_equals_the_models_own_greedy_loop(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_family_is_lossless_for_chains_and_trees_in_a_ragged_batch(family: str, shape: str) -> None:
+def test_every_family_is_lossless_for_chains_and_trees_in_a_ragged_batch(
+    family: str, shape: str
+) -> None:
     target = random_target(family)
     items = requests(4)
     plain = decode(target, None, DecodeConfig(), items)
@@ -67,7 +79,9 @@ def test_every_family_is_lossless_for_chains_and_trees_in_a_ragged_batch(family:
 @pytest.mark.parametrize("drafter", [AlwaysRight, AlwaysWrong, SometimesRight, RandomTokens])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_same_seed_same_text(temperature: float, drafter: type[Fake], shape: str, batch_size: int) -> None:
+def test_same_seed_same_text(
+    temperature: float, drafter: type[Fake], shape: str, batch_size: int
+) -> None:
     target = random_target()
     items = requests(5)
     shaping = {"temperature": temperature, "top_p": 0.95, "top_k": 40, "min_p": 0.001}
@@ -82,7 +96,12 @@ def test_another_seed_gives_another_text_and_the_batch_does_not_matter() -> None
     config = DecodeConfig(temperature=1.0)
     one = decode(target, None, config, requests(3))
     batched = decode(target, None, DecodeConfig(temperature=1.0, batch_size=3), requests(3))
-    other = decode(target, None, config, [Request(r.index, r.tokens, r.seed + 1, r.max_new_tokens) for r in requests(3)])
+    other = decode(
+        target,
+        None,
+        config,
+        [Request(r.index, r.tokens, r.seed + 1, r.max_new_tokens) for r in requests(3)],
+    )
     assert {i: c.tokens for i, c in one.items()} == {i: c.tokens for i, c in batched.items()}
     assert {i: c.tokens for i, c in one.items()} != {i: c.tokens for i, c in other.items()}
 

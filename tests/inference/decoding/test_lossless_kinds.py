@@ -1,4 +1,5 @@
-"""Whole batches of every recipe: a batch drafts what single rows draft. (Texts: tests/heads/test_contract.py.)"""
+"""Whole batches of every recipe: a batch drafts what single rows draft. (Texts:
+tests/heads/test_contract.py.)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def drafter_of(name: str, target: TargetModel, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in REMEMBERING])
 def test_a_batch_and_its_refills_draft_what_single_rows_draft(name: str) -> None:
-    """Passes, not only tokens: a state written into a refilled row must be the state the row would have had alone."""
+    """Passes, not only tokens: a state written into a refilled row must be the state the row would
+    have had alone."""
     target = random_target()
     items = requests(5)
     alone = decode(target, drafter_of(name, target), DecodeConfig(depth=3), items)
@@ -36,5 +38,7 @@ def test_without_shared_noise_the_text_is_the_same() -> None:
     texts = []
     for share in (True, False):
         config = DecodeConfig(temperature=1.0, share_noise=share)
-        texts.append({c.request.index: c.tokens for c in Engine(target, drafter, config).run(items)})
+        texts.append(
+            {c.request.index: c.tokens for c in Engine(target, drafter, config).run(items)}
+        )
     assert texts[0] == texts[1]

@@ -1,4 +1,5 @@
-"""No step asks the device for anything: every kind, shape, rule and sampling setting, watched operation by operation."""
+"""No step asks the device for anything: every kind, shape, rule and sampling setting, watched
+operation by operation."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_a_drafted_step_with_every_setting(sampling: str, shape: str) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_a_step_of_every_rule(kind: str, rule: str, shape: str, temperature: float) -> None:
     target = random_target()
-    config = DecodeConfig(temperature=temperature, top_p=0.95, rule=rule, batch_size=3, **ALL_SHAPES[shape])
+    config = DecodeConfig(
+        temperature=temperature, top_p=0.95, rule=rule, batch_size=3, **ALL_SHAPES[shape]
+    )
     lanes = under_way(target, drafter_of(kind, target), config)
     with NoHost():
         step_on_device(lanes)

@@ -37,7 +37,9 @@ CASES = [(kind, shape) for kind in kind_names() for shape in SHAPES] + [("eagle3
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("kind", "shape"), CASES)
-def test_a_placed_drafter_drafts_what_it_drafts_in_place(kind: str, shape: str, temperature: float) -> None:
+def test_a_placed_drafter_drafts_what_it_drafts_in_place(
+    kind: str, shape: str, temperature: float
+) -> None:
     target, items = random_target(), requests(3, new=12)
     setting = DYNAMIC if shape == "dynamic" else SHAPES[shape]
     config = DecodeConfig(temperature=temperature, batch_size=2, **setting)  # type: ignore[arg-type]
@@ -69,7 +71,8 @@ class Counted(PlacedDrafter):
 def prompt_and_two_passes(
     target: TargetModel, drafter: Counted, temperature: float = 0.0, **settings: Any
 ) -> list[list[Any]]:
-    """What crosses at the prompt and in each of two passes of one row, its buffers being there already."""
+    """What crosses at the prompt and in each of two passes of one row, its buffers being there
+    already."""
     engine = Engine(target, drafter, DecodeConfig(temperature=temperature, depth=3, **settings))
     list(engine.run(requests(1, new=30)))
     drafter.crossed.clear()
@@ -101,7 +104,9 @@ def test_only_what_the_drafter_reads_crosses() -> None:
 
 def test_keys_cross_when_they_change_and_drafting_reads_them() -> None:
     target = random_target()
-    _, first, second = prompt_and_two_passes(target, Counted(drafter_of("ngram", target), CPU, CPU), 1.0)
+    _, first, second = prompt_and_two_passes(
+        target, Counted(drafter_of("ngram", target), CPU, CPU), 1.0
+    )
     assert (first, second) == ([KEYS, DRAFT, RUN], [DRAFT, RUN])  # the seed of the new prompt
     medusa = Counted(drafter_of("medusa", target), CPU, CPU)
     _, first, second = prompt_and_two_passes(target, medusa, 1.0, rule="rejection")
@@ -118,7 +123,9 @@ def test_keys_that_change_cross_again() -> None:
     engine = Engine(target, drafter, config)
     alone = Engine(target, drafter_of("medusa", target), config)
     for seed in (3, 4):
-        items = [type(item)(item.index, item.tokens, seed, item.max_new_tokens) for item in requests(2)]
+        items = [
+            type(item)(item.index, item.tokens, seed, item.max_new_tokens) for item in requests(2)
+        ]
         assert outcome({c.request.index: c for c in engine.run(items)}) == outcome(
             {c.request.index: c for c in alone.run(items)}
         )
@@ -142,7 +149,10 @@ def test_shared_weights_elsewhere_give_the_targets_logits(family: str) -> None:
     weights = weights_on(target, CPU)
     states = torch.randn(2, 5, target.info.hidden_size, dtype=torch.float64)
     assert torch.equal(weights.logits(states), target.weights.logits(states))
-    assert set(weights.state) == set(target.weights.state) and weights.embedding.shape == (VOCAB, 32)
+    assert set(weights.state) == set(target.weights.state) and weights.embedding.shape == (
+        VOCAB,
+        32,
+    )
 
 
 @pytest.mark.gpu

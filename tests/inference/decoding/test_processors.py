@@ -1,4 +1,5 @@
-"""Processors at every node of a tree against transformers' own on that node's text, written out in full."""
+"""Processors at every node of a tree against transformers' own on that node's text, written out in
+full."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ TREES: dict[str, Callable[[torch.Generator], TokenTree]] = {
 
 
 def example(shape: str, seed: int) -> tuple[Tensor, Prefix]:
-    """Random logits [4, N, V] float64, some exactly 0, behind ragged histories (one of them empty)."""
+    """Random logits [4, N, V] float64, some exactly 0, behind ragged histories (one of them
+    empty)."""
     generator = torch.Generator().manual_seed(seed)
     tree = TREES[shape](generator)
     history = torch.randint(0, VOCAB, (4, SLOTS), generator=generator)
@@ -75,7 +77,8 @@ def example(shape: str, seed: int) -> tuple[Tensor, Prefix]:
 
 
 def texts(prefix: Prefix, with_path: bool = True) -> list[list[list[int]]]:
-    """Every node's text, found by walking up to the root; without the path only what was committed."""
+    """Every node's text, found by walking up to the root; without the path only what was
+    committed."""
     parents = prefix.tree.parents.expand(prefix.tokens.shape).tolist()
     found = []
     for row, tokens in enumerate(prefix.tokens.tolist()):
@@ -94,7 +97,9 @@ def expected(logits: Tensor, settings: SamplingSettings, written: list[list[list
     """transformers' processors in the order of its `generate`, one text at a time."""
     steps = LogitsProcessorList()
     if settings.logit_bias:
-        steps.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in settings.logit_bias]))
+        steps.append(
+            SequenceBiasLogitsProcessor([[[token], value] for token, value in settings.logit_bias])
+        )
     if settings.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
     if settings.bad_words:
@@ -109,7 +114,9 @@ def expected(logits: Tensor, settings: SamplingSettings, written: list[list[list
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_node_gets_what_transformers_gives_for_its_text(name: str, shape: str, seed: int) -> None:
+def test_every_node_gets_what_transformers_gives_for_its_text(
+    name: str, shape: str, seed: int
+) -> None:
     logits, prefix = example(shape, seed)
     found = process(logits, SETTINGS[name], prefix)
     assert found.dtype == torch.float64
@@ -119,7 +126,8 @@ def test_every_node_gets_what_transformers_gives_for_its_text(name: str, shape: 
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
 @pytest.mark.parametrize("name", ["penalty", "reward", "words", "all"])
 def test_the_committed_text_alone_would_be_wrong(name: str, shape: str) -> None:
-    """Negative control: without the drafted path the comparison above must fail, but not at the root."""
+    """Negative control: without the drafted path the comparison above must fail, but not at the
+    root."""
     logits, prefix = example(shape, 0)
     found = process(logits, SETTINGS[name], prefix)
     committed = expected(logits, SETTINGS[name], texts(prefix, with_path=False))
@@ -128,7 +136,8 @@ def test_the_committed_text_alone_would_be_wrong(name: str, shape: str) -> None:
 
 
 def test_a_bad_word_that_begins_in_the_history_ends_in_the_tree() -> None:
-    """History 9 1 2, then the root 3 and 4: 5 would complete the word 2 3 4 5. Row 1 has no history."""
+    """History 9 1 2, then the root 3 and 4: 5 would complete the word 2 3 4 5. Row 1 has no
+    history."""
     tree = TokenTree.chain(2)
     history = torch.tensor([[9, 1, 2, 8], [2, 1, 2, 8]])
     tokens = torch.tensor([[3, 4, 7], [3, 4, 7]])
@@ -160,9 +169,13 @@ def test_logits_are_float32_at_least_and_untouched_without_processors() -> None:
 class NoQuestions(TorchDispatchMode):
     """Refuses what makes the host wait for the device."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
-        masked = name == "index" and any(item is not None and item.dtype == torch.bool for item in args[1])
+        masked = name == "index" and any(
+            item is not None and item.dtype == torch.bool for item in args[1]
+        )
         assert not masked and name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
         return function(*args, **(kwargs or {}))
 
@@ -185,8 +198,11 @@ def test_what_ignores_the_text_needs_no_prefix() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"logit_bias": ((VOCAB, 1.0),)}, {"bad_words": ((1, VOCAB + 3),)}])
-def test_tokens_outside_the_vocabulary_are_refused(bad: dict[str, tuple[tuple[int, float], ...]]) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(
+    bad: dict[str, tuple[tuple[int, float], ...]],
+) -> None:
     with pytest.raises(
-        UserError, match=rf"decode.{next(iter(bad))} names token \d+, but the target's vocabulary has 13"
+        UserError,
+        match=rf"decode.{next(iter(bad))} names token \d+, but the target's vocabulary has 13",
     ):
         Processors(SamplingSettings(**bad), VOCAB, "cpu")  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Eight ragged prompts in one batch on the embedded target: exactly the tokens that eight single runs give."""
+"""Eight ragged prompts in one batch on the embedded target: exactly the tokens that eight single
+runs give."""
 
 from __future__ import annotations
 
@@ -47,10 +48,14 @@ def tokens(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_of_eight_equals_eight_single_runs(repository: Path, shape: str, temperature: float) -> None:
+def test_a_batch_of_eight_equals_eight_single_runs(
+    repository: Path, shape: str, temperature: float
+) -> None:
     target = embedded(repository, "float64")
     requests = ragged(repository, target)
-    drafter = new_drafter("eagle3", get_kind("eagle3").config_class(), target.info, target.weights, 0)
+    drafter = new_drafter(
+        "eagle3", get_kind("eagle3").config_class(), target.info, target.weights, 0
+    )
     config = DecodeConfig(temperature=temperature, batch_size=8, **SHAPES[shape])
     together = tokens(Engine(target, drafter, config), requests)
     alone = Engine(target, drafter, DecodeConfig(temperature=temperature, **SHAPES[shape]))
@@ -64,12 +69,18 @@ def test_a_batch_of_eight_equals_eight_single_runs(repository: Path, shape: str,
 def test_in_float32_a_batch_differs_by_near_ties_at_most(repository: Path) -> None:
     target = embedded(repository, "float32")
     requests = ragged(repository, target)
-    drafter = new_drafter("medusa", get_kind("medusa").config_class(), target.info, target.weights, 0)
+    drafter = new_drafter(
+        "medusa", get_kind("medusa").config_class(), target.info, target.weights, 0
+    )
     together = tokens(Engine(target, drafter, DecodeConfig(batch_size=8)), requests)
     alone = Engine(target, None, DecodeConfig())
     single = {request.index: tokens(alone, [request])[request.index] for request in requests}
     order = [request.index for request in requests]
     report = audit(
-        target, requests, [single[i] for i in order], [together[i] for i in order], DecodeConfig().sampling()
+        target,
+        requests,
+        [single[i] for i in order],
+        [together[i] for i in order],
+        DecodeConfig().sampling(),
     )
     assert report.mismatches == 0 and report.identical >= 6

@@ -1,4 +1,5 @@
-"""The picks: filters, the noise's distribution and its keys, and exact sampling by the Gumbel-max rule."""
+"""The picks: filters, the noise's distribution and its keys, and exact sampling by the Gumbel-max
+rule."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return float((((counts - expected) ** 2) / expected.clamp(min=1e-9))[seen].sum())
 
 
-def picks(logits: torch.Tensor, shaping: SamplingSettings, trials: int, stride: int = 1) -> torch.Tensor:
-    """Sample `trials` times from one distribution, every time at another position (and every 64th at another seed)."""
+def picks(
+    logits: torch.Tensor, shaping: SamplingSettings, trials: int, stride: int = 1
+) -> torch.Tensor:
+    """Sample `trials` times from one distribution, every time at another position (and every 64th
+    at another seed)."""
     seeds = torch.arange(trials // 64) * stride + 11
     noise = SharedNoise(shaping, seeds, logits.shape[-1])
     positions = torch.arange(64)[None].expand(len(seeds), -1)
@@ -76,7 +80,9 @@ def test_noise_is_standard_gumbel_finite_and_keyed_by_everything() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(0, 200_000))
-def test_a_tokens_noise_does_not_depend_on_its_company(seed: int, position: int, token: int) -> None:
+def test_a_tokens_noise_does_not_depend_on_its_company(
+    seed: int, position: int, token: int
+) -> None:
     alone = noise_bits(torch.tensor([seed]), torch.tensor([[position]]), torch.tensor([token]))
     among = noise_bits(
         torch.tensor([3, seed]),
@@ -87,7 +93,8 @@ def test_a_tokens_noise_does_not_depend_on_its_company(seed: int, position: int,
 
 
 def test_noise_bits_are_frozen() -> None:
-    """Texts made with a seed must stay the same from release to release, and kernels reproduce these very bits."""
+    """Texts made with a seed must stay the same from release to release, and kernels reproduce
+    these very bits."""
     bits = noise_bits(
         torch.tensor([0, 123_456_789_012_345]),
         torch.tensor([[0, 1], [77, 4096]]),
@@ -112,7 +119,9 @@ def test_filters_keep_what_they_promise() -> None:
         True,
     ]
     probabilities = logits.softmax(-1)
-    kept = torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=float(probabilities[1]) + 0.01)))
+    kept = torch.isfinite(
+        shape_logits(logits, SamplingSettings(1.0, top_p=float(probabilities[1]) + 0.01))
+    )
     assert kept.tolist() == [False, True, False, False, True]
     assert torch.isfinite(shape_logits(logits, SamplingSettings(1.0, top_p=1e-9))).sum() == 1
     ratio = float(torch.exp(torch.tensor(-0.6)))

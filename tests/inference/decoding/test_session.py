@@ -1,4 +1,5 @@
-"""Sessions: requests that come and go, each with settings of its own, give the text that the engine gives for each alone."""
+"""Sessions: requests that come and go, each with settings of its own, give the text that the engine
+gives for each alone."""
 
 from __future__ import annotations
 
@@ -44,8 +45,12 @@ def mixed(count: int = 12) -> list[Request]:
 def alone(target: TargetModel, request: Request) -> list[int]:
     """What plain decoding, one request at a time, gives with the request's settings."""
     assert request.sampling is not None
-    settings = {name: getattr(request.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    (completion,) = Engine(target, None, DecodeConfig(**settings)).run([replace(request, sampling=None)])
+    settings = {
+        name: getattr(request.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    (completion,) = Engine(target, None, DecodeConfig(**settings)).run(
+        [replace(request, sampling=None)]
+    )
     return completion.tokens
 
 
@@ -63,9 +68,13 @@ def served(session: Session, items: list[Request], every: int) -> dict[int, list
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_requests_with_settings_of_their_own_get_their_own_text(shape: str, lag: int, every: int) -> None:
+def test_requests_with_settings_of_their_own_get_their_own_text(
+    shape: str, lag: int, every: int
+) -> None:
     target, items = random_target(), mixed()
-    engine = Engine(target, drafter_of("eagle3", target), DecodeConfig(batch_size=4, lag=lag, **SHAPES[shape]))  # type: ignore[arg-type]
+    engine = Engine(
+        target, drafter_of("eagle3", target), DecodeConfig(batch_size=4, lag=lag, **SHAPES[shape])
+    )  # type: ignore[arg-type]
     with Session(engine, 60) as session:
         found = served(session, items, every)
     assert found == {item.index: alone(target, item) for item in items}
@@ -80,7 +89,9 @@ def test_every_kind_decodes_the_rows_in_use_alone(name: str) -> None:
     assert found == {item.index: alone(target, item) for item in items}
 
 
-def test_a_session_computes_no_more_rows_than_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_computes_no_more_rows_than_it_has_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, widths = random_target(), []
     verify = target.verify
 
@@ -89,7 +100,9 @@ def test_a_session_computes_no_more_rows_than_it_has_requests(monkeypatch: pytes
         return verify(cache, tokens, *rest)
 
     monkeypatch.setattr(target, "verify", watched)
-    items = [replace(requests(1)[0], index=i, max_new_tokens=new) for i, new in enumerate((3, 3, 3, 20))]
+    items = [
+        replace(requests(1)[0], index=i, max_new_tokens=new) for i, new in enumerate((3, 3, 3, 20))
+    ]
     plain = {c.request.index: c.tokens for c in Engine(target).run(items)}
     widths.clear()
     with Session(Engine(target, None, DecodeConfig(batch_size=6)), 60) as session:
@@ -130,20 +143,25 @@ def test_what_a_session_refuses() -> None:
     with pytest.raises(UserError, match=r"2 to 256 positions .* given: 300"):
         Session(Engine(target), 300)
     with Session(Engine(target), 30) as session:
-        with pytest.raises(UserError, match=r"prompt .25 tokens. and answer .up to 10. need 35 positions; 30"):
+        with pytest.raises(
+            UserError, match=r"prompt .25 tokens. and answer .up to 10. need 35 positions; 30"
+        ):
             session.add(Request(0, (5,) * 25, 1, 10))
         with pytest.raises(UserError, match="token ids go from 0 to 96"):
             session.add(Request(0, (5, 97), 1, 10))
         with pytest.raises(UserError, match="at least one token"):
             session.add(Request(0, (), 1, 10))
         session.add(Request(0, (5,), 1, 4, SamplingSettings(repetition_penalty=1.2)))
-        with pytest.raises(UserError, match=r"cannot bring a repetition_penalty of its own; given 1.2.*temperature, top_k"):
+        with pytest.raises(
+            UserError,
+            match=r"cannot bring a repetition_penalty of its own; given 1.2.*temperature, top_k",
+        ):
             session.step()
     with pytest.raises(UserError, match="only a session takes"):
         list(Engine(target).run([Request(0, (5,), 1, 4, SamplingSettings(temperature=1.0))]))
 
 
-# ---- the noise of rows ---------------------------------------------------------------------------------------------------------
+# The noise of rows
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -1,5 +1,5 @@
-"""Dynamic trees through the whole decoder: every kind is lossless, and what a node's children are drawn from
-is what the drafter says along the node's path.
+"""Dynamic trees through the whole decoder: every kind is lossless, and what a node's children are
+drawn from is what the drafter says along the node's path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def target_of(family: str) -> TargetModel:
 @cache
 def plain_of(family: str, temperature: float) -> dict[int, Completion]:
     """What decoding without a drafter says."""
-    return decode(target_of(family), None, DecodeConfig(temperature=temperature, batch_size=4), ITEMS)
+    return decode(
+        target_of(family), None, DecodeConfig(temperature=temperature, batch_size=4), ITEMS
+    )
 
 
 def texts(found: dict[int, Completion]) -> dict[int, list[int]]:
@@ -52,7 +54,9 @@ def texts(found: dict[int, Completion]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_rankings_change_the_tree_and_never_the_text(kind: str, ranking: Ranking) -> None:
     target = target_of("llama")
-    engine = Engine(target, drafter_of(kind, target), DecodeConfig(temperature=1.0, batch_size=2, **DYNAMIC))
+    engine = Engine(
+        target, drafter_of(kind, target), DecodeConfig(temperature=1.0, batch_size=2, **DYNAMIC)
+    )
     engine.tree = replace(engine.tree, ranking=ranking)
     assert texts({c.request.index: c for c in engine.run(ITEMS)}) == texts(plain_of("llama", 1.0))
 
@@ -74,7 +78,9 @@ def test_a_tree_of_its_own_for_every_row_is_lossless(
 @pytest.mark.parametrize("kind", ["eagle3", "distilled", "medusa"])
 def test_a_batch_and_its_refills_draft_what_single_rows_draft(kind: str) -> None:
     target = target_of("llama")
-    alone = decode(target, drafter_of(kind, target), DecodeConfig(temperature=1.0, **DYNAMIC), ITEMS)
+    alone = decode(
+        target, drafter_of(kind, target), DecodeConfig(temperature=1.0, **DYNAMIC), ITEMS
+    )
     config = DecodeConfig(temperature=1.0, batch_size=2, **DYNAMIC)
     batched = decode(target, drafter_of(kind, target), config, ITEMS)
     assert {i: c.passes for i, c in batched.items()} == {i: c.passes for i, c in alone.items()}
@@ -91,8 +97,8 @@ def shared_noise(vocab: int, temperature: float) -> SharedNoise:
 @pytest.mark.parametrize("kind", ["eagle3", "distilled", "medusa"])
 @torch.no_grad()
 def test_a_nodes_logits_are_those_of_a_chain_along_its_path(kind: str, temperature: float) -> None:
-    """float64: the drafter's cache holds exactly each node's ancestors, at the right positions, after commits
-    as well.
+    """float64: the drafter's cache holds exactly each node's ancestors, at the right positions,
+    after commits as well.
     """
     target, shape = micro_target(), DynamicShape(20, 4, 4)
     drafter = build(kind, target)
@@ -129,7 +135,9 @@ def test_dynamic_steps_do_not_wait_for_the_host(kind: str) -> None:
     target = micro_target()
     drafter = build(kind, target)
     shape = DynamicShape(9, 3, 3)
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), shape, 32)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), shape, 32
+    )
     accepted = seen_states(target, drafter.needs, DOCUMENTS, [(7, 9), (5, 6)])
     noise = shared_noise(target.info.vocab_size, 1.0)
     with NoHost():
@@ -146,14 +154,19 @@ def test_lookup_fills_a_chain_as_long_as_fits() -> None:
     seen = TargetStates(
         tokens[:, :-1], tokens[:, 1:], torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool)
     )
-    for shape, expected in ((DynamicShape(9, 3, 4), [6, 7, 5, 6]), (DynamicShape(3, 3, 4), [6, 7, 5])):
-        proposal = drafter.propose(drafter.start(seen, shape, 16), shared_noise(target.info.vocab_size, 0.0))
+    for shape, expected in (
+        (DynamicShape(9, 3, 4), [6, 7, 5, 6]),
+        (DynamicShape(3, 3, 4), [6, 7, 5]),
+    ):
+        proposal = drafter.propose(
+            drafter.start(seen, shape, 16), shared_noise(target.info.vocab_size, 0.0)
+        )
         assert proposal.tree.is_chain and proposal.tokens[0].tolist() == expected
 
 
 def test_dynamic_trees_accept_more_than_chains_of_their_depth() -> None:
-    """A tree that contains the chain can only accept as much or more at every step; over a text it must come
-    out ahead.
+    """A tree that contains the chain can only accept as much or more at every step; over a text it
+    must come out ahead.
     """
     target = target_of("llama")
     for kind in ("medusa", "distilled"):

@@ -1,4 +1,5 @@
-"""A small random target on disk, and drafters of every exportable kind for it, with weights that all matter."""
+"""A small random target on disk, and drafters of every exportable kind for it, with weights that
+all matter."""
 
 from __future__ import annotations
 
@@ -68,15 +69,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash2": ("dflash", {**BLOCK, "dependency": "selector", "convolution": True}),
     "dflash2_token": (
         "dflash",
-        {**BLOCK, "dependency": "selector", "convolution": True, "mask_token_id": 3, "num_layers": 2},
+        {
+            **BLOCK,
+            "dependency": "selector",
+            "convolution": True,
+            "mask_token_id": 3,
+            "num_layers": 2,
+        },
     ),
-    "dspark": ("dflash", {**BLOCK, "dependency": "markov", "confidence": True, "sample_from_anchor": True}),
+    "dspark": (
+        "dflash",
+        {**BLOCK, "dependency": "markov", "confidence": True, "sample_from_anchor": True},
+    ),
     "dspark_shifted": ("dflash", {**BLOCK, "dependency": "markov", "mask_token_id": 3}),
     "dspark_gated": (
         "dflash",
         {**BLOCK, "dependency": "gated", "mask_token_id": 3, "sample_from_anchor": True},
     ),
-    "dspark_rnn": ("dflash", {**BLOCK, "dependency": "rnn", "mask_token_id": 3, "sample_from_anchor": True}),
+    "dspark_rnn": (
+        "dflash",
+        {**BLOCK, "dependency": "rnn", "mask_token_id": 3, "sample_from_anchor": True},
+    ),
     "domino": ("dflash", {**BLOCK, "dependency": "gru", "mask_token_id": 3}),
     "medusa": ("medusa", {"num_heads": 3, "num_layers": 2}),
     "medusa_heads": ("medusa", {"num_heads": 2, "own_lm_head": True}),
@@ -86,7 +99,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "distilled_layers": ("distilled", {"from_target_layers": (0, 3)}),
     "distilled_shared": ("distilled", {"num_layers": 1, "share_embeddings": True}),
-    "distilled_tied": ("distilled", {"num_layers": 1, "tie_embeddings": True, "rope_theta": 5000.0}),
+    "distilled_tied": (
+        "distilled",
+        {"num_layers": 1, "tie_embeddings": True, "rope_theta": 5000.0},
+    ),
     "distilled_qwen2": ("distilled", {"num_layers": 1, "attention_bias": True}),
     "distilled_qwen3": ("distilled", {"num_layers": 1, "qk_norm": True, "attention_bias": True}),
     "distilled_scaled": ("distilled", {"num_layers": 1, "rope_scaling": (4.0, 1.0, 4.0, 32.0)}),
@@ -123,10 +139,19 @@ def save_target(folder: Path, seed: int = 5, **changes: Any) -> Path:
     tokenizer = tiny_tokenizer("marked")
     torch.manual_seed(seed)
     values: dict[str, Any] = {
-        "vocab_size": len(tokenizer) + 8, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "rope_theta": 20000.0,
-        "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer) + 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+        "rope_theta": 20000.0,
+        "max_position_embeddings": 256,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
     LlamaForCausalLM(LlamaConfig(**(values | changes))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -142,7 +167,8 @@ def target_config(target: TargetModel) -> TargetConfig:
 
 
 def drafter_of(target: TargetModel, name: str, seed: int = 1) -> Any:
-    """A drafter of a variant whose weights have all been moved by noise, so that none can be forgotten unnoticed."""
+    """A drafter of a variant whose weights have all been moved by noise, so that none can be
+    forgotten unnoticed."""
     kind, values = VARIANTS[name]
     counts = torch.arange(target.info.vocab_size).flip(0) % 7
     config = get_kind(kind).config_class(**values)
@@ -162,7 +188,9 @@ def save(target: TargetModel, name: str, folder: Path, seed: int = 1) -> Path:
     return folder
 
 
-def write(target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any) -> ExportNotes:
+def write(
+    target: TargetModel, checkpoint: Path, out: Path, engine: str, **options: Any
+) -> ExportNotes:
     """Export a checkpoint."""
     read = prepare(checkpoint, engine)
     facts = Target.of(target_config(target), read.info)

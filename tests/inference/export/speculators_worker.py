@@ -1,6 +1,8 @@
-"""Runs in a Python that has vLLM's `speculators`: saves drafters of its classes with random weights, or loads folders of ours.
+"""Runs in a Python that has vLLM's `speculators`: saves drafters of its classes with random
+weights, or loads folders of ours.
 
-python speculators_worker.py JOB.json   {"do": "save" | "load", "target": folder, "out": folder, ...}
+python speculators_worker.py JOB.json   {"do": "save" | "load", "target": folder, "out": folder,
+...}
 """
 
 from __future__ import annotations
@@ -29,15 +31,31 @@ CLASSES = {
 def layer_config(target: Path, family: str, layers: int) -> Any:
     """The decoder layer of a drafter for a target, with full attention."""
     config = json.loads((target / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-             "vocab_size", "max_position_embeddings", "rope_parameters")  # fmt: skip
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+        "rope_parameters",
+    )
     found = {name: config[name] for name in names}
-    more = {"layer_types": ["full_attention"] * layers, "use_sliding_window": False} if family == "qwen3" else {}
-    return AutoConfig.for_model(family, num_hidden_layers=layers, tie_word_embeddings=False, **found, **more)
+    more = (
+        {"layer_types": ["full_attention"] * layers, "use_sliding_window": False}
+        if family == "qwen3"
+        else {}
+    )
+    return AutoConfig.for_model(
+        family, num_hidden_layers=layers, tie_word_embeddings=False, **found, **more
+    )
 
 
 def save(job: dict[str, Any]) -> None:
-    """A drafter with random weights, the target's embedding where the library copies it, and a random draft vocabulary."""
+    """A drafter with random weights, the target's embedding where the library copies it, and a
+    random draft vocabulary."""
     import importlib
 
     kind, target = job["kind"], Path(job["target"])
@@ -66,7 +84,9 @@ def save(job: dict[str, Any]) -> None:
     model.load_verifier_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            copied = name.startswith(("verifier", "embed_tokens")) or (name == "lm_head.weight" and not job.get("head"))
+            copied = name.startswith(("verifier", "embed_tokens")) or (
+                name == "lm_head.weight" and not job.get("head")
+            )
             if not copied or (name.startswith("embed_tokens") and kind == "peagle"):
                 parameter.copy_(0.3 * torch.randn(parameter.shape) + ("norm" in name))
     model.save_pretrained(job["out"])

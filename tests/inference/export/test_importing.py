@@ -1,4 +1,5 @@
-"""Drafters of other trainers, written by hand in each of their layouts, become checkpoints of ours; broken ones are refused."""
+"""Drafters of other trainers, written by hand in each of their layouts, become checkpoints of ours;
+broken ones are refused."""
 
 from __future__ import annotations
 
@@ -26,12 +27,20 @@ def sizes(target: TargetModel, **more: Any) -> dict[str, Any]:
     """config.json of a Llama layer that fits the target, in the spelling of transformers 4."""
     info = target.info
     return {
-        "hidden_size": info.hidden_size, "intermediate_size": info.intermediate_size,
-        "num_attention_heads": info.num_attention_heads, "num_key_value_heads": info.num_key_value_heads,
-        "head_dim": info.head_dim, "rms_norm_eps": info.rms_norm_eps, "rope_theta": info.rope_theta, "vocab_size": info.vocab_size,
-        "max_position_embeddings": info.max_position_embeddings, "hidden_act": "silu", "num_hidden_layers": 1,
-        "model_type": "llama", **more,
-    }  # fmt: skip
+        "hidden_size": info.hidden_size,
+        "intermediate_size": info.intermediate_size,
+        "num_attention_heads": info.num_attention_heads,
+        "num_key_value_heads": info.num_key_value_heads,
+        "head_dim": info.head_dim,
+        "rms_norm_eps": info.rms_norm_eps,
+        "rope_theta": info.rope_theta,
+        "vocab_size": info.vocab_size,
+        "max_position_embeddings": info.max_position_embeddings,
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "model_type": "llama",
+        **more,
+    }
 
 
 def folder_of(
@@ -62,7 +71,10 @@ def test_safeailab_eagle_1(target: TargetModel, tmp_path: Path) -> None:
     config = sizes(target, architectures=["LlamaForCausalLM"], bias=False)
     same(
         taken(
-            target, folder_of(tmp_path / "a", config, theirs, "pytorch_model.bin"), tmp_path / "out", "eagle"
+            target,
+            folder_of(tmp_path / "a", config, theirs, "pytorch_model.bin"),
+            tmp_path / "out",
+            "eagle",
         ),
         mine,
     )
@@ -80,11 +92,16 @@ def test_safeailab_eagle_1(target: TargetModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ids", ["none", "specforge"])
 def test_safeailab_and_specforge_eagle_3(target: TargetModel, tmp_path: Path, ids: str) -> None:
     mine = dict(drafter_of(target, "eagle3_plain").state_dict())
-    config = sizes(target, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40, head_dim=16)
+    config = sizes(
+        target, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40, head_dim=16
+    )
     wanted = [2, 3]  # what the engines read by default in six layers: 2, n // 2, n - 3
     if ids == "specforge":
         wanted = [1, 2, 5]
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 4], "use_aux_hidden_state": True}
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 4],
+            "use_aux_hidden_state": True,
+        }
         mine["fc.weight"] = torch.randn(H, 3 * H)
     else:
         mine["fc.weight"] = torch.randn(H, 2 * H)
@@ -111,7 +128,9 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
         assert not (tmp_path / "out").exists()
 
     refused(
-        "has no d2t, which says which", good, {name: value for name, value in mine.items() if name != "d2t"}
+        "has no d2t, which says which",
+        good,
+        {name: value for name, value in mine.items() if name != "d2t"},
     )
     refused("damaged", good, {**mine, "d2t": mine["d2t"] + torch.arange(40)})
     refused("t2d and d2t name different", good, {**mine, "t2d": ~mine["t2d"]})
@@ -135,12 +154,22 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
 def test_z_lab_dflash(target: TargetModel, tmp_path: Path) -> None:
     mine = dict(drafter_of(target, "dflash_token").state_dict())
     config = sizes(
-        target, architectures=["DFlashDraftModel"], model_type="qwen3", num_hidden_layers=3, block_size=5, num_target_layers=6,
-        layer_types=["full_attention"] * 3, dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 2, 3]},
-    )  # fmt: skip
+        target,
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        num_hidden_layers=3,
+        block_size=5,
+        num_target_layers=6,
+        layer_types=["full_attention"] * 3,
+        dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 2, 3]},
+    )
     same(taken(target, folder_of(tmp_path / "a", config, mine), tmp_path / "out", "dflash"), mine)
     stored = read_config(tmp_path / "out")["config"]
-    assert (stored["taps"], stored["mask_token_id"], stored["in_block"]) == ([1, 3, 4], 3, "bidirectional")
+    assert (stored["taps"], stored["mask_token_id"], stored["in_block"]) == (
+        [1, 3, 4],
+        3,
+        "bidirectional",
+    )
     swa = {**config, "layer_types": ["sliding_attention"] * 3, "sliding_window": 256}
     taken(target, folder_of(tmp_path / "b", swa, mine), tmp_path / "out2", "dflash")
     assert (
@@ -148,7 +177,9 @@ def test_z_lab_dflash(target: TargetModel, tmp_path: Path) -> None:
     )  # windows as long as any text: causal, nothing else
     with pytest.raises(UserError, match="see 16 tokens"):
         import_folder(
-            folder_of(tmp_path / "c", {**swa, "sliding_window": 16}, mine), target, tmp_path / "out3"
+            folder_of(tmp_path / "c", {**swa, "sliding_window": 16}, mine),
+            target,
+            tmp_path / "out3",
         )
     mixed = {**swa, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     with pytest.raises(UserError, match="mixes sliding and full"):
@@ -159,13 +190,24 @@ def test_deepspec_dspark(target: TargetModel, tmp_path: Path) -> None:
     for number, variant in enumerate(("dspark_gated", "dspark_rnn")):
         mine = dict(drafter_of(target, variant).state_dict())
         config = sizes(
-            target, architectures=["Qwen3DSparkModel"], model_type="qwen3", num_hidden_layers=3, block_size=5, mask_token_id=3,
-            target_layer_ids=[0, 2, 3], num_target_layers=6, markov_rank=6, markov_head_type=variant.removeprefix("dspark_"),
+            target,
+            architectures=["Qwen3DSparkModel"],
+            model_type="qwen3",
+            num_hidden_layers=3,
+            block_size=5,
+            mask_token_id=3,
+            target_layer_ids=[0, 2, 3],
+            num_target_layers=6,
+            markov_rank=6,
+            markov_head_type=variant.removeprefix("dspark_"),
             enable_confidence_head=False,
-        )  # fmt: skip
+        )
         same(
             taken(
-                target, folder_of(tmp_path / f"a{number}", config, mine), tmp_path / f"out{number}", "dflash"
+                target,
+                folder_of(tmp_path / f"a{number}", config, mine),
+                tmp_path / f"out{number}",
+                "dflash",
             ),
             mine,
         )
@@ -207,7 +249,9 @@ def test_legacy_medusa(target: TargetModel, tmp_path: Path) -> None:
     prefixed = {f"medusa_heads.{name}": value for name, value in old.items()}
     same(taken(target, folder_of(tmp_path / "v3", v2, prefixed), tmp_path / "c", "medusa"), mine)
     with pytest.raises(UserError, match="names 3 heads, the weights hold 2"):
-        import_folder(folder_of(tmp_path / "d", {**v2, "medusa_num_heads": 3}, old), target, tmp_path / "e")
+        import_folder(
+            folder_of(tmp_path / "d", {**v2, "medusa_num_heads": 3}, old), target, tmp_path / "e"
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -217,10 +261,19 @@ def test_plain_language_models(target: TargetModel, tmp_path: Path, family: str)
     size = target.info.vocab_size - 24 if family == "qwen2" else target.info.vocab_size
     torch.manual_seed(1)
     config = AutoConfig.for_model(
-        family, vocab_size=size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, tie_word_embeddings=family == "qwen3", sliding_window=None,
+        family,
+        vocab_size=size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=family == "qwen3",
+        sliding_window=None,
         rope_theta=7000.0,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, value in model.named_parameters():
         if name.endswith("bias"):
@@ -231,7 +284,10 @@ def test_plain_language_models(target: TargetModel, tmp_path: Path, family: str)
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     from heads.api.batch import TrainBatch
 
-    segments, mask = torch.ones_like(tokens, dtype=torch.int32), torch.ones_like(tokens, dtype=torch.bool)
+    segments, mask = (
+        torch.ones_like(tokens, dtype=torch.int32),
+        torch.ones_like(tokens, dtype=torch.bool),
+    )
     batch = TrainBatch(tokens, torch.arange(5)[None], segments, mask, None, None, None)
     with torch.no_grad():
         found = drafter.logits(drafter.sequence(batch))
@@ -240,9 +296,12 @@ def test_plain_language_models(target: TargetModel, tmp_path: Path, family: str)
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle", "eagle3_plain", "peagle", "dflash", "dspark", "medusa", "distilled_qwen2", "fastmtp"]
+    "name",
+    ["eagle", "eagle3_plain", "peagle", "dflash", "dspark", "medusa", "distilled_qwen2", "fastmtp"],
 )
-def test_what_is_imported_is_exported_as_it_was(target: TargetModel, tmp_path: Path, name: str) -> None:
+def test_what_is_imported_is_exported_as_it_was(
+    target: TargetModel, tmp_path: Path, name: str
+) -> None:
     write(target, save(target, name, tmp_path / "mine"), tmp_path / "theirs", "vllm")
     (tmp_path / "theirs" / "headstart_export.json").unlink()  # as if somebody else had written it
     import_folder(Folder.read(tmp_path / "theirs"), target, tmp_path / "ours")
@@ -250,7 +309,9 @@ def test_what_is_imported_is_exported_as_it_was(target: TargetModel, tmp_path: P
     mask = (token.get("dflash_config") or token).get("mask_token_id", -1)
     write(target, tmp_path / "ours", tmp_path / "again", "vllm", mask_token_id=mask)
     same(tensors(tmp_path / "again"), tensors(tmp_path / "theirs"))
-    left, right = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("again", "theirs"))
+    left, right = (
+        json.loads((tmp_path / part / "config.json").read_text()) for part in ("again", "theirs")
+    )
     assert left == right
 
 
@@ -286,7 +347,9 @@ class Harmful:
         return (print, ("executed",))
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_that_would_run_code_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save({"a": Harmful()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="Nothing in it was executed"):

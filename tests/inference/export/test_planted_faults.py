@@ -38,13 +38,20 @@ def planted(
     engine: str = "vllm",
     source: bool = True,
 ) -> Verdict:
-    """The verdict on an export into which a fault was put; without `source` all notes of ours are gone, as in other people's."""
+    """The verdict on an export into which a fault was put; without `source` all notes of ours are
+    gone, as in other people's."""
     mine = save(target, name, folder / "mine")
     write(target, mine, folder / "out", engine)
-    config, found = json.loads((folder / "out" / "config.json").read_text()), tensors(folder / "out")
+    config, found = (
+        json.loads((folder / "out" / "config.json").read_text()),
+        tensors(folder / "out"),
+    )
     change(config, found)
     (folder / "out" / "config.json").write_text(json.dumps(config))
-    save_file({key: value.contiguous() for key, value in found.items()}, folder / "out" / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in found.items()},
+        folder / "out" / "model.safetensors",
+    )
     notes = folder / "out" / "headstart_export.json"
     facts = json.loads(notes.read_text())
     facts["files"] = {}  # this check would see any change
@@ -91,7 +98,10 @@ def swapped_chunks(config: Config, weights: Weights) -> None:
 
 def shifted_heads(config: Config, weights: Weights) -> None:
     names = [name for name in weights if name.startswith("blocks.")]
-    moved = {f"blocks.{(int(n.split('.')[1]) + 1) % 3}.{n.split('.', 2)[2]}": weights.pop(n) for n in names}
+    moved = {
+        f"blocks.{(int(n.split('.')[1]) + 1) % 3}.{n.split('.', 2)[2]}": weights.pop(n)
+        for n in names
+    }
     weights.update(moved)
 
 
@@ -265,7 +275,9 @@ def test_a_changed_file_is_seen(target: TargetModel, tmp_path: Path) -> None:
     assert found.faults == ["files: 'config.json' has changed since the export"]
 
 
-def test_layers_that_both_engines_read_differently_are_told(target: TargetModel, tmp_path: Path) -> None:
+def test_layers_that_both_engines_read_differently_are_told(
+    target: TargetModel, tmp_path: Path
+) -> None:
     def change(config: Config, weights: Weights) -> None:
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(
             config["eagle_aux_hidden_state_layer_ids"]

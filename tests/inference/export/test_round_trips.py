@@ -1,4 +1,5 @@
-"""A drafter that is exported and imported is the same to the last bit; its folder computes what it computes."""
+"""A drafter that is exported and imported is the same to the last bit; its folder computes what it
+computes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_scaled_rotary_positions_of_the_target_are_followed(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["eagle3_plain", "dflash", "medusa"])
-def test_a_shorter_format_is_near_and_says_so(target: TargetModel, tmp_path: Path, name: str) -> None:
+def test_a_shorter_format_is_near_and_says_so(
+    target: TargetModel, tmp_path: Path, name: str
+) -> None:
     mine = save(target, name, tmp_path / "mine")
     write(target, mine, tmp_path / "out", "vllm", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,4 +1,5 @@
-"""The Medusa proposer that vLLM loads: its drafts are our Medusa's, its rows those of the last sampled tokens."""
+"""The Medusa proposer that vLLM loads: its drafts are our Medusa's, its rows those of the last
+sampled tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class Runner:
         self.drafter = drafter
 
     def propose_draft_token_ids(
-        self, scheduler_output: Any, sampled_token_ids: Any, sample_hidden_states: Any, spec_decode_metadata: Any
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sample_hidden_states: Any,
+        spec_decode_metadata: Any,
     ) -> Any:
         return self.drafter.propose(sampled_token_ids, [0], torch.zeros(1, 1), slot_mappings=None)
 
@@ -36,7 +41,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> type:
     """A vLLM whose runner is a fresh copy of `Runner`."""
-    made = type("GPUModelRunner", (Runner,), {"propose_draft_token_ids": Runner.propose_draft_token_ids})
+    made = type(
+        "GPUModelRunner", (Runner,), {"propose_draft_token_ids": Runner.propose_draft_token_ids}
+    )
     name = "vllm.v1.worker.gpu_model_runner"
     for part in ("vllm", "vllm.v1", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
@@ -59,8 +66,14 @@ def folder(target: TargetModel, tmp_path: Path, request: pytest.FixtureRequest) 
     return tmp_path / "export"
 
 
-@pytest.mark.parametrize(("folder", "name"), [("medusa", "medusa"), ("medusa_heads", "medusa_heads")], indirect=["folder"])
-def test_it_drafts_what_our_medusa_drafts(folder: Path, name: str, runner: type, target: TargetModel) -> None:
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("medusa", "medusa"), ("medusa_heads", "medusa_heads")],
+    indirect=["folder"],
+)
+def test_it_drafts_what_our_medusa_drafts(
+    folder: Path, name: str, runner: type, target: TargetModel
+) -> None:
     ours = drafter_of(target, name)
     heads = ours.config.num_heads
     proposer = MedusaProposer(settings(folder, heads))
@@ -70,21 +83,29 @@ def test_it_drafts_what_our_medusa_drafts(folder: Path, name: str, runner: type,
         expected = ours._head_logits(states, heads).argmax(-1).T
     assert torch.equal(proposer.draft(states), expected)
     metadata = SimpleNamespace(num_draft_tokens=[heads, 0, heads])
-    sampled = [[7, 7], [5], []]  # two taken of three; a prompt that was just read; one that is still being read
+    # two taken of three; a prompt that was just read; one that is still being read
+    sampled = [[7, 7], [5], []]
     rows = [1, heads + 1, heads + 2]
-    found = runner(proposer).propose_draft_token_ids(None, sampled, states, spec_decode_metadata=metadata)
+    found = runner(proposer).propose_draft_token_ids(
+        None, sampled, states, spec_decode_metadata=metadata
+    )
     assert found == [expected[rows[0]].tolist(), expected[rows[1]].tolist(), []]
     first = runner(proposer).propose_draft_token_ids(None, [[3], [4]], states[:2], None)
     assert first == expected[:2].tolist()
     again = MedusaProposer(settings(folder, heads))  # the runner is wrapped once
     again.load_model(target.model)
-    assert runner(again).propose_draft_token_ids(None, [[3]], states[:1], None) == expected[:1].tolist()
+    assert (
+        runner(again).propose_draft_token_ids(None, [[3]], states[:1], None)
+        == expected[:1].tolist()
+    )
 
 
 def test_rows_are_those_of_the_last_sampled_tokens() -> None:
     assert last_rows([1, 1, 1], None) == [0, 1, 2]
     drafted, sampled = [3, 0, 3, 2], [4, 1, 1, 0]
-    marks = [(request, place) for request, count in enumerate(drafted) for place in range(count + 1)]
+    marks = [
+        (request, place) for request, count in enumerate(drafted) for place in range(count + 1)
+    ]
     expected = [marks.index((request, max(count - 1, 0))) for request, count in enumerate(sampled)]
     assert last_rows(sampled, drafted) == expected
 
@@ -99,16 +120,22 @@ def test_other_drafters_of_the_same_runner_are_left_alone(folder: Path, runner: 
     assert runner(Other()).propose_draft_token_ids(None, [[1]], None, None) == "drafts"
 
 
-def test_what_cannot_work_is_said_at_the_start(folder: Path, runner: type, target: TargetModel) -> None:
+def test_what_cannot_work_is_said_at_the_start(
+    folder: Path, runner: type, target: TargetModel
+) -> None:
     with pytest.raises(ValueError, match="additional_config must name the exported Medusa folder"):
         MedusaProposer(settings(None, 1))
     with pytest.raises(ValueError, match=r"num_speculative_tokens is 9, but .* has 3 heads"):
         MedusaProposer(settings(folder, 9))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"is incomplete: it has no tensor 'blocks\.0\.layers\.2\.weight'"):
+    with pytest.raises(
+        ValueError, match=r"is incomplete: it has no tensor 'blocks\.0\.layers\.2\.weight'"
+    ):
         MedusaProposer(settings(folder, 3)).load_model(target.model)
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["LlamaForCausalLM"]})
+    )
     with pytest.raises(ValueError, match="is no Medusa export"):
         MedusaProposer(settings(folder, 1))
     (folder / "config.json").write_text(json.dumps(config))

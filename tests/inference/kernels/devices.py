@@ -1,4 +1,5 @@
-"""Where kernels are tested: interpreted on the CPU, compiled on a GPU, never the other way round."""
+"""Where kernels are tested: interpreted on the CPU, compiled on a GPU, never the other way
+round."""
 
 from __future__ import annotations
 
@@ -10,4 +11,7 @@ ON_CPU = pytest.mark.skipif(not interpreted(), reason="on the CPU kernels need T
 ON_CUDA = pytest.mark.skipif(
     interpreted(), reason="TRITON_INTERPRET=1 would interpret the kernel on a GPU too"
 )
-DEVICES = [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=[pytest.mark.gpu, ON_CUDA])]
+DEVICES = [
+    pytest.param("cpu", marks=ON_CPU),
+    pytest.param("cuda", marks=[pytest.mark.gpu, ON_CUDA]),
+]

@@ -1,10 +1,10 @@
-"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts much that
-the compiler does not.
+"""Compiles every kernel for Hopper GPUs (sm_90) on a machine without one: the interpreter accepts
+much that the compiler does not.
 
-`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels' own host
-functions with CPU tensors and with launching taken out, so that what is compiled is what a GPU would be
-given. Prints a line of JSON per kernel: kernel, shared (bytes), spilled (bytes of registers per thread that
-went to memory), wgmma (Hopper's matrix instructions are used).
+`python -m tests.inference.kernels.hopper`, in a process with TRITON_INTERPRET=0, calls the kernels'
+own host functions with CPU tensors and with launching taken out, so that what is compiled is what a
+GPU would be given. Prints a line of JSON per kernel: kernel, shared (bytes), spilled (bytes of
+registers per thread that went to memory), wgmma (Hopper's matrix instructions are used).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def attention(op: Op) -> None:
-    """An 8B Llama's heads with 64 nodes; then a lone node with everything that models ask for at once."""
+    """An 8B Llama's heads with 64 nodes; then a lone node with everything that models ask for at
+    once."""
     for nodes, size, more in (
         (64, 128, {}),
         (1, 80, {"window": 500, "softcap": 30.0, "sinks": zeros(32, dtype=torch.bfloat16)}),
@@ -68,7 +69,9 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
         zeros(2, 64), zeros(2, 64), TokenTree.from_choices([[0], [1], [0, 0]])
     ),
     "gumbel_noise": lambda op: op.triton()(zeros(2), zeros(2, 64), zeros(1000)),
-    "noise_pick": lambda op: op.triton()(zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7),
+    "noise_pick": lambda op: op.triton()(
+        zeros(2, 6, 1000, dtype=torch.bfloat16), zeros(2, 6), zeros(2), 0.7
+    ),
     "residual_blocks": lambda op: op.triton()(
         *(zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 5, 256), (4, 256, 256), (4, 256)))
     ),
@@ -77,8 +80,8 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
 
 
 def compile_only() -> list[Any]:
-    """From now on kernels are compiled when they are called, and kept in the returned list instead of being
-    launched.
+    """From now on kernels are compiled when they are called, and kept in the returned list instead
+    of being launched.
     """
     driver.set_active(Hopper())
     compiled: list[Any] = []
@@ -93,8 +96,8 @@ def compile_only() -> list[Any]:
 
 
 def spilled(cubin: bytes) -> int:
-    """Bytes of stack per thread, which these kernels have no other use for than registers that did not
-    fit.
+    """Bytes of stack per thread, which these kernels have no other use for than registers that did
+    not fit.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"

@@ -1,4 +1,5 @@
-"""The walk and the compaction: Triton kernels and torch references against loops that a person can read."""
+"""The walk and the compaction: Triton kernels and torch references against loops that a person can
+read."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.inference.kernels.devices import DEVICES, ON_CPU
 Move = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
+# The walk
 
 
 def tree_of(shape: str, nodes: int, rows: int, device: str) -> TokenTree:
@@ -38,7 +39,8 @@ def tree_of(shape: str, nodes: int, rows: int, device: str) -> TokenTree:
 
 
 def slow_walk(tokens: list[int], picks: list[int], parents: list[int]) -> tuple[list[int], bool]:
-    """The path to the deepest node whose whole path was picked (of several the lowest-numbered), and whether it has children."""
+    """The path to the deepest node whose whole path was picked (of several the lowest-numbered),
+    and whether it has children."""
     reached = [[0]]
     for node in range(1, len(tokens)):
         for path in list(reached):
@@ -82,7 +84,8 @@ def test_walks_are_equal(shape: str, nodes: int, device: str) -> None:
 
 @ON_CPU
 def test_of_siblings_with_one_token_the_one_that_leads_deeper_wins() -> None:
-    """0 -> 1, 2, 3, all with the pick of 0; behind 2 and 3 stands the pick of 2 and 3, behind 1 nothing."""
+    """0 -> 1, 2, 3, all with the pick of 0; behind 2 and 3 stands the pick of 2 and 3, behind 1
+    nothing."""
     tree = TokenTree.from_parents(torch.tensor([[0, 0, 0, 0, 2, 3]]), 2)
     tokens, picks = torch.tensor([[5, 7, 7, 7, 8, 8]]), torch.tensor([[7, 8, 8, 8, 0, 0]])
     for run in (walk, ACCEPT_WALK.triton()):
@@ -91,10 +94,12 @@ def test_of_siblings_with_one_token_the_one_that_leads_deeper_wins() -> None:
         assert found.has_children.tolist() == [False]
 
 
-# --- the compaction ---------------------------------------------------------------------------------------------------
+# The compaction
 
 
-def slow_move(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None) -> None:
+def slow_move(
+    keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None
+) -> None:
     """Slot by slot, out of a copy."""
     for storage in (keys, values):
         old = storage.clone()
@@ -104,19 +109,29 @@ def slow_move(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accep
                 storage[:, row, :, length + place] = old[:, row, :, length + int(path[row, place])]
 
 
-def eager_move(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None) -> None:
-    """What a kernel without a barrier may do: slots are written, last ones first, before others have been read."""
+def eager_move(
+    keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None
+) -> None:
+    """What a kernel without a barrier may do: slots are written, last ones first, before others
+    have been read."""
     for storage in (keys, values):
         for row, length in enumerate(lengths.tolist()):
             last = path.shape[1] - 1 if accepted is None else int(accepted[row])
             for place in reversed(range(last + 1)):
-                storage[:, row, :, length + place] = storage[:, row, :, length + int(path[row, place])]
+                storage[:, row, :, length + place] = storage[
+                    :, row, :, length + int(path[row, place])
+                ]
 
 
 def case(
-    dtype: torch.dtype, nodes: int, depth: int, sizes: tuple[int, int] = (24, 80), device: str = "cpu"
+    dtype: torch.dtype,
+    nodes: int,
+    depth: int,
+    sizes: tuple[int, int] = (24, 80),
+    device: str = "cpu",
 ) -> Move:
-    """Random storages of 3 layers, rows of lengths 0, 5 and 9 with ascending paths of 0 to `depth` accepted nodes."""
+    """Random storages of 3 layers, rows of lengths 0, 5 and 9 with ascending paths of 0 to `depth`
+    accepted nodes."""
     torch.manual_seed(nodes)
     rows, lengths = 3, torch.tensor([0, 5, 9])
     storages = [torch.randn(3, rows, 2, 9 + nodes, size).to(dtype) for size in sizes]
@@ -137,7 +152,9 @@ def after(move: Callable[..., Any], given: Move) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (33, 8), (64, 20), (65, 3)])
-def test_moves_are_equal_bit_by_bit(nodes: int, depth: int, dtype: torch.dtype, device: str) -> None:
+def test_moves_are_equal_bit_by_bit(
+    nodes: int, depth: int, dtype: torch.dtype, device: str
+) -> None:
     given = case(dtype, nodes, depth, device=device)
     expected = after(slow_move, given)
     for move in (reference_commit.compact, COMPACT.triton()):
@@ -156,7 +173,8 @@ def test_without_counts_the_whole_path_moves(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sources_and_targets_overlap(device: str) -> None:
-    """Path 0, 2, 3, 5: slot 2 is read for place 1 and written for place 2, slot 3 read for place 2 and written for place 3."""
+    """Path 0, 2, 3, 5: slot 2 is read for place 1 and written for place 2, slot 3 read for place 2
+    and written for place 3."""
     keys, values, lengths, _, _ = case(torch.float32, 8, 3)
     path, accepted = torch.tensor([[0, 2, 3, 5]] * 3), torch.tensor([3, 3, 2])
     given: Move = tuple(t.to(device) for t in (keys, values, lengths, path, accepted))  # type: ignore[assignment]
@@ -165,12 +183,15 @@ def test_sources_and_targets_overlap(device: str) -> None:
         found = after(move, given)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     wrong = after(eager_move, given)
-    assert not torch.equal(wrong[0], expected[0]), "the case must catch a move that writes before it has read"
+    assert not torch.equal(wrong[0], expected[0]), (
+        "the case must catch a move that writes before it has read"
+    )
 
 
 @ON_CPU
 def test_a_path_wider_than_the_tree_names_no_slot_behind_the_cache() -> None:
-    """A dynamic tree may have fewer nodes than its depth allows: places behind the accepted ones are not touched."""
+    """A dynamic tree may have fewer nodes than its depth allows: places behind the accepted ones
+    are not touched."""
     path, accepted = torch.tensor([[0, 1, 0, 0, 0]]), torch.tensor([1])
     for move in (reference_commit.compact, COMPACT.triton()):
         keys, values = torch.randn(1, 1, 1, 6, 4), torch.randn(1, 1, 1, 6, 4)

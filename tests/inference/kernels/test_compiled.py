@@ -1,8 +1,9 @@
 """The kernels of commit, noise and heads compile to machine code for a GPU, without one.
 
-The interpreter takes Python that Triton's compiler refuses, and says nothing about what comes out. Looked at here: that every
-kernel compiles for the oldest GPU that is supported, that nothing computes in 64-bit floats, and that the compaction's barrier
-stands between its loads and its stores.
+The interpreter takes Python that Triton's compiler refuses, and says nothing about what comes out.
+Looked at here: that every kernel compiles for the oldest GPU that is supported, that nothing
+computes in 64-bit floats, and that the compaction's barrier stands between its loads and its
+stores.
 """
 
 from __future__ import annotations
@@ -67,11 +68,22 @@ JOBS = [
         {**PICK, "temperature": "fp32"},
         {"NOISE": True, "NAMED": True, "BLOCK": 1024},
     ),
-    ("noise_pick", "_merge_kernel", {"scores": "*i32", "columns": "*i32", "picks": INT64}, {"SPLITS": 64}),
+    (
+        "noise_pick",
+        "_merge_kernel",
+        {"scores": "*i32", "columns": "*i32", "picks": INT64},
+        {"SPLITS": 64},
+    ),
     (
         "noise_pick",
         "_noise_kernel",
-        {"positions": INT64, "seeds": INT64, "token_ids": INT64, "noise": "*fp32", "bits_out": "*i32"},
+        {
+            "positions": INT64,
+            "seeds": INT64,
+            "token_ids": INT64,
+            "noise": "*fp32",
+            "bits_out": "*i32",
+        },
         {"BITS": True, "BLOCK": 1024},
     ),
     (
@@ -86,13 +98,20 @@ JOBS = [
 @pytest.mark.slow
 def test_kernels_compile_without_a_gpu(tmp_path: Path, repository: Path) -> None:
     jobs = [
-        {"module": f"inference.kernels.{module}", "kernel": kernel, "types": types, "constants": constants}
+        {
+            "module": f"inference.kernels.{module}",
+            "kernel": kernel,
+            "types": types,
+            "constants": constants,
+        }
         for module, kernel, types, constants in JOBS
     ]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(repository), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, json.dumps(jobs), str(CAPABILITY)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {kernel for _, kernel, _, _ in JOBS}
@@ -102,6 +121,10 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path, repository: Path) -> None
     assert re.search(r"mma\.sync", found["_residual_kernel"]["ptx"]), (
         "the product must run on the tensor cores"
     )
-    order = re.findall(r"ld\.global\S*b16|bar\.sync|st\.global\S*b16", found["_compact_kernel"]["ptx"])
+    order = re.findall(
+        r"ld\.global\S*b16|bar\.sync|st\.global\S*b16", found["_compact_kernel"]["ptx"]
+    )
     kinds = "".join({"l": "L", "b": "|", "s": "S"}[word[0]] for word in order)
-    assert re.fullmatch(r"(L+\|S+){2}", kinds), f"keys and values: loads, a barrier, stores; found {kinds}"
+    assert re.fullmatch(r"(L+\|S+){2}", kinds), (
+        f"keys and values: loads, a barrier, stores; found {kinds}"
+    )

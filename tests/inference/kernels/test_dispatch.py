@@ -1,4 +1,5 @@
-"""Which implementation of a kernel runs, what is said about it, and that none of it needs triton."""
+"""Which implementation of a kernel runs, what is said about it, and that none of it needs
+triton."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Op:
-    """An operation whose implementations tell themselves apart: the reference takes the absolute value, the
-    kernel negates.
+    """An operation whose implementations tell themselves apart: the reference takes the absolute
+    value, the kernel negates.
     """
     monkeypatch.setattr(dispatch, "OPS", {})
     return Op("fake", torch.abs, "torch:neg", FLOATS)
 
 
-def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str = "3.6.0") -> None:
+def with_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str = "3.6.0"
+) -> None:
     """Pretend that there is a GPU of this compute capability, and this triton."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(dispatch, "triton_version", lambda: version)
@@ -52,7 +55,9 @@ def test_the_kernel_runs_on_a_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> No
     assert choose(op, "cuda:0") == Choice("triton", "CUDA device with triton 3.6.0")
 
 
-def test_a_gpu_too_old_for_triton_gets_the_reference(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_too_old_for_triton_gets_the_reference(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_gpu(monkeypatch, (7, 5))
     assert choose(op, "cuda").implementation == "reference"
     assert "7.5" in choose(op, "cuda").why
@@ -79,22 +84,30 @@ def test_the_reference_can_be_demanded(op: Op, monkeypatch: pytest.MonkeyPatch) 
 
 
 @ON_CPU
-def test_the_kernel_can_be_demanded_under_the_interpreter(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_can_be_demanded_under_the_interpreter(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "triton")
     assert choose(op, "cpu").implementation == "triton"
     assert op(torch.tensor([3.0])) == -3.0
 
 
-def test_a_demand_that_cannot_be_met_says_what_to_do(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demand_that_cannot_be_met_says_what_to_do(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.delenv(dispatch.INTERPRET, raising=False)
-    with pytest.raises(UserError, match=r"fake cannot run on cpu: CPU: .*Use HEADSTART_KERNELS=auto"):
+    with pytest.raises(
+        UserError, match=r"fake cannot run on cpu: CPU: .*Use HEADSTART_KERNELS=auto"
+    ):
         op(torch.tensor([3.0]))
 
 
 def test_an_unknown_override_is_refused(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "trition")
-    with pytest.raises(UserError, match="Did you mean 'triton'\\? Allowed: auto, reference, triton"):
+    with pytest.raises(
+        UserError, match="Did you mean 'triton'\\? Allowed: auto, reference, triton"
+    ):
         choose(op, "cpu")
 
 
@@ -135,7 +148,11 @@ def test_without_triton_the_references_work(repository: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(repository)}
     environment.pop(VARIABLE, None)
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_TRITON],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "no triton installed"

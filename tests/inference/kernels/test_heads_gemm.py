@@ -1,4 +1,5 @@
-"""The residual blocks of all draft heads in one launch: the kernel and the torch reference against the same in float64."""
+"""The residual blocks of all draft heads in one launch: the kernel and the torch reference against
+the same in float64."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_equals_the_product_in_float64(
 ) -> None:
     given = case(heads, rows, hidden, dtype)
     expected = loop(*given)
-    # one rounding of the result, and what float32 sums of `hidden` products may lose; the reference rounds three times
+    # one rounding of the result, and what float32 sums of `hidden` products may lose; the reference
+    # rounds three times
     one = LAST_PLACE[dtype] * expected.abs() + 1e-5
     on_device = [t.to(device) for t in given]
     found = RESIDUAL_BLOCKS.triton()(*on_device)
@@ -71,11 +73,14 @@ def test_the_reference_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ON_CPU
 def test_all_heads_read_the_same_states() -> None:
-    """Medusa's first block is given an expanded tensor: nothing may be read with the stride of a copied one."""
+    """Medusa's first block is given an expanded tensor: nothing may be read with the stride of a
+    copied one."""
     states, weight, bias = case(3, 4, 40, torch.float32)
     shared = states[:1].expand(3, 4, 40)
     found = RESIDUAL_BLOCKS.triton()(shared, weight, bias)
-    torch.testing.assert_close(found, reference_heads.residual_blocks(shared.contiguous(), weight, bias))
+    torch.testing.assert_close(
+        found, reference_heads.residual_blocks(shared.contiguous(), weight, bias)
+    )
     assert not torch.allclose(found, reference_heads.residual_blocks(states, weight, bias)), (
         "heads must differ"
     )

@@ -1,4 +1,5 @@
-"""The noise and the pick with it: Triton kernels against the torch reference and against logarithms in float64."""
+"""The noise and the pick with it: Triton kernels against the torch reference and against logarithms
+in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +13,20 @@ from inference.decoding.sampling.distribution import SamplingSettings, shape_log
 from inference.kernels import noise_pick as kernels
 from inference.kernels.dispatch import VARIABLE
 from inference.kernels.noise_pick import _gumbel
-from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, gumbel_noise, noise_bits, noise_pick
+from inference.kernels.reference.noise import (
+    GUMBEL_NOISE,
+    NOISE_PICK,
+    gumbel_noise,
+    noise_bits,
+    noise_pick,
+)
 from tests.inference.kernels.devices import DEVICES, ON_CPU, ON_CUDA
 
 NAN, INF = float("nan"), float("inf")
 SEEDS = torch.tensor([0, 7, (1 << 62) + 12345678901])
 
 
-# --- the noise --------------------------------------------------------------------------------------------------------
+# The noise
 
 
 @triton.jit
@@ -33,13 +40,15 @@ def as_int32(values: Tensor) -> Tensor:
 
 
 def edge_bits() -> Tensor:
-    """2^17 bit patterns as int64: all powers of two and thirds of the range with their neighbours, both ends, and random ones."""
+    """2^17 bit patterns as int64: all powers of two and thirds of the range with their neighbours,
+    both ends, and random ones."""
     around = torch.arange(-300, 301)
     centres = [1 << power for power in range(33)] + [
         round(share * 2**32) for share in (1 / 3, 2 / 3, 5 / 6, 11 / 12)
     ]
     edges = torch.cat([centre + around for centre in centres])
-    # outer logarithm near zero: -log(1 - v) near 1, and near the borders 2/3 and 4/3 of its exponent
+    # outer logarithm near zero: -log(1 - v) near 1, and near the borders 2/3 and 4/3 of its
+    # exponent
     shares = 1 - torch.exp(-torch.tensor([1.0, 2 / 3, 4 / 3, 1 / 3, 8 / 3], dtype=torch.float64))
     edges = torch.cat([edges, *((share * 2**32).long() + around * 128 for share in shares)])
     ends = torch.cat([torch.arange(5000), 2**32 - 1 - torch.arange(5000)])
@@ -50,7 +59,8 @@ def edge_bits() -> Tensor:
 
 
 def units(noise: Tensor) -> Tensor:
-    """The last place of max(1, |g|), float64: what g is added to is larger than 1, so smaller errors of g mean nothing."""
+    """The last place of max(1, |g|), float64: what g is added to is larger than 1, so smaller
+    errors of g mean nothing."""
     size = noise.abs().clamp(min=1).float()
     return (torch.nextafter(size, torch.tensor(INF, device=size.device)) - size).double()
 
@@ -90,10 +100,12 @@ def test_bits_are_equal_and_the_noise_nearly(size: int, device: str) -> None:
     assert float(((noise.double() - expected).abs() / units(expected)).max()) <= 2
 
 
-# --- the pick ---------------------------------------------------------------------------------------------------------
+# The pick
 
 
-def random_logits(nodes: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def random_logits(
+    nodes: int, vocab: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(vocab)
     return (3 * torch.randn(3, nodes, vocab)).to(dtype), torch.randint(0, 5000, (3, nodes))
 
@@ -106,9 +118,12 @@ def kernel(
     temperature: float,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """The kernel's picks, brought back to the CPU, where the reference runs: torch's logarithms on a GPU are others."""
+    """The kernel's picks, brought back to the CPU, where the reference runs: torch's logarithms on
+    a GPU are others."""
     seeds, ids = (None if t is None else t.to(device) for t in (seeds, ids))
-    picks: Tensor = NOISE_PICK.triton()(logits.to(device), positions.to(device), seeds, temperature, ids)
+    picks: Tensor = NOISE_PICK.triton()(
+        logits.to(device), positions.to(device), seeds, temperature, ids
+    )
     return picks.cpu()
 
 
@@ -116,7 +131,9 @@ def kernel(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 1), (2, 1024), (1, 2500)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-def test_picks_are_equal(temperature: float, nodes: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+def test_picks_are_equal(
+    temperature: float, nodes: int, vocab: int, dtype: torch.dtype, device: str
+) -> None:
     logits, positions = random_logits(nodes, vocab, dtype)
     found = kernel(device, logits, positions, SEEDS, temperature)
     assert found.dtype == torch.int64
@@ -125,9 +142,14 @@ def test_picks_are_equal(temperature: float, nodes: int, vocab: int, dtype: torc
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("nodes", "temperature"), [(33, 1.0), (65, 0.0)])
-def test_picks_of_many_nodes_laid_out_another_way(nodes: int, temperature: float, device: str) -> None:
+def test_picks_of_many_nodes_laid_out_another_way(
+    nodes: int, temperature: float, device: str
+) -> None:
     """Medusa's logits are [heads, rows, V] turned around."""
-    logits, positions = torch.randn(nodes, 2, 90).to(device).transpose(0, 1), torch.arange(nodes).repeat(2, 1)
+    logits, positions = (
+        torch.randn(nodes, 2, 90).to(device).transpose(0, 1),
+        torch.arange(nodes).repeat(2, 1),
+    )
     assert not logits.is_contiguous()
     found = kernel(device, logits, positions, SEEDS[1:], temperature)
     assert torch.equal(found, noise_pick(logits.cpu(), positions, SEEDS[1:], temperature))
@@ -204,11 +226,15 @@ def test_special_logits_without_noise(name: str, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for seeds, temperature in ((SEEDS[1:2], 0.0), (None, 1.0)):
             given = (special(name).to(dtype), positions, seeds, temperature)
-            assert kernel(device, *given).tolist() == noise_pick(*given).tolist() == [[EXPECTED[name]]]
+            assert (
+                kernel(device, *given).tolist() == noise_pick(*given).tolist() == [[EXPECTED[name]]]
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["one column left", "nothing left", "infinite", "nan", "negative nan"])
+@pytest.mark.parametrize(
+    "name", ["one column left", "nothing left", "infinite", "nan", "negative nan"]
+)
 def test_special_logits_with_noise(name: str, device: str) -> None:
     given = (special(name), torch.tensor([[3]]), SEEDS[1:2], 0.5)
     assert kernel(device, *given).tolist() == noise_pick(*given).tolist() == [[EXPECTED[name]]]
@@ -216,7 +242,8 @@ def test_special_logits_with_noise(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_targets_pick_after_filters(device: str) -> None:
-    """Filters temper as well: what they leave is picked from at temperature 1, and what they removed never is."""
+    """Filters temper as well: what they leave is picked from at temperature 1, and what they
+    removed never is."""
     logits, positions = random_logits(4, 400)
     shaped = shape_logits(logits, SamplingSettings(temperature=1.3, top_k=20, top_p=0.9))
     found = kernel(device, shaped, positions, SEEDS, 1.0)
@@ -237,9 +264,12 @@ def test_a_large_vocabulary_on_a_gpu() -> None:
 
 @ON_CPU
 def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that float32 cannot tell apart: the kernel does not take float64, so the reference runs."""
+    """Logits that float32 cannot tell apart: the kernel does not take float64, so the reference
+    runs."""
     monkeypatch.setenv(VARIABLE, "triton")
     logits = torch.zeros(1, 1, 5, dtype=torch.float64)
     logits[..., 3] = 1e-12
     assert NOISE_PICK(logits, torch.zeros(1, 1, dtype=torch.int64), None, 0.0).tolist() == [[3]]
-    assert NOISE_PICK(logits.float() * 0, torch.zeros(1, 1, dtype=torch.int64), None, 0.0).tolist() == [[0]]
+    assert NOISE_PICK(
+        logits.float() * 0, torch.zeros(1, 1, dtype=torch.int64), None, 0.0
+    ).tolist() == [[0]]

@@ -53,12 +53,14 @@ Inputs = tuple[list[Tensor], dict[str, Any]]
 
 
 def tree_of(case: Case) -> TokenTree:
-    """A chain or a fan for all rows, one random tree for all rows ("static"), or one of its own for each
-    ("random").
+    """A chain or a fan for all rows, one random tree for all rows ("static"), or one of its own for
+    each ("random").
     """
     if case.shape == "chain":
         return TokenTree.chain(case.nodes - 1)
-    parents = torch.zeros(1 if case.shape != "random" else len(case.lengths), case.nodes, dtype=torch.int64)
+    parents = torch.zeros(
+        1 if case.shape != "random" else len(case.lengths), case.nodes, dtype=torch.int64
+    )
     if case.shape != "siblings":
         for node in range(1, case.nodes):
             for row in range(parents.shape[0]):
@@ -67,8 +69,8 @@ def tree_of(case: Case) -> TokenTree:
 
 
 def inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Positional and named arguments; slots that nobody has written hold NaN, buffers are strided as layers
-    of one storage are.
+    """Positional and named arguments; slots that nobody has written hold NaN, buffers are strided
+    as layers of one storage are.
     """
     torch.manual_seed(case.seed)
     tree, rows = tree_of(case), len(case.lengths)
@@ -89,8 +91,8 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
 
 
 def run_kernels(arguments: Inputs, split: int) -> Tensor:
-    """Under the interpreter with large blocks, of which fewer are slow; on a GPU as it is used, with the
-    smallest split.
+    """Under the interpreter with large blocks, of which fewer are slow; on a GPU as it is used,
+    with the smallest split.
     """
     from inference.kernels.tree_attention import Launch
 
@@ -102,7 +104,8 @@ def run_kernels(arguments: Inputs, split: int) -> Tensor:
 
 
 def in_float32(arguments: Inputs) -> Tensor:
-    """The reference, computed and returned in float32 from the very numbers that the kernel gets."""
+    """The reference, computed and returned in float32 from the very numbers that the kernel
+    gets."""
     (query, keys, values, *whole), named = arguments
     return tree_attention(query.float(), keys.float(), values.float(), *whole, **named)
 
@@ -117,7 +120,7 @@ def check(case: Case, device: str) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-# --- the reference ------------------------------------------------------------------------------------------
+# The reference
 
 
 def node_by_node(arguments: Inputs) -> Tensor:
@@ -134,7 +137,9 @@ def node_by_node(arguments: Inputs) -> Tensor:
             seen = [(slot, slot) for slot in range(length)] + path
             if named["window"] is not None:
                 here = length + int(depth[tree, node])
-                seen = [(slot, position) for slot, position in seen if here - position < named["window"]]
+                seen = [
+                    (slot, position) for slot, position in seen if here - position < named["window"]
+                ]
             for head in range(heads):
                 at = [slot for slot, _ in seen]
                 one = (
@@ -149,14 +154,18 @@ def node_by_node(arguments: Inputs) -> Tensor:
                 if named["sinks"] is not None:
                     total = total + named["sinks"][head].double().exp()
                 if total > 0:
-                    out[row, node, head] = weights @ values[row, head // groups, at].double() / total
+                    out[row, node, head] = (
+                        weights @ values[row, head // groups, at].double() / total
+                    )
     return out
 
 
 REFERENCE = {
     "random": Case(nodes=7, lengths=(5, 2), capacity=14),
     "static": Case(shape="static", nodes=34, lengths=(3, 0), capacity=40, groups=2, value_size=8),
-    "window and sinks": Case(shape="chain", nodes=6, lengths=(4, 9), capacity=16, window=3, sinks=True),
+    "window and sinks": Case(
+        shape="chain", nodes=6, lengths=(4, 9), capacity=16, window=3, sinks=True
+    ),
     "window and softcap": Case(
         nodes=19, lengths=(4, 9), capacity=30, window=3, softcap=2.0, key_heads=2, groups=1
     ),
@@ -169,11 +178,13 @@ def test_the_reference_equals_every_node_alone(case: Case) -> None:
     arguments = inputs(replace(case, dtype=torch.float64))
     positional, named = arguments
     expected = node_by_node(arguments)
-    torch.testing.assert_close(tree_attention(*positional, **named), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        tree_attention(*positional, **named), expected, rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(in_float32(arguments), expected.float(), rtol=1e-5, atol=1e-5)
 
 
-# --- the kernels --------------------------------------------------------------------------------------------
+# The kernels
 
 CASES = {
     "float16": Case(nodes=33, dtype=torch.float16, capacity=85),
@@ -193,7 +204,9 @@ CASES = {
     "one key head for all": Case(groups=8, lengths=(17, 33)),
     "softcap": Case(softcap=1.5),
     "sinks": Case(sinks=True, dtype=torch.bfloat16),
-    "all at once": Case(sinks=True, softcap=3.0, window=20, size=80, value_size=48, nodes=33, capacity=97),
+    "all at once": Case(
+        sinks=True, softcap=3.0, window=20, size=80, value_size=48, nodes=33, capacity=97
+    ),
     "80 columns": Case(size=80, dtype=torch.float16),
 }
 
@@ -230,8 +243,8 @@ def test_tiles_before_the_window_are_not_read(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_flipped_ancestor_bit_shows(device: str) -> None:
-    """The control of all the comparisons above: one bit of one node changes this node, by far more than they
-    tolerate.
+    """The control of all the comparisons above: one bit of one node changes this node, by far more
+    than they tolerate.
     """
     (query, keys, values, lengths, words, depth), named = inputs(Case(nodes=33), device)
     before = run_kernels(([query, keys, values, lengths, words, depth], named), 32)
@@ -245,8 +258,8 @@ def test_a_flipped_ancestor_bit_shows(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_comes_out_the_same_alone_and_in_any_capacity(device: str) -> None:
-    """Bit by bit: splits have a fixed size, so neither the batch nor the capacity changes the order of a
-    sum.
+    """Bit by bit: splits have a fixed size, so neither the batch nor the capacity changes the order
+    of a sum.
     """
     (query, keys, values, lengths, words, depth), named = inputs(Case(capacity=100), device)
     batch = run_kernels(([query, keys, values, lengths, words, depth], named), 32)
@@ -267,8 +280,12 @@ def test_the_launch_that_a_gpu_gets_gives_the_same() -> None:
 @ON_CPU
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024], ids=["4090", "A100", "H100"])
-def test_tiles_fit_into_the_shared_memory_of_smaller_gpus(shared: int, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize(
+    "shared", [99 * 1024, 163 * 1024, 227 * 1024], ids=["4090", "A100", "H100"]
+)
+def test_tiles_fit_into_the_shared_memory_of_smaller_gpus(
+    shared: int, dtype: torch.dtype, size: int
+) -> None:
     from inference.kernels.tree_attention import launch_config
 
     for rows in (1, 32, 256):
@@ -284,7 +301,9 @@ def test_the_scratch_memory_is_what_planning_is_told() -> None:
     class Scratch(TorchDispatchMode):
         taken = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
             if func is torch.ops.aten.new_empty.default and made.dtype == torch.float32:
                 self.taken += made.nbytes
@@ -333,7 +352,7 @@ def test_random_cases_on_a_gpu(case: Case) -> None:
     check(case, "cuda")
 
 
-# --- on a GPU, and for one ----------------------------------------------------------------------------------
+# On a GPU, and for one
 
 
 @pytest.mark.gpu
@@ -342,7 +361,9 @@ def test_random_cases_on_a_gpu(case: Case) -> None:
 @pytest.mark.parametrize("nodes", [1, 7, 64, 256])
 def test_sizes_of_real_models_on_a_gpu(nodes: int, size: int) -> None:
     for window in (None, 700):
-        case = Case(nodes=nodes, lengths=(1500, 17), capacity=2048, key_heads=8, size=size, window=window)
+        case = Case(
+            nodes=nodes, lengths=(1500, 17), capacity=2048, key_heads=8, size=size, window=window
+        )
         check(replace(case, dtype=torch.bfloat16, split=256), "cuda")
 
 
@@ -351,7 +372,13 @@ def test_sizes_of_real_models_on_a_gpu(nodes: int, size: int) -> None:
 def test_one_captured_graph_serves_every_length() -> None:
     """Lengths, trees and entries change in place between replays; the host says nothing."""
     case = Case(
-        nodes=33, lengths=(700, 3), capacity=1024, key_heads=2, size=64, dtype=torch.bfloat16, window=500
+        nodes=33,
+        lengths=(700, 3),
+        capacity=1024,
+        key_heads=2,
+        size=64,
+        dtype=torch.bfloat16,
+        window=500,
     )
     positional, named = inputs(case, "cuda")
     positional = [torch.nan_to_num(x) if x.is_floating_point() else x.clone() for x in positional]
@@ -366,7 +393,9 @@ def test_one_captured_graph_serves_every_length() -> None:
         for buffer, value in zip(positional, fresh, strict=True):
             buffer.copy_(torch.nan_to_num(value) if value.is_floating_point() else value)
         graph.replay()
-        torch.testing.assert_close(out.float(), in_float32((positional, named)), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            out.float(), in_float32((positional, named)), rtol=2e-2, atol=2e-2
+        )
 
 
 @pytest.mark.gpu
@@ -399,6 +428,7 @@ def test_all_kernels_compile_for_hopper(repository: Path, tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr[-3000:]
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
     large, lone = (kernel for kernel in kernels if kernel["kernel"] == "_split_kernel")
-    # what `launch_config` counts on: two programs per SM, nothing spilled, Hopper's matrix instructions
+    # what `launch_config` counts on: two programs per SM, nothing spilled, Hopper's matrix
+    # instructions
     assert large["wgmma"] and 2 * (large["shared"] + 1024) <= 228 * 1024
     assert large["spilled"] == lone["spilled"] == 0

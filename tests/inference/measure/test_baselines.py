@@ -1,5 +1,5 @@
-"""Other people's loops on our prompts: the same texts, honest clocks, and a drafter that transformers and
-vLLM can load.
+"""Other people's loops on our prompts: the same texts, honest clocks, and a drafter that
+transformers and vLLM can load.
 """
 
 from __future__ import annotations
@@ -62,11 +62,21 @@ def arms(target: TargetModel) -> list[Arm]:
 
 
 def prompts() -> list[Prompt]:
-    texts = ["def add(a, b):", "What is a list?", "Hello!", "Write a function that adds two numbers."]
-    return [Prompt(f"p{n}", "x", messages=({"role": "user", "content": t},)) for n, t in enumerate(texts)]
+    texts = [
+        "def add(a, b):",
+        "What is a list?",
+        "Hello!",
+        "Write a function that adds two numbers.",
+    ]
+    return [
+        Prompt(f"p{n}", "x", messages=({"role": "user", "content": t},))
+        for n, t in enumerate(texts)
+    ]
 
 
-def test_every_loop_gives_our_text_and_accounts_for_every_token(target: TargetModel, arms: list[Arm]) -> None:
+def test_every_loop_gives_our_text_and_accounts_for_every_token(
+    target: TargetModel, arms: list[Arm]
+) -> None:
     peers = make_peers(BaselinesConfig(transformers=TRANSFORMERS, lookup_tokens=4), target, arms)
     assert [peer.name for peer in peers] == [f"transformers_{mode}" for mode in TRANSFORMERS]
     assert peers[1].options["assistant_model"] is peers[2].options["assistant_model"]  # loaded once
@@ -104,14 +114,18 @@ def test_a_distilled_drafter_is_the_llama_that_transformers_loads(
     with torch.no_grad():  # fresh norms are one and fresh biases zero
         for name, parameter in drafter.named_parameters():
             if name.endswith("bias") or "_norm" in name:
-                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+                parameter += torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(3)
+                )
     model = AutoModelForCausalLM.from_pretrained(write_llama(drafter, target, tmp_path))
     text = torch.tensor([target.tokenizer("What is a list? def add").input_ids])
     length = text.shape[1]
     tree, place = TokenTree.chain(4), torch.arange(length - 1)[None]
     valid = torch.ones(1, length - 1, dtype=torch.bool)
     state = drafter.start(TargetStates(text[:, :-1], text[:, 1:], place, valid), tree, length + 8)
-    noise = SharedNoise(SamplingSettings(), torch.zeros(1, dtype=torch.int64), target.info.vocab_size)
+    noise = SharedNoise(
+        SamplingSettings(), torch.zeros(1, dtype=torch.int64), target.info.vocab_size
+    )
     ours = drafter.propose(state, noise).tokens[0, 1:].tolist()
     theirs = model.generate(
         text,
@@ -136,7 +150,13 @@ def test_a_measurement_with_baselines_reports_them(
     measure(config, target, arms, prompts(), tmp_path, console=Console(quiet=True))
     report = read_report(tmp_path).to_dict()
     block = report["baselines"]
-    assert set(block) == {"baseline", "medusa", "small", "transformers_generate", "transformers_assisted"}
+    assert set(block) == {
+        "baseline",
+        "medusa",
+        "small",
+        "transformers_generate",
+        "transformers_assisted",
+    }
     for numbers in block.values():
         assert (numbers["sequences"], numbers["identical"], numbers["interleaved"]) == (6, 6, True)
         low, high = numbers["tokens_per_second_ci95"]
@@ -163,13 +183,15 @@ def test_what_cannot_be_compared_is_refused(target: TargetModel, arms: list[Arm]
     warm = replace(arms[0], decode=replace(DECODE, temperature=1.0))
     with pytest.raises(UserError, match=r"need decode\.temperature=0; given: 1\.0"):
         make_peers(wanted, target, [warm])
-    with pytest.raises(UserError, match=r"bench\.baselines\.transformers\[\d\] 'asisted' is unknown"):
+    with pytest.raises(
+        UserError, match=r"bench\.baselines\.transformers\[\d\] 'asisted' is unknown"
+    ):
         BaselinesConfig(transformers=("asisted",))
     with pytest.raises(UserError, match=r"bench\.baselines\.lookup_tokens must be at least 1"):
         BaselinesConfig(lookup_tokens=0)
 
 
-# ---- vLLM: the adapter, against a package that answers as vLLM does ------------------------------------------------
+# VLLM: the adapter, against a package that answers as vLLM does
 
 STAND_IN = '''
 """Answers like vLLM: reads the request's prompts, gives known texts, keeps counters."""
@@ -232,7 +254,9 @@ def stand_in(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (package / "sampling_params.py").write_text(kinds, encoding="utf-8")
     info = tmp_path / "site" / "vllm-9.9.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n", encoding="utf-8"
+    )
     requests: list[Request] = to_requests(prompts(), target.tokenizer, DECODE)
     found = [[list(c.request.tokens), c.tokens] for c in Engine(target, None, DECODE).run(requests)]
     found[-1][1] = [*found[-1][1][:-1], 0]  # one answer differs in its last token
@@ -241,7 +265,8 @@ def stand_in(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("STAND_IN_ANSWERS", str(answers))
     python = tmp_path / "python"
     python.write_text(
-        f"#!/bin/sh\nPYTHONPATH='{tmp_path / 'site'}' exec '{sys.executable}' \"$@\"\n", encoding="utf-8"
+        f"#!/bin/sh\nPYTHONPATH='{tmp_path / 'site'}' exec '{sys.executable}' \"$@\"\n",
+        encoding="utf-8",
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     return str(python)
@@ -254,13 +279,23 @@ def test_vllm_is_measured_in_its_own_process(
     config = BenchConfig(prompts_per_domain=4, repeats=2, warmup_prompts=1, baselines=baselines)
     measure(config, target, arms, prompts(), tmp_path / "out", console=Console(quiet=True))
     block = read_report(tmp_path / "out").to_dict()["baselines"]
-    assert {"vllm_plain", "vllm_ngram", "vllm_draft_model", "baseline", "medusa", "small"} == set(block)
-    ours = [r for r in (tmp_path / "out" / "records.jsonl").read_text().splitlines() if '"baseline"' in r]
+    assert {"vllm_plain", "vllm_ngram", "vllm_draft_model", "baseline", "medusa", "small"} == set(
+        block
+    )
+    ours = [
+        r
+        for r in (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+        if '"baseline"' in r
+    ]
     decoded = sum(len(json.loads(line)["tokens"]) - 1 for line in ours)
     measured = [json.loads(line)["prompt"] for line in ours]
     for name in ("vllm_plain", "vllm_ngram", "vllm_draft_model"):
         numbers = block[name]
-        assert (numbers["version"], numbers["interleaved"], numbers["sequences"]) == ("9.9", False, 6)
+        assert (numbers["version"], numbers["interleaved"], numbers["sequences"]) == (
+            "9.9",
+            False,
+            6,
+        )
         assert numbers["tokens_per_second"] == pytest.approx(decoded / (6 * 0.5))
         assert numbers["tau"] == (1.0 if name == "vllm_plain" else 4.0)
         assert numbers["ratio"] == pytest.approx(
@@ -270,14 +305,21 @@ def test_vllm_is_measured_in_its_own_process(
 
 
 def test_vllms_failures_are_quoted(
-    target: TargetModel, arms: list[Arm], stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel,
+    arms: list[Arm],
+    stand_in: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("inference.measure.metrics.TIMING_NOISE", 100.0)  # two prompts on a busy machine: no statement on speed
+    # two prompts on a busy machine: no statement on speed
+    monkeypatch.setattr("inference.measure.metrics.TIMING_NOISE", 100.0)
 
     def run(baselines: BaselinesConfig, decode: DecodeConfig = DECODE) -> None:
         config = BenchConfig(prompts_per_domain=2, compare_noise=False, baselines=baselines)
         contestants = [replace(arm, decode=decode) for arm in arms]
-        measure(config, target, contestants, prompts(), tmp_path / "out", console=Console(quiet=True))
+        measure(
+            config, target, contestants, prompts(), tmp_path / "out", console=Console(quiet=True)
+        )
 
     with pytest.raises(
         UserError, match=r"vLLM \(draft_model\) failed: .*too many tokens for this engine"

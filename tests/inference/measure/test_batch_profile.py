@@ -1,4 +1,5 @@
-"""The batch profile: both arms answer the same requests, draft lengths are told apart, and the best one wins."""
+"""The batch profile: both arms answer the same requests, draft lengths are told apart, and the best
+one wins."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ DECODE = DecodeConfig(depth=3, max_new_tokens=13)
 def prompts(count: int = 5) -> list[Prompt]:
     generator = torch.Generator().manual_seed(11)
     return [
-        Prompt(f"p{n}", "x", tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()))
+        Prompt(
+            f"p{n}",
+            "x",
+            tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()),
+        )
         for n in range(count)
     ]
 
@@ -52,8 +57,8 @@ def known(target: TargetModel, requests: list[Request]) -> dict[tuple[int, ...],
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
-    """A clock without noise (1 ms a step whatever the batch, 0.2 ms per drafted depth), and a log of the
-    runs.
+    """A clock without noise (1 ms a step whatever the batch, 0.2 ms per drafted depth), and a log
+    of the runs.
     """
     log: list[tuple[str, int, tuple[int, ...]]] = []
     run = Engine.run
@@ -70,7 +75,11 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, .
         }
         name = type(engine.drafter).__name__ if engine.drafter else "plain"
         log.append(
-            (f"{name} {engine.tree.max_depth}", engine.decode.batch_size, tuple(r.seed for r in waiting))
+            (
+                f"{name} {engine.tree.max_depth}",
+                engine.decode.batch_size,
+                tuple(r.seed for r in waiting),
+            )
         )
         yield from done
 
@@ -85,14 +94,18 @@ def ids() -> list[str]:
 def test_both_arms_answer_the_same_requests_in_turn(
     target: TargetModel, requests: list[Request], known: Any, steady: list[Any]
 ) -> None:
-    arms = [Arm("right", AlwaysRight(known, VOCAB), DECODE), Arm("wrong", AlwaysWrong(known, VOCAB), DECODE)]
+    arms = [
+        Arm("right", AlwaysRight(known, VOCAB), DECODE),
+        Arm("wrong", AlwaysWrong(known, VOCAB), DECODE),
+    ]
     config = ProfileConfig(batches=(1, 2), blocks=3, refills=2)
     block = profile(config, target, arms, requests, ids(), seed=0)
     points = {(p.arm, p.batch, p.depth): p for p in block.points}
     assert set(points) == {(a, b, d) for a in ("right", "wrong") for b in (1, 2) for d in (1, 2, 3)}
     for (arm, _, depth), point in points.items():
         step = 1 + 0.2 * depth
-        assert point.tau == (depth + 1 if arm == "right" else 1.0)  # 12 committed tokens: 6, 4 or 3 passes
+        # 12 committed tokens: 6, 4 or 3 passes
+        assert point.tau == (depth + 1 if arm == "right" else 1.0)
         assert point.speedup == pytest.approx((depth + 1 if arm == "right" else 1) / step)
         assert point.speedup_ci95 == pytest.approx([point.speedup] * 2)
         assert point.baseline_tokens_per_second == pytest.approx(1000 * point.batch)
@@ -109,7 +122,12 @@ def test_both_arms_answer_the_same_requests_in_turn(
     for number in range(3):
         runs = measured[4 * number : 4 * number + 4]
         assert len({seeds for _, _, seeds in runs}) == 1  # the same requests for every draft length
-        assert {name for name, _, _ in runs} == {"plain 0", "AlwaysRight 1", "AlwaysRight 2", "AlwaysRight 3"}
+        assert {name for name, _, _ in runs} == {
+            "plain 0",
+            "AlwaysRight 1",
+            "AlwaysRight 2",
+            "AlwaysRight 3",
+        }
     assert [measured[4 * n][0] for n in range(3)] == [
         "plain 0",
         "AlwaysRight 1",
@@ -117,15 +135,18 @@ def test_both_arms_answer_the_same_requests_in_turn(
     ]  # taking turns
 
 
-def test_a_batch_of_two_gives_the_texts_of_single_runs(target: TargetModel, requests: list[Request]) -> None:
-    """The blocks hold whole prompts: what the profile decodes in batches is what the report decodes one by
-    one.
+def test_a_batch_of_two_gives_the_texts_of_single_runs(
+    target: TargetModel, requests: list[Request]
+) -> None:
+    """The blocks hold whole prompts: what the profile decodes in batches is what the report decodes
+    one by one.
     """
     config = ProfileConfig(batches=(2,), blocks=2, refills=2)
     blocks = make_blocks(config, target, Setting("batch", 2, 0, 0.0), DECODE, requests, ids())
     assert [len(block) for block in blocks] == [4, 4]
     assert [r.tokens for block in blocks for r in block][:5] == [r.tokens for r in requests]
-    assert len({r.seed for block in blocks for r in block}) == 8  # a prompt that comes again has another seed
+    # a prompt that comes again has another seed
+    assert len({r.seed for block in blocks for r in block}) == 8
     single = {r.tokens: next(iter(Engine(target, None, DECODE).run([r]))).tokens for r in requests}
     for done in Engine(target, None, replace(DECODE, batch_size=2)).run(blocks[0]):
         assert done.tokens == single[done.request.tokens]
@@ -139,7 +160,8 @@ def test_contexts_are_real_prompts_cut_in_front(
     assert len(long) == 30
     assert long[-len(requests[1].tokens) :] == requests[1].tokens
     before = long[: -len(requests[1].tokens)]
-    assert before[-len(requests[0].tokens) :] == requests[0].tokens  # the prompt before it stands before it
+    # the prompt before it stands before it
+    assert before[-len(requests[0].tokens) :] == requests[0].tokens
     arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
     config = ProfileConfig(contexts=(40, 20), temperatures=(0, 1), blocks=2, refills=1)
     block = profile(config, target, [arm], requests, ids(), seed=0)
@@ -149,7 +171,9 @@ def test_contexts_are_real_prompts_cut_in_front(
         ("temperature", 6, 0.0, 3),
         ("temperature", 6, 1.0, 3),
     ]
-    with pytest.raises(UserError, match=r"contexts holds 250; with decode\.max_new_tokens=13 .* at most 243"):
+    with pytest.raises(
+        UserError, match=r"contexts holds 250; with decode\.max_new_tokens=13 .* at most 243"
+    ):
         profile(ProfileConfig(contexts=(250,)), target, [arm], requests, ids(), seed=0)
 
 
@@ -200,7 +224,9 @@ def test_settings_are_checked(target: TargetModel, requests: list[Request], know
     with pytest.raises(UserError, match=r"bench\.profile\.blocks must be at least 1"):
         ProfileConfig(blocks=0)
     arm = Arm("right", AlwaysRight(known, VOCAB), DECODE)
-    with pytest.raises(UserError, match=r"arms names 'left', which is not measured. Measured: right"):
+    with pytest.raises(
+        UserError, match=r"arms names 'left', which is not measured. Measured: right"
+    ):
         profile(ProfileConfig(batches=(1,), arms=("left",)), target, [arm], requests, ids(), seed=0)
     with pytest.raises(UserError, match=r"bench\.profile\.depths .* deepest"):
         profile(ProfileConfig(batches=(1,), depths=(7,)), target, [arm], requests, ids(), seed=0)

@@ -1,5 +1,5 @@
-"""Prompts out of datasets: every bench group reads a table of its dataset's columns; files of all kinds;
-clear refusals.
+"""Prompts out of datasets: every bench group reads a table of its dataset's columns; files of all
+kinds; clear refusals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "challenge_test_list": [],
         }
     ],
-    "gsm8k": [{"question": "Two and two?", "answer": "#### 4"}, {"question": "Three?", "answer": "#### 3"}],
+    "gsm8k": [
+        {"question": "Two and two?", "answer": "#### 4"},
+        {"question": "Three?", "answer": "#### 3"},
+    ],
     "math500": [
         {
             "problem": "What is $1+1$?",
@@ -57,7 +60,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "mtbench": [
-        {"category": "writing", "prompt": ["Write a poem.", "Now shorter."], "reference": [], "prompt_id": 81}
+        {
+            "category": "writing",
+            "prompt": ["Write a poem.", "Now shorter."],
+            "reference": [],
+            "prompt_id": 81,
+        }
     ],
     "alpaca": [
         {"instruction": "Name a colour.", "input": "", "output": "Red", "text": "..."},
@@ -68,7 +76,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "wmt": [{"translation": {"de": "Guten Tag.", "en": "Good day."}}],
     "spec_bench": [
         {"question_id": 1, "category": "qa", "turns": ["Who?", "And why?"], "reference": []},
-        {"question_id": 2, "category": "translation", "turns": ["Say it in French."], "reference": []},
+        {
+            "question_id": 2,
+            "category": "translation",
+            "turns": ["Say it in French."],
+            "reference": [],
+        },
     ],
     "speed_bench": [
         {
@@ -117,7 +130,11 @@ WANTED = {
             "gsm8k",
             "Two and two?\nPlease reason step by step, and give your final answer at the end.",
         ),
-        ("gsm8k-1", "gsm8k", "Three?\nPlease reason step by step, and give your final answer at the end."),
+        (
+            "gsm8k-1",
+            "gsm8k",
+            "Three?\nPlease reason step by step, and give your final answer at the end.",
+        ),
     ],
     "math500": [
         (
@@ -127,12 +144,25 @@ WANTED = {
         )
     ],
     "mtbench": [("81", "writing", "Write a poem.")],
-    "alpaca": [("alpaca-0", "alpaca", "Name a colour."), ("alpaca-1", "alpaca", "Sort these.\n\nb, a")],
+    "alpaca": [
+        ("alpaca-0", "alpaca", "Name a colour."),
+        ("alpaca-1", "alpaca", "Sort these.\n\nb, a"),
+    ],
     "cnn_dailymail": [
-        ("abc", "cnn_dailymail", "Summarise the following article in a few sentences.\n\nSomething happened.")
+        (
+            "abc",
+            "cnn_dailymail",
+            "Summarise the following article in a few sentences.\n\nSomething happened.",
+        )
     ],
     "xsum": [("123", "xsum", "Summarise the following article in one sentence.\n\nA long story.")],
-    "wmt": [("wmt_de_en-0", "wmt_de_en", "Translate the following German text into English.\n\nGuten Tag.")],
+    "wmt": [
+        (
+            "wmt_de_en-0",
+            "wmt_de_en",
+            "Translate the following German text into English.\n\nGuten Tag.",
+        )
+    ],
     "spec_bench": [("1", "qa", "Who?"), ("2", "translation", "Say it in French.")],
     "speed_bench": [("q1", "coding", "Write a loop.")],
 }
@@ -149,7 +179,8 @@ def bench_of(name: str, *more: str) -> BenchConfig:
 
 
 def saved(name: str, folder: Path) -> Path:
-    """The rows of a bench group as its Hub repository holds them: parquet files by configuration and split."""
+    """The rows of a bench group as its Hub repository holds them: parquet files by configuration
+    and split."""
     needed = {"spec_bench": "bench.prompts=question.jsonl"}.get(name)
     dataset = bench_of(name, *([needed] if needed else [])).dataset
     if name == "spec_bench":
@@ -159,9 +190,7 @@ def saved(name: str, folder: Path) -> Path:
     data = folder / "repository"
     data.mkdir()
     Dataset.from_list(ROWS[name]).to_parquet(str(data / f"{dataset.split}-00000-of-00001.parquet"))
-    files = (
-        f"configs:\n- config_name: {dataset.name or 'default'}\n  data_files:\n  - split: {dataset.split}\n"
-    )
+    files = f"configs:\n- config_name: {dataset.name or 'default'}\n  data_files:\n  - split: {dataset.split}\n"
     card = f"---\n{files}    path: {dataset.split}-*.parquet\n---\n"
     (data / "README.md").write_text(card, encoding="utf-8")
     return data
@@ -183,10 +212,14 @@ def test_hub_revisions_are_commits(name: str) -> None:
     assert len(bench.dataset.revision) == 40
     assert int(bench.dataset.revision, 16) > 0
     assert bench.prompts.count("/") == 1
-    assert bench_data.resolve_revision(bench.prompts, bench.dataset.revision) == bench.dataset.revision
+    assert (
+        bench_data.resolve_revision(bench.prompts, bench.dataset.revision) == bench.dataset.revision
+    )
 
 
-def test_a_hub_dataset_is_loaded_at_the_commit_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_is_loaded_at_the_commit_that_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
 
     class Hub:
@@ -221,7 +254,11 @@ def test_local_tables_of_every_kind(kind: str, tmp_path: Path) -> None:
     elif kind == "parquet":
         table.to_parquet(str(path))
     else:
-        text = json.dumps(ROWS["gsm8k"]) if kind == "json" else "\n".join(map(json.dumps, ROWS["gsm8k"]))
+        text = (
+            json.dumps(ROWS["gsm8k"])
+            if kind == "json"
+            else "\n".join(map(json.dumps, ROWS["gsm8k"]))
+        )
         path.write_text(text, encoding="utf-8")
     loaded = load_bench_prompts(str(path), DatasetConfig(template="Q: {question}", limit=1))
     assert [(p.id, p.domain) for p in loaded.prompts] == [("table-0", "table")]
@@ -273,7 +310,10 @@ def test_templates() -> None:
             {"template": "{qestion}"},
             r"no column 'qestion' \(bench.dataset.template\).*Did you mean 'question'",
         ),
-        ({"template": "{question}", "id_column": "key"}, r"no column 'key' \(bench.dataset.id_column\)"),
+        (
+            {"template": "{question}", "id_column": "key"},
+            r"no column 'key' \(bench.dataset.id_column\)",
+        ),
         (
             {"template": "{question}", "domain_column": "kind"},
             r"no column 'kind' \(bench.dataset.domain_column\)",
@@ -282,7 +322,9 @@ def test_templates() -> None:
         ({"template": "{empty}"}, "no row of .* gives a prompt"),
     ],
 )
-def test_tables_that_do_not_fit_are_refused(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_are_refused(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "q.jsonl"
     rows = [{**row, "same": "x", "empty": ""} for row in ROWS["gsm8k"]]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -290,7 +332,9 @@ def test_tables_that_do_not_fit_are_refused(config: dict[str, Any], problem: str
         load_bench_prompts(str(path), DatasetConfig(**config))
 
 
-def test_sources_that_do_not_exist_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_do_not_exist_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = DatasetConfig(template="{question}")
     with pytest.raises(UserError, match="there is no prompt file or folder"):
         load_bench_prompts("questions.csv", config)
@@ -313,6 +357,7 @@ def test_sources_that_do_not_exist_are_refused(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("huggingface_hub.HfApi", Offline)
     with pytest.raises(
-        UserError, match=r"dataset 'owner/questions' cannot be read: the Hub cannot be reached\. Check the id"
+        UserError,
+        match=r"dataset 'owner/questions' cannot be read: the Hub cannot be reached\. Check the id",
     ):
         load_bench_prompts("owner/questions", config)

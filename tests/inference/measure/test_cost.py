@@ -67,7 +67,9 @@ def curves(target: TargetModel, arms: list[Arm]) -> CostCurves:
 
 def test_every_point_of_the_grid_is_measured(curves: CostCurves) -> None:
     places = [(p.rows, p.length, p.nodes) for p in curves.verify_points]
-    assert sorted(places) == [(b, length, n) for b in (1, 3) for length in (16, 48) for n in (1, 2, 4)]
+    assert sorted(places) == [
+        (b, length, n) for b in (1, 3) for length in (16, 48) for n in (1, 2, 4)
+    ]
     for name in ("eagle3", "medusa", "ngram"):
         assert {p.nodes for p in curves.draft_points[name]} == {2, 3}  # depths 1 and 2
         assert len(curves.commit_points[name]) == 2 * 2 * 2
@@ -131,8 +133,11 @@ def test_calls_are_timed_in_turns_and_slow_calls_look_slow() -> None:
     assert len(set(rounds[1:])) == 2  # both orders occur
 
 
-def test_the_timed_draft_is_the_one_that_decoding_makes(target: TargetModel, arms: list[Arm]) -> None:
-    """The state behind a timed `propose` equals the engine's after the same prompt, so the drafts are equal."""
+def test_the_timed_draft_is_the_one_that_decoding_makes(
+    target: TargetModel, arms: list[Arm]
+) -> None:
+    """The state behind a timed `propose` equals the engine's after the same prompt, so the drafts
+    are equal."""
     arm, prompt = arms[0], tuple(TEXT[:16])
     proposals: list[torch.Tensor] = []
     propose = arm.drafter.propose

@@ -18,7 +18,9 @@ from tests.models import VOCAB, random_target
 REQUESTS = [
     Request(
         7 + i,
-        tuple(torch.randint(3, VOCAB, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist()),
+        tuple(
+            torch.randint(3, VOCAB, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist()
+        ),
         i,
         12,
     )
@@ -70,12 +72,16 @@ def one_step(target: TargetModel, text: list[int]) -> torch.Tensor:
     """Logits [V] after a text, by prefill."""
     tokens = torch.tensor([text])
     cache = target.new_cache(1, len(text) + 1)
-    logits, _ = target.prefill(cache, torch.tensor([0]), tokens, torch.tensor([len(text)]), FeatureSpec())
+    logits, _ = target.prefill(
+        cache, torch.tensor([0]), tokens, torch.tensor([len(text)]), FeatureSpec()
+    )
     return logits[0]
 
 
 def test_the_farther_the_farther() -> None:
-    near, far = (measure_drift(random_target(), moved(amount), REQUESTS) for amount in (0.005, 0.05))
+    near, far = (
+        measure_drift(random_target(), moved(amount), REQUESTS) for amount in (0.005, 0.05)
+    )
     assert 0 < near.kl < far.kl
     assert near.agreement > far.agreement
 

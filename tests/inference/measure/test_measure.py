@@ -64,7 +64,8 @@ REAL_ANSWER = measure_module._answer
 
 
 def steady_answer(engine: Engine, request: Request) -> tuple[Completion, dict[str, float]]:
-    """Decode in earnest, but as if on a machine whose clock knows no noise: 1 ms a pass, 0.2 ms to draft."""
+    """Decode in earnest, but as if on a machine whose clock knows no noise: 1 ms a pass, 0.2 ms to
+    draft."""
     completion, seconds = REAL_ANSWER(engine, request)
     passes = len(completion.passes)
     drafting = 0.0 if engine.drafter is None else 0.0002 * passes
@@ -105,7 +106,9 @@ CONFIG = BenchConfig(prompts_per_domain=2, warmup_prompts=1, repeats=2)
 
 
 @pytest.fixture(scope="module")
-def report(target: TargetModel, arms: list[Arm], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(
+    target: TargetModel, arms: list[Arm], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("measured")
     measure(CONFIG, target, arms, prompts(), out, console=QUIET)
     return read_report(out).to_dict()
@@ -126,20 +129,36 @@ def test_tau_of_drafters_that_are_always_right_and_always_wrong(report: dict[str
     assert wrong["verify_passes"] == report["baseline"]["tokens"] == 12 * answers
 
 
-def test_records_of_a_measurement_are_what_was_timed(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
-    """Passes, kept drafts and answers of every arm, from the records against records.jsonl; asked for or not there."""
-    measure(CONFIG, target, arms, prompts(), tmp_path, console=QUIET, recording=RecordsConfig(enabled=True))
+def test_records_of_a_measurement_are_what_was_timed(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
+    """Passes, kept drafts and answers of every arm, from the records against records.jsonl; asked
+    for or not there."""
+    measure(
+        CONFIG,
+        target,
+        arms,
+        prompts(),
+        tmp_path,
+        console=QUIET,
+        recording=RecordsConfig(enabled=True),
+    )
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()][1:]
     assert {path.name for path in (tmp_path / "records").iterdir()} == {"right", "wrong", "ngram"}
     for arm in ("right", "wrong", "ngram"):
         folder = tmp_path / "records" / arm
         passes, texts = read_table(folder).to_pylist(), read_table(folder, SEQUENCES).to_pylist()
-        timed = {line["prompt"]: line for line in lines if line["arm"] == arm and line["repeat"] == 0}
+        timed = {
+            line["prompt"]: line for line in lines if line["arm"] == arm and line["repeat"] == 0
+        }
         assert len(timed) == len(texts) == 4
         for text in texts:
             answer = text["tokens"][text["prompt_length"] :]
             assert answer == timed[text["sequence"]]["tokens"]
-            own = sorted((row for row in passes if row["sequence"] == text["sequence"]), key=lambda row: row["position"])
+            own = sorted(
+                (row for row in passes if row["sequence"] == text["sequence"]),
+                key=lambda row: row["position"],
+            )
             assert [[row["accepted"], row["error_depth"] > 0] for row in own] == [
                 [accepted, rejected] for accepted, _, rejected in timed[text["sequence"]]["passes"]
             ]
@@ -161,7 +180,9 @@ def test_speedups_are_ratios_of_measured_times(report: dict[str, Any]) -> None:
     assert base["tokens_per_second"] == pytest.approx(1000)
     assert right["tokens_per_second"] == pytest.approx(4 / 0.0012)
     assert right["speedup"] == right["ideal_speedup"] == pytest.approx(4 / 1.2)
-    assert right["step_ms"] == pytest.approx({"draft": 0.2, "verify": 1.0, "commit": 0.0, "other": 0.0})
+    assert right["step_ms"] == pytest.approx(
+        {"draft": 0.2, "verify": 1.0, "commit": 0.0, "other": 0.0}
+    )
     assert entry(report, "wrong")["speedup"] == pytest.approx(1 / 1.2)
 
 
@@ -176,7 +197,9 @@ def test_the_clock_covers_the_whole_run(target: TargetModel, arms: list[Arm]) ->
     assert 0.5 * wall < sum(seconds.values()) <= wall
 
 
-def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], target: TargetModel) -> None:
+def test_the_report_describes_target_device_and_drafts(
+    report: dict[str, Any], target: TargetModel
+) -> None:
     assert report["target"]["dtype"] == "float32"
     assert report["target"]["parameters"] == target.info.parameters
     assert report["device"]["threads"] == torch.get_num_threads()
@@ -189,12 +212,12 @@ def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], t
         "prompts": 4,
     }
     ngram = entry(report, "ngram")
-    assert (ngram["kind"], ngram["parameters"], ngram["draft"]["depth"], ngram["draft"]["nodes"]) == (
-        "ngram",
-        0,
-        3,
-        4,
-    )
+    assert (
+        ngram["kind"],
+        ngram["parameters"],
+        ngram["draft"]["depth"],
+        ngram["draft"]["nodes"],
+    ) == ("ngram", 0, 3, 4)
     assert list(ngram["domains"]) == ["code", "prose"]
     assert ngram["memory_bytes"]["target"] > 0 < ngram["memory_bytes"]["kv"]
     assert report["run"]["arms"]["ngram"]["prefill_seconds"] == pytest.approx(8 * 0.004)
@@ -206,7 +229,8 @@ def test_the_report_describes_target_device_and_drafts(report: dict[str, Any], t
 def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     target: TargetModel, tmp_path: Path, rule: str, temperature: float
 ) -> None:
-    """Every rule of the registry: report.json, report.md, the terminal's table and the page say which, and what it keeps."""
+    """Every rule of the registry: report.json, report.md, the terminal's table and the page say
+    which, and what it keeps."""
     drafter = new_drafter("medusa", MedusaConfig(num_heads=3), target.info, target.weights, seed=1)
     decode = DecodeConfig(depth=3, max_new_tokens=12, temperature=temperature, seed=4, rule=rule)
     config = BenchConfig(prompts_per_domain=1)
@@ -214,16 +238,26 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
     report = read_report(tmp_path).to_dict()
     ran = get_rule(rule, decode.tree())
     assert report["settings"] == {
-        "temperature": temperature, "max_new_tokens": 12, "batch_size": 1, "rule": ran.name, "seed": 4, "prompts": 2,
-    }  # fmt: skip
-    assert report["run"].get("typical") == ({"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None)
+        "temperature": temperature,
+        "max_new_tokens": 12,
+        "batch_size": 1,
+        "rule": ran.name,
+        "seed": 4,
+        "prompts": 2,
+    }
+    assert report["run"].get("typical") == (
+        {"epsilon": 0.09, "delta": 0.3} if rule == "typical" else None
+    )
     noise = [item["draft"]["noise"] for item in report["drafters"]]
     own = {"match": "shared", "typical": "none"}.get(rule, "own")
     assert noise == ([own, "none"] if (rule, temperature) == ("match", 1.0) else [own])
     lossy = temperature > 0 and not ran.lossless
     shown = Console(record=True, width=200, file=io.StringIO())
     print_table(read_report(tmp_path), shown)
-    text, page = render([tmp_path], tmp_path / "shown").read_text(), write_page([("it", tmp_path)], tmp_path / "page")
+    text, page = (
+        render([tmp_path], tmp_path / "shown").read_text(),
+        write_page([("it", tmp_path)], tmp_path / "page"),
+    )
     for printed in (text, shown.export_text(), page.read_text()):
         assert ("LOSSY" in printed) == lossy
         assert rule in printed or rule == "match"
@@ -235,9 +269,13 @@ def test_a_report_names_the_rule_that_ran_and_what_it_promises(
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "match"])
-def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp_path: Path, rule: str) -> None:
+def test_arms_of_different_rules_do_not_stand_in_one_report(
+    arms: list[Arm], tmp_path: Path, rule: str
+) -> None:
     other = replace(arms[1], decode=replace(DECODE, rule=rule))
-    with pytest.raises(UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"):
+    with pytest.raises(
+        UserError, match=f"'right' decodes with rule=match, 'wrong' with rule={rule}"
+    ):
         check_arms(BenchConfig(), [arms[0], other])
     with pytest.raises(UserError, match=f"'a' decodes with rule=match, 'b' with rule={rule}"):
         report_settings({"a": DECODE, "b": other.decode}, 4)
@@ -245,9 +283,16 @@ def test_arms_of_different_rules_do_not_stand_in_one_report(arms: list[Arm], tmp
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("repetition_penalty", 1.3), ("logit_bias", ((3, 1.0),)), ("bad_words", ((5,),)), ("typical_epsilon", 0.2)],
+    [
+        ("repetition_penalty", 1.3),
+        ("logit_bias", ((3, 1.0),)),
+        ("bad_words", ((5,),)),
+        ("typical_epsilon", 0.2),
+    ],
 )
-def test_arms_with_other_processors_do_not_stand_in_one_report(arms: list[Arm], key: str, value: Any) -> None:
+def test_arms_with_other_processors_do_not_stand_in_one_report(
+    arms: list[Arm], key: str, value: Any
+) -> None:
     other = replace(arms[1], decode=replace(DECODE, **{key: value}))
     with pytest.raises(UserError, match=f"decodes with {key}=.*give all the same"):
         check_arms(BenchConfig(), [arms[0], other])
@@ -255,7 +300,10 @@ def test_arms_with_other_processors_do_not_stand_in_one_report(arms: list[Arm], 
 
 def test_what_is_lost_is_not_split_for_another_rule(arms: list[Arm]) -> None:
     sampled = replace(arms[0], decode=replace(DECODE, rule="rejection", temperature=1.0))
-    with pytest.raises(UserError, match=r"bench\.lost splits what rule match reaches, but decode\.rule is 'rejection'"):
+    with pytest.raises(
+        UserError,
+        match=r"bench\.lost splits what rule match reaches, but decode\.rule is 'rejection'",
+    ):
         check_arms(BenchConfig(lost=LostConfig(enabled=True)), [sampled])
 
 
@@ -324,7 +372,8 @@ def test_an_interrupted_measurement_continues(
     assert len(calls) == 4 + 12  # warm-up again; of the four prompts one was done by all four arms
     assert entry(report, "right")["tau"] == 4.0
     kept = [
-        json.loads(line) for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+        json.loads(line)
+        for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     ]
     keys = [(record["arm"], record["prompt"]) for record in kept]
     assert len(keys) == len(set(keys)) == 16
@@ -337,7 +386,9 @@ def test_records_of_other_settings_are_not_continued(
     (tmp_path / "records.partial.jsonl").write_text(
         '{"fingerprint": "of something else"}\n', encoding="utf-8"
     )
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET).to_dict()
+    report = measure(
+        BenchConfig(prompts_per_domain=1), target, arms[:1], prompts(), tmp_path, console=QUIET
+    ).to_dict()
     assert entry(report, "right")["lossless"]["sequences"] == 2
 
 
@@ -348,7 +399,9 @@ def test_a_weak_baseline_writes_no_report(
 
     def slow_when_plain(engine: Engine, request: Any) -> Any:
         completion, seconds = real(engine, request)
-        return completion, {k: v * (20 if engine.drafter is None else 1) for k, v in seconds.items()}
+        return completion, {
+            k: v * (20 if engine.drafter is None else 1) for k, v in seconds.items()
+        }
 
     monkeypatch.setattr(measure_module, "_answer", slow_when_plain)
     with pytest.raises(WeakBaselineError, match="the baseline is weak: 'right'"):
@@ -368,7 +421,9 @@ def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
         return completion, seconds
 
     monkeypatch.setattr(measure_module, "_answer", meddle)
-    report = measure(BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET).to_dict()
+    report = measure(
+        BenchConfig(prompts_per_domain=1), target, arms[:2], prompts(), tmp_path, console=QUIET
+    ).to_dict()
     assert entry(report, "right")["lossless"]["mismatches"] == 2
     assert entry(report, "wrong")["lossless"]["mismatches"] == 0
     divergence = report["run"]["arms"]["right"]["divergences"][0]
@@ -407,14 +462,18 @@ def test_prompts_are_split_without_overlap() -> None:
     assert {p.id for p in measured} | {p.id for p in spare} == {p.id for p in pool}
     measured, spare = split_prompts(BenchConfig(prompts_per_domain=9), pool)
     assert (len(measured), len(spare)) == (5, 1)  # all were wanted: one gives way
-    assert [p.domain for p in split_prompts(BenchConfig(domains=("prose",)), pool)[0]] == ["prose"] * 2
+    assert [p.domain for p in split_prompts(BenchConfig(domains=("prose",)), pool)[0]] == [
+        "prose"
+    ] * 2
     with pytest.raises(UserError, match=r"names \['poems'\], but the prompts are of: code, prose"):
         split_prompts(BenchConfig(domains=("poems",)), pool)
     with pytest.raises(UserError, match="at least two prompts"):
         split_prompts(BenchConfig(), pool[:1])
 
 
-def test_prompts_that_do_not_fit_the_target(target: TargetModel, arms: list[Arm], tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_the_target(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
     long = [Prompt(str(i), "x", tokens=(5,) * 250) for i in range(3)]
     with pytest.raises(UserError, match="no prompt fits"):
         measure(BenchConfig(), target, arms, long, tmp_path, console=QUIET)

@@ -81,14 +81,20 @@ def test_speedup_is_a_ratio_of_sums_over_the_same_prompts() -> None:
 def test_speedup_pairs_prompts_whatever_their_order() -> None:
     shuffled = plain().take([2, 0, 1])
     assert metrics.speedup(arm(), shuffled)[0] == pytest.approx(metrics.speedup(arm(), plain())[0])
-    assert metrics.summarise(arm(), shuffled)["domains"] == metrics.summarise(arm(), plain())["domains"]
+    assert (
+        metrics.summarise(arm(), shuffled)["domains"]
+        == metrics.summarise(arm(), plain())["domains"]
+    )
 
 
 def test_paired_interval_is_free_of_what_both_arms_share() -> None:
-    """Prompts of very different speed, but the arm is twice as fast on each: the interval is a point."""
+    """Prompts of very different speed, but the arm is twice as fast on each: the interval is a
+    point."""
     times = [0.1, 1.0, 5.0, 0.3]
     slow = Totals.collect([outcome(str(i), "x", [0] * 9, 0, t) for i, t in enumerate(times)], 0)
-    fast = Totals.collect([outcome(str(i), "x", [2] * 3, DEPTH, t / 2) for i, t in enumerate(times)], DEPTH)
+    fast = Totals.collect(
+        [outcome(str(i), "x", [2] * 3, DEPTH, t / 2) for i, t in enumerate(times)], DEPTH
+    )
     assert metrics.speedup(fast, slow)[1] == pytest.approx((2.0, 2.0))
 
 
@@ -116,11 +122,15 @@ def test_repeats_of_a_prompt_are_one_prompt() -> None:
 
 def test_ideal_speedup_uses_measured_draft_time() -> None:
     passes = [HandPass(2, 3, True)] * 4
-    drafted = Totals.collect([Outcome("a", "x", passes, {"draft": 0.2, "verify": 0.5, "other": 0.1})], DEPTH)
+    drafted = Totals.collect(
+        [Outcome("a", "x", passes, {"draft": 0.2, "verify": 0.5, "other": 0.1})], DEPTH
+    )
     base = Totals.collect([outcome("a", "x", [0] * 12, 0, 1.2)], 0)
     assert metrics.ideal_speedup(drafted, base) == pytest.approx(3 / (1 + 0.05 / 0.1))
     summary = metrics.summarise(drafted, base)
-    assert summary["step_ms"] == pytest.approx({"draft": 50, "verify": 125, "commit": 0, "other": 25})
+    assert summary["step_ms"] == pytest.approx(
+        {"draft": 50, "verify": 125, "commit": 0, "other": 25}
+    )
 
 
 def test_prefill_time_is_apart() -> None:
@@ -149,7 +159,10 @@ def test_a_domain_of_one_token_answers_is_reported_as_zero() -> None:
 def timed(pass_seconds: Sequence[float], accepted: int) -> Totals:
     """One prompt per value: 10 tokens, each pass taking that long."""
     count = 10 // (accepted + 1)
-    rows = [outcome(str(i), "x", [accepted] * count, accepted, t * count) for i, t in enumerate(pass_seconds)]
+    rows = [
+        outcome(str(i), "x", [accepted] * count, accepted, t * count)
+        for i, t in enumerate(pass_seconds)
+    ]
     return Totals.collect(rows, accepted)
 
 
@@ -166,7 +179,8 @@ def test_a_speedup_above_tau_is_refused() -> None:
 
 
 def test_one_disturbed_prompt_does_not_condemn_the_baseline() -> None:
-    disturbed = [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]  # something else ran while the last prompt was decoded plainly
+    # something else ran while the last prompt was decoded plainly
+    disturbed = [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
     metrics.require_speedup_within_tau("eagle3", timed([1.0] * 6, 1), timed(disturbed, 0))
 
 
@@ -191,7 +205,12 @@ def test_a_gain_is_a_difference_of_ratios_over_the_same_prompts() -> None:
     low, high = found.accepted_ci95
     assert 0.4 < low < found.accepted < high < 1.2
     same = metrics.gain(old, old)
-    assert (same.tau, same.tau_ci95, same.accepted, same.accepted_ci95) == (0.0, (0.0, 0.0), 0.0, (0.0, 0.0))
+    assert (same.tau, same.tau_ci95, same.accepted, same.accepted_ci95) == (
+        0.0,
+        (0.0, 0.0),
+        0.0,
+        (0.0, 0.0),
+    )
 
 
 def test_a_gain_over_a_drafter_that_is_never_right_has_no_ratio() -> None:

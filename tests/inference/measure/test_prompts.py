@@ -23,8 +23,14 @@ def many(domain, count):
 
 
 def test_a_folder_has_one_file_per_domain(tmp_path):
-    write(tmp_path / "explain.jsonl", [{"id": "e1", "messages": [{"role": "user", "content": "Why?"}]}])
-    write(tmp_path / "code.jsonl", [{"prompt": "Add."}, {"id": "c2", "domain": "math", "tokens": [3, 4]}])
+    write(
+        tmp_path / "explain.jsonl",
+        [{"id": "e1", "messages": [{"role": "user", "content": "Why?"}]}],
+    )
+    write(
+        tmp_path / "code.jsonl",
+        [{"prompt": "Add."}, {"id": "c2", "domain": "math", "tokens": [3, 4]}],
+    )
     assert load_prompts(tmp_path) == [
         Prompt("code-1", "code", messages=({"role": "user", "content": "Add."},)),
         Prompt("c2", "math", tokens=(3, 4)),

@@ -1,5 +1,5 @@
-"""Replays: the work of a real drafter, accepted exactly as recorded, in any batch; negative controls notice
-when it is not.
+"""Replays: the work of a real drafter, accepted exactly as recorded, in any batch; negative
+controls notice when it is not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def plain(target: TargetModel, requests: list[Request]) -> list[list[int]]:
 
 
 def replayed(
-    target: TargetModel, requests: list[Request], plain: list[list[int]], kind: str, trajectory: Trajectory
+    target: TargetModel,
+    requests: list[Request],
+    plain: list[list[int]],
+    kind: str,
+    trajectory: Trajectory,
 ) -> ReplayDrafter:
     configs: dict[str, Any] = {"eagle3": Eagle3Config(), "distilled": DistilledConfig(num_layers=1)}
     inner = new_drafter(kind, configs[kind], target.info, target.weights, seed=0)
@@ -94,8 +98,8 @@ def test_a_trajectory_deeper_than_the_draft_is_cut(
 def test_the_real_drafter_does_its_work(
     target: TargetModel, requests: list[Request], plain: list[list[int]]
 ) -> None:
-    """Every pass runs the inner drafter's propose and commit, with the states that it would get when decoding
-    alone.
+    """Every pass runs the inner drafter's propose and commit, with the states that it would get
+    when decoding alone.
     """
     drafter = replayed(target, requests[:1], plain[:1], "eagle3", TRAJECTORY)
     inner, calls = drafter.drafter, []
@@ -120,7 +124,9 @@ def test_a_text_that_the_target_does_not_write_is_noticed(
     assert not drafter.followed(done, 3)
 
 
-def test_trees_are_refused(target: TargetModel, requests: list[Request], plain: list[list[int]]) -> None:
+def test_trees_are_refused(
+    target: TargetModel, requests: list[Request], plain: list[list[int]]
+) -> None:
     drafter = replayed(target, requests, plain, "eagle3", TRAJECTORY)
     tree = replace(DECODE, shape="tree", choices=((0,), (1,)))
     with pytest.raises(UserError, match="a replay drafts chains"):
@@ -131,12 +137,17 @@ def test_trajectories_are_recorded_and_read(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"fingerprint": "x"}]
     for prompt in ("a", "b"):
         rows.append(
-            {"arm": "eagle3", "prompt": prompt, "passes": [[2, 3, True], [0, 1, True], [1, 2, False]]}
+            {
+                "arm": "eagle3",
+                "prompt": prompt,
+                "passes": [[2, 3, True], [0, 1, True], [1, 2, False]],
+            }
         )
         rows.append({"arm": "baseline", "prompt": prompt, "passes": [[0, 1, False]]})
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     found = Trajectory.of_records(tmp_path, "eagle3")
-    assert (found.accepted, found.source) == ((2, 0, 2, 0), "eagle3, 2 answers")  # last passes are left out
+    # last passes are left out
+    assert (found.accepted, found.source) == ((2, 0, 2, 0), "eagle3, 2 answers")
     assert found.tau == 2.0
     assert Trajectory.of_records(tmp_path, "eagle3", most=3).accepted == (2, 0, 2)
     write_report(example_report(), tmp_path / "report.json")

@@ -96,7 +96,8 @@ def test_drafter_bytes_follow_from_the_passes(target: TargetModel) -> None:
         )
     }
     eagle = drafter_bytes(target, arm(target, "eagle3", Eagle3Config()), TEXT)
-    # three passes over the layer and the head: two while drafting (the first token needs the head only), one while committing
+    # three passes over the layer and the head: two while drafting (the first token needs the head
+    # only), one while committing
     fused = 3 * (tables["eagle3"])
     assert 0.6 * fused < eagle < fused
     small = drafter_bytes(target, arm(target, "distilled", DistilledConfig(num_layers=1)), TEXT)
@@ -110,10 +111,14 @@ def test_drafter_bytes_follow_from_the_passes(target: TargetModel) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [("eagle3", Eagle3Config()), ("distilled", DistilledConfig(num_layers=1, share_embeddings=True))],
+    [
+        ("eagle3", Eagle3Config()),
+        ("distilled", DistilledConfig(num_layers=1, share_embeddings=True)),
+    ],
 )
 def test_packed_weights_are_counted_too(target: TargetModel, kind: str, config: Any) -> None:
-    half = random_target(dtype=torch.float32)  # its LM head is packed for good, the drafter's linears for now
+    # its LM head is packed for good, the drafter's linears for now
+    half = random_target(dtype=torch.float32)
     packed = arm(half, kind, config)
     whole = drafter_bytes(target, arm(target, kind, config), TEXT)
     assert drafter_bytes(half, packed, TEXT) == whole // 2
@@ -124,14 +129,21 @@ def test_packed_weights_are_counted_too(target: TargetModel, kind: str, config: 
 def test_the_probe_measures_this_device() -> None:
     found = probe_bandwidth(torch.device("cpu"), torch.float32, size=1 << 22)
     assert found.device == "cpu"
-    assert found.used_bytes_per_second == max(found.copy_bytes_per_second, found.gemv_bytes_per_second)
+    assert found.used_bytes_per_second == max(
+        found.copy_bytes_per_second, found.gemv_bytes_per_second
+    )
     assert 1e7 < found.used_bytes_per_second < 1e13
 
 
 def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
     eagle = arm(target, "eagle3", Eagle3Config())
     split = {"draft": 1.0, "verify": 2.0, "commit": 0.5, "other": 0.3, "gap": 0.2}
-    entry = {"draft": {"depth": 3, "nodes": 4}, "step_ms": split, "speedup": 1.8, "ideal_speedup": 2.0}
+    entry = {
+        "draft": {"depth": 3, "nodes": 4},
+        "step_ms": split,
+        "speedup": 1.8,
+        "ideal_speedup": 2.0,
+    }
     report = parse_report(example_report(entry))
     bandwidth = BandwidthFacts(
         device="cpu",
@@ -140,9 +152,7 @@ def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
         used_bytes_per_second=2e9,
     )
     lengths = {"baseline": 20.0, "eagle3": 30.0}
-    block = roofline(
-        target, [eagle], report.baseline, report.drafters, TEXT, lengths, bandwidth
-    )
+    block = roofline(target, [eagle], report.baseline, report.drafters, TEXT, lengths, bandwidth)
     size = TargetBytes.of(target)
     plain, numbers = block.baseline, block.arms["eagle3"]
     assert plain.step_ms == 2.0  # 16 s for 8000 tokens

@@ -1,4 +1,5 @@
-"""Pages for tests: reports by hand with every block and hostile text everywhere, and a reader of the HTML that comes out."""
+"""Pages for tests: reports by hand with every block and hostile text everywhere, and a reader of
+the HTML that comes out."""
 
 from __future__ import annotations
 
@@ -12,11 +13,26 @@ from inference.measure.breakdown.transcripts import write_transcripts
 from inference.report.model import write_report
 from tests.inference.example_report import BLOCKS, example_report
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`& \u202eabc\u0000\u2028\ud800 ]]> <!-- {{x}}"
-"""What a prompt, a name or a path may hold at worst. The lone half of a pair and the control characters cannot even be written."""
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`& "
+    "\u202eabc\u0000\u2028\ud800 ]]> <!-- {{x}}"
+)
+"""What a prompt, a name or a path may hold at worst. The lone half of a pair and the control
+characters cannot even be written."""
 TERMS = (
-    "ends", "vocabulary", "drafter", "coupling", "candidates", "shape", "sample", "widening", "drafting", "commit", "host", "clock",
-)  # fmt: skip
+    "ends",
+    "vocabulary",
+    "drafter",
+    "coupling",
+    "candidates",
+    "shape",
+    "sample",
+    "widening",
+    "drafting",
+    "commit",
+    "host",
+    "clock",
+)
 
 
 def states(tested: int) -> dict[str, Any]:
@@ -69,12 +85,19 @@ def answer(arm: str, prompt: str, words: str = "x") -> dict[str, Any]:
         {"id": 5, "text": " a", "by": "bonus", "depth": 1, "pass": 2, **sides, "draft": []},
     ]
     return {
-        "arm": arm, "prompt": prompt, "domain": words, "temperature": 0.0, "question": words, "finish": "stop", "tokens": tokens,
-    }  # fmt: skip
+        "arm": arm,
+        "prompt": prompt,
+        "domain": words,
+        "temperature": 0.0,
+        "question": words,
+        "finish": "stop",
+        "tokens": tokens,
+    }
 
 
 def folder(root: Path, words: str) -> Path:
-    """A run's folder: a measurement with every block and transcripts, another one, a training, rounds; `words` as every text."""
+    """A run's folder: a measurement with every block and transcripts, another one, a training,
+    rounds; `words` as every text."""
     second = {
         "kind": "medusa",
         "draft": {"name": words, "shape": "tree", "nodes": 12},
@@ -122,7 +145,8 @@ def clean(value: Any) -> Any:
 
 
 class Reader(HTMLParser):
-    """Reads a page strictly: every element is closed in its order. Collects what the tests ask about."""
+    """Reads a page strictly: every element is closed in its order. Collects what the tests ask
+    about."""
 
     VOID = frozenset({"meta", "link", "br", "hr", "input", "col", "wbr"})
 

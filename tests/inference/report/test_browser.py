@@ -1,4 +1,5 @@
-"""report.html in headless Chromium (`make test-page`): silent, self-contained, not wider than a phone, usable from the keyboard."""
+"""report.html in headless Chromium (`make test-page`): silent, self-contained, not wider than a
+phone, usable from the keyboard."""
 
 from __future__ import annotations
 

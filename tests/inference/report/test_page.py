@@ -1,4 +1,5 @@
-"""report.html without a browser: sound, small, self-contained, escaped, and readable without seeing it."""
+"""report.html without a browser: sound, small, self-contained, escaped, and readable without seeing
+it."""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def test_what_is_said_is_what_was_measured(tame: str) -> None:
     assert "1·1" in text  # the best tree's path of two first candidates
 
 
-# ---- data --------------------------------------------------------------------------------------------------------
+# Data
 
 
 def test_trainings_are_read_though_a_line_is_cut(tmp_path: Path) -> None:
@@ -201,11 +202,12 @@ def test_packing_keeps_every_field() -> None:
     ]
 
 
-# ---- markup and drawings -----------------------------------------------------------------------------------------
+# Markup and drawings
 
 
 def test_templates_escape_and_clean_every_value() -> None:
-    """Text is escaped and cleaned, floats are coordinates, None is nothing; what is missing is an error."""
+    """Text is escaped and cleaned, floats are coordinates, None is nothing; what is missing is an
+    error."""
     made = environment()
 
     def written(template: str, value: object) -> str:

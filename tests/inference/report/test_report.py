@@ -42,7 +42,8 @@ def test_a_complete_report_passes_and_survives_the_disk(tmp_path: Path) -> None:
 def test_a_report_of_an_earlier_version_is_read_and_written_byte_for_byte(
     name: str, tmp_path: Path
 ) -> None:
-    """The committed reports are by the version of their day; every key keeps its value and place."""
+    """The committed reports are by the version of their day; every key keeps its value and
+    place."""
     committed = REPORTS / f"{name}.json"
     write_report(read_report(committed), tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == committed.read_bytes()
@@ -233,7 +234,8 @@ def test_optional_blocks_are_checked_and_shown(tmp_path: Path) -> None:
     )
     for line in (
         "| transformers_generate | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
-        "| vllm_ngram (not interleaved) | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | 63/64 |",
+        "| vllm_ngram (not interleaved) | 250.0 | 0.50 [0.45, 0.55] | 200.0 | 0.41 | 1.00 | "
+        "63/64 |",
         "| eagle3 | 1 | 90 | 0 | chain 2 | 2.50 | 150.0 | 100.0 | 1.50 [1.40, 1.60] |",
         "| eagle3 | 1 | 90 | 0 | **chain 4** | 2.50 | 180.0 | 100.0 | 1.80 [1.70, 1.90] |",
         "| eagle3 | 8 | 90 | 0 | chain 2 | 2.50 | 720.0 | 800.0 | 0.90 [0.80, 1.00] |",

@@ -26,7 +26,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 @pytest.fixture(scope="session")
 def engine(target: TargetModel) -> Engine:
     """Four rows and a random EAGLE-3 head."""
-    drafter = new_drafter("eagle3", get_kind("eagle3").config_class(), target.info, target.weights, 0)
+    drafter = new_drafter(
+        "eagle3", get_kind("eagle3").config_class(), target.info, target.weights, 0
+    )
     return Engine(target, drafter, DecodeConfig(batch_size=4, depth=3, max_new_tokens=40))
 
 

@@ -22,11 +22,14 @@ MODEL = "micro"
 
 
 class Running:
-    """A server that runs. base: its address; client: the openai client for it, which does not repeat what fails."""
+    """A server that runs. base: its address; client: the openai client for it, which does not
+    repeat what fails."""
 
     def __init__(self, service: Service, server: Server, base: str, token: str) -> None:
         self.service, self.server, self.base, self.token = service, server, base, token
-        self.client = openai.OpenAI(base_url=f"{base}/v1", api_key=token or "none", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(
+            base_url=f"{base}/v1", api_key=token or "none", max_retries=0, timeout=60
+        )
 
     def asynchronous(self) -> openai.AsyncOpenAI:
         """The openai client for use in an event loop."""
@@ -37,7 +40,9 @@ class Running:
     def metrics(self) -> dict[str, float]:
         """/metrics as a mapping from 'name{labels}' to its value."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        lines = httpx.get(f"{self.base}/metrics", headers=headers).raise_for_status().text.splitlines()
+        lines = (
+            httpx.get(f"{self.base}/metrics", headers=headers).raise_for_status().text.splitlines()
+        )
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -73,7 +78,8 @@ def serving(
 
 
 def offline(engine: Engine, prompt: Any, seed: int = 0, **changes: Any) -> tuple[str, int, str]:
-    """What `Engine.generate` answers without a drafter, one prompt at a time: text, tokens, finish."""
+    """What `Engine.generate` answers without a drafter, one prompt at a time: text, tokens,
+    finish."""
     plain = Engine(engine.target, None, DecodeConfig())
     (answer,) = plain.generate([prompt], [seed], **changes)
     return answer.text, len(answer.completion.tokens), answer.completion.finish

@@ -1,4 +1,5 @@
-"""Answers over HTTP are those of offline generation: any settings, alone and together, in one piece and streamed."""
+"""Answers over HTTP are those of offline generation: any settings, alone and together, in one piece
+and streamed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SETTINGS: list[dict[str, Any]] = [
 PROMPTS = ["What is a list?", "Hello", "def add(a, b):", "user assistant system Bye now. Hi there"]
 
 
-def plain(engine: Engine, prompt: Any, settings: dict[str, Any], **more: Any) -> tuple[str, int, str]:
+def plain(
+    engine: Engine, prompt: Any, settings: dict[str, Any], **more: Any
+) -> tuple[str, int, str]:
     """The same request, offline."""
     flat = {**settings, **settings.get("extra_body", {}), **more}
     flat.pop("extra_body", None)
@@ -29,7 +32,9 @@ def plain(engine: Engine, prompt: Any, settings: dict[str, Any], **more: Any) ->
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_an_answer_is_that_of_offline_generation(running: Running, engine: Engine, settings: dict[str, Any]) -> None:
+def test_an_answer_is_that_of_offline_generation(
+    running: Running, engine: Engine, settings: dict[str, Any]
+) -> None:
     for prompt in PROMPTS[:2]:
         found = running.client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": prompt}], max_tokens=30, **settings
@@ -43,8 +48,14 @@ def test_an_answer_is_that_of_offline_generation(running: Running, engine: Engin
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
-def test_a_stream_says_the_same_as_an_answer_in_one_piece(running: Running, settings: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 30}
+def test_a_stream_says_the_same_as_an_answer_in_one_piece(
+    running: Running, settings: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "max_tokens": 30,
+    }
     whole = running.client.chat.completions.create(**asked, **settings)
     parts = list(
         running.client.chat.completions.create(
@@ -54,7 +65,9 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(running: Running, sett
     assert parts[0].choices[0].delta.role == "assistant"
     text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert text == whole.choices[0].message.content
-    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == whole.choices[0].finish_reason
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == whole.choices[
+        0
+    ].finish_reason
     assert parts[-1].usage == whole.usage and not parts[-1].choices
     assert len({part.id for part in parts}) == 1 and len(parts) > 4
 
@@ -63,17 +76,26 @@ def test_a_text_completion_takes_text_and_token_ids(running: Running, engine: En
     ids = engine.target.tokenizer.encode(PROMPTS[2])
     text, _, finish = offline(engine, ids, max_new_tokens=12)
     for prompt in (PROMPTS[2], ids, [PROMPTS[2]], [ids]):
-        found = running.client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0)
+        found = running.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=12, temperature=0
+        )
         assert (found.choices[0].text, found.choices[0].finish_reason) == (text, finish)
         assert found.usage is not None and found.usage.prompt_tokens == len(ids)
-    parts = running.client.completions.create(model=MODEL, prompt=ids, max_tokens=12, temperature=0, stream=True)
+    parts = running.client.completions.create(
+        model=MODEL, prompt=ids, max_tokens=12, temperature=0, stream=True
+    )
     assert "".join(part.choices[0].text for part in parts) == text
 
 
 def test_token_ids_come_on_request(running: Running, engine: Engine) -> None:
     plain_engine = Engine(engine.target)
     (answer,) = plain_engine.generate([[5, 6, 7]], [0], max_new_tokens=15)
-    asked: dict[str, Any] = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 15, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": [5, 6, 7],
+        "max_tokens": 15,
+        "temperature": 0,
+    }
     asked["extra_body"] = {"return_token_ids": True}
     found = running.client.completions.create(**asked)
     assert found.choices[0].token_ids == answer.completion.tokens  # type: ignore[attr-defined]
@@ -84,16 +106,26 @@ def test_token_ids_come_on_request(running: Running, engine: Engine) -> None:
 def test_a_conversation_is_rendered_by_the_template(running: Running, engine: Engine) -> None:
     talk = [
         {"role": "system", "content": "Hi there."},
-        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}],
+        },
         {"role": "assistant", "content": "A sequence."},
         {"role": "user", "content": "Hello!"},
     ]
-    found = running.client.chat.completions.create(model=MODEL, messages=talk, max_tokens=9, temperature=0)  # type: ignore[arg-type]
+    found = running.client.chat.completions.create(
+        model=MODEL, messages=talk, max_tokens=9, temperature=0
+    )  # type: ignore[arg-type]
     assert found.choices[0].message.content == offline(engine, talk, max_new_tokens=9)[0]
 
 
 def test_without_a_seed_answers_differ_and_say_theirs(running: Running, engine: Engine) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "temperature": 1, "max_tokens": 20}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "temperature": 1,
+        "max_tokens": 20,
+    }
     found = [running.client.chat.completions.create(**asked) for _ in range(3)]
     assert len({item.choices[0].message.content for item in found}) > 1
     for item in found:
@@ -110,7 +142,12 @@ def test_many_clients_at_once_get_each_their_own(running: Running, engine: Engin
 
     async def ask(client: Any, number: int) -> str:
         settings, prompt = SETTINGS[number % len(SETTINGS)], PROMPTS[number % len(PROMPTS)]
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": limit(number), **settings}
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": limit(number),
+            **settings,
+        }
         if number % 2:
             parts = await client.chat.completions.create(**asked, stream=True)
             return "".join([part.choices[0].delta.content or "" async for part in parts])
@@ -128,21 +165,37 @@ def test_many_clients_at_once_get_each_their_own(running: Running, engine: Engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_cut_the_text_before_them(running: Running, engine: Engine, stream: bool) -> None:
+def test_stop_strings_cut_the_text_before_them(
+    running: Running, engine: Engine, stream: bool
+) -> None:
     text, tokens, _ = offline(engine, PROMPTS[0], max_new_tokens=40)
     middle = len(text) // 2
     stop = text[middle : middle + 3]
     asked: dict[str, Any] = {
-        "model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 40, "temperature": 0,
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "max_tokens": 40,
+        "temperature": 0,
         "stop": [stop, "never said"],
-    }  # fmt: skip
+    }
     if stream:
-        parts = list(running.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        parts = list(
+            running.client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
         said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        finish, usage = [part.choices[0].finish_reason for part in parts if part.choices][-1], parts[-1].usage
+        finish, usage = (
+            [part.choices[0].finish_reason for part in parts if part.choices][-1],
+            parts[-1].usage,
+        )
     else:
         found = running.client.chat.completions.create(**asked)
-        said, finish, usage = found.choices[0].message.content, found.choices[0].finish_reason, found.usage
+        said, finish, usage = (
+            found.choices[0].message.content,
+            found.choices[0].finish_reason,
+            found.usage,
+        )
     assert said == text[: text.index(stop)] and finish == "stop"
     assert 0 < usage.completion_tokens < tokens
 

@@ -1,4 +1,5 @@
-"""What a server refuses and how it says so: bad requests, no token, too much at once, too slow, gone. Through the real client."""
+"""What a server refuses and how it says so: bad requests, no token, too much at once, too slow,
+gone. Through the real client."""
 
 from __future__ import annotations
 
@@ -40,19 +41,40 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": []}, 400, "messages", "at least one"),
     ({"messages": "Hello"}, 422, "messages", "must be a list"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages", "wizard"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "must be text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages",
+        "must be text",
+    ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "not valid Unicode"),
     ({"messages": [{"role": "user", "content": "Hello " * 400}]}, 400, "prompt", "128 positions"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "'chat_template' is no value"),
-    ({"chat_template_kwargs": {"tokenize": False}}, 400, "chat_template_kwargs", "'tokenize' is no value"),
+    (
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        400,
+        "chat_template_kwargs",
+        "'chat_template' is no value",
+    ),
+    (
+        {"chat_template_kwargs": {"tokenize": False}},
+        400,
+        "chat_template_kwargs",
+        "'tokenize' is no value",
+    ),
     ({"model": "gpt-4"}, 404, "model", "served is 'micro'"),
     ({"model": None}, 400, "model", "missing"),
 ]
 
 
-def post(running: Running, body: Any, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+def post(
+    running: Running, body: Any, path: str = "/v1/chat/completions", **headers: str
+) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {"Authorization": f"Bearer {running.token}", "Content-Type": "application/json", **headers}
+    sent = {
+        "Authorization": f"Bearer {running.token}",
+        "Content-Type": "application/json",
+        **headers,
+    }
     return httpx.post(running.base + path, content=content, headers=sent, timeout=30)
 
 
@@ -63,8 +85,12 @@ def refusal(found: httpx.Response) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(("change", "status", "param", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_a_bad_request_is_named(running: Running, change: dict[str, Any], status: int, param: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"), BAD, ids=lambda value: str(value)[:40]
+)
+def test_a_bad_request_is_named(
+    running: Running, change: dict[str, Any], status: int, param: str, words: str
+) -> None:
     found = post(running, {"model": MODEL, "messages": USER, "max_tokens": 3, **change})
     error = refusal(found)
     assert (found.status_code, error["param"]) == (status, param)
@@ -72,7 +98,9 @@ def test_a_bad_request_is_named(running: Running, change: dict[str, Any], status
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
-@pytest.mark.parametrize("prompt", [[5, 100000], [-1], [], "", {"a": 1}, ["a", "b"], [1.5]], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [[5, 100000], [-1], [], "", {"a": 1}, ["a", "b"], [1.5]], ids=str
+)
 def test_a_bad_prompt_is_refused(running: Running, prompt: Any) -> None:
     found = post(running, {"model": MODEL, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
     if prompt == "":  # the tokenizer may put a beginning of text before it
@@ -91,9 +119,19 @@ def test_what_is_not_json_is_refused(running: Running, body: bytes) -> None:
 
 def test_parameters_that_change_nothing_are_taken(running: Running) -> None:
     body = {
-        "model": MODEL, "messages": USER, "max_tokens": 3, "user": "x", "metadata": {"a": "b"}, "n": 1, "logprobs": False,
-        "presence_penalty": 0.0, "logit_bias": {}, "stop": None, "response_format": {"type": "text"}, "top_k": -1,
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": USER,
+        "max_tokens": 3,
+        "user": "x",
+        "metadata": {"a": "b"},
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "stop": None,
+        "response_format": {"type": "text"},
+        "top_k": -1,
+    }
     assert post(running, body).status_code == 200
 
 
@@ -107,11 +145,16 @@ def test_large_requests_are_refused_before_they_are_read(running: Running) -> No
             yield b"x" * 100_000
 
     headers = {"Authorization": f"Bearer {running.token}"}
-    assert httpx.post(running.base + "/v1/completions", content=parts(), headers=headers).status_code == 413
+    assert (
+        httpx.post(running.base + "/v1/completions", content=parts(), headers=headers).status_code
+        == 413
+    )
 
 
 def test_only_the_token_opens(running: Running) -> None:
-    wrong = openai.OpenAI(base_url=f"{running.base}/v1", api_key="a-token-for-the-test", max_retries=0)
+    wrong = openai.OpenAI(
+        base_url=f"{running.base}/v1", api_key="a-token-for-the-test", max_retries=0
+    )
     with pytest.raises(openai.AuthenticationError, match="valid bearer token"):
         wrong.chat.completions.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
     for given in ("", running.token, f"Basic {running.token}", "Bearer é"):
@@ -124,18 +167,25 @@ def test_only_the_token_opens(running: Running) -> None:
 
 def test_unknown_paths_answer_in_the_same_shape(running: Running) -> None:
     headers = {"Authorization": f"Bearer {running.token}"}
-    for path, status in (("/v1/embeddings", 404), ("/docs", 404), ("/openapi.json", 404), ("/v1/chat/completions", 405)):
+    for path, status in (
+        ("/v1/embeddings", 404),
+        ("/docs", 404),
+        ("/openapi.json", 404),
+        ("/v1/chat/completions", 405),
+    ):
         found = httpx.get(running.base + path, headers=headers)
         assert found.status_code == status
         refusal(found)
 
 
-# ---- too much, too long, gone --------------------------------------------------------------------------------
+# Too much, too long, gone
 
 
 def slow(engine: Engine) -> Engine:
     """The engine with a pause in every step, two rows."""
-    found = Engine(engine.target, engine.drafter, DecodeConfig(batch_size=2, depth=3, max_new_tokens=40))
+    found = Engine(
+        engine.target, engine.drafter, DecodeConfig(batch_size=2, depth=3, max_new_tokens=40)
+    )
     advance = found.advance
 
     def paused(run: Any) -> Any:
@@ -148,7 +198,9 @@ def slow(engine: Engine) -> Engine:
 
 def long(client: Any, seed: int = 0, **more: Any) -> Any:
     """A request that takes the micro target a while: its greedy text does not end."""
-    return client.completions.create(model=MODEL, prompt="Hello", max_tokens=40, temperature=0, seed=seed, **more)
+    return client.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=40, temperature=0, seed=seed, **more
+    )
 
 
 def test_overload_answers_429_at_once_and_the_rest_is_served(engine: Engine) -> None:
@@ -182,9 +234,15 @@ def test_waiting_too_long_for_a_row_and_answering_too_long(engine: Engine) -> No
 
         async def three() -> list[Any]:
             async with running.asynchronous() as client:
-                return await asyncio.gather(*(long(client) for _ in range(3)), return_exceptions=True)
+                return await asyncio.gather(
+                    *(long(client) for _ in range(3)), return_exceptions=True
+                )
 
-        assert sorted(type(item).__name__ for item in asyncio.run(three())) == ["Completion", "Completion", "RateLimitError"]
+        assert sorted(type(item).__name__ for item in asyncio.run(three())) == [
+            "Completion",
+            "Completion",
+            "RateLimitError",
+        ]
     with serving(slow(engine), request_seconds=0.3) as running:
         with pytest.raises(openai.APIStatusError, match=r"longer than 0\.3 s") as error:
             long(running.client)
@@ -212,7 +270,15 @@ def settles(running: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_row(engine: Engine, stream: bool) -> None:
     with serving(slow(engine)) as running:
-        body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 40, "temperature": 0, "stream": stream}).encode()
+        body = json.dumps(
+            {
+                "model": MODEL,
+                "prompt": "Hello",
+                "max_tokens": 40,
+                "temperature": 0,
+                "stream": stream,
+            }
+        ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with connected(running) as connection:
             connection.sendall(head + body)
@@ -228,7 +294,9 @@ def test_a_client_that_leaves_frees_its_row(engine: Engine, stream: bool) -> Non
 
 def test_a_request_that_does_not_arrive_is_given_up(engine: Engine) -> None:
     with serving(engine, body_seconds=0.3) as running, connected(running) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        )
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
@@ -271,7 +339,7 @@ def test_an_engine_that_keeps_failing_ends_the_server(engine: Engine) -> None:
         assert running.server.failed and running.server.should_exit
 
 
-# ---- the end --------------------------------------------------------------------------------
+# The end
 
 
 def test_ending_lets_requests_end_and_takes_no_new_ones(engine: Engine) -> None:
@@ -294,8 +362,15 @@ def test_ending_lets_requests_end_and_takes_no_new_ones(engine: Engine) -> None:
                 return await first, second, ready
 
         first, second, ready = asyncio.run(talk())
-        assert first.choices[0].text == offline(engine, engine.target.tokenizer.encode("Hello"), max_new_tokens=40)[0]
-        assert (second.status_code, second.response.headers["retry-after"], ready) == (503, "5", 503)
+        assert (
+            first.choices[0].text
+            == offline(engine, engine.target.tokenizer.encode("Hello"), max_new_tokens=40)[0]
+        )
+        assert (second.status_code, second.response.headers["retry-after"], ready) == (
+            503,
+            "5",
+            503,
+        )
 
 
 def test_what_outlasts_the_grace_is_broken_off(engine: Engine) -> None:

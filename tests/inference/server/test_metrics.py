@@ -1,4 +1,5 @@
-"""/metrics: Prometheus can read it, and its numbers add up with each other and with what clients saw."""
+"""/metrics: Prometheus can read it, and its numbers add up with each other and with what clients
+saw."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ def test_the_numbers_add_up(engine: Engine) -> None:
         domains = ["code", "chat", "code", "", "martian", 'no"label\\']
         answers = [
             running.client.completions.create(
-                model=MODEL, prompt=[5, 6, 7, 8 + number], max_tokens=20, temperature=0,
+                model=MODEL,
+                prompt=[5, 6, 7, 8 + number],
+                max_tokens=20,
+                temperature=0,
                 extra_headers={"X-Headstart-Domain": domain} if domain else {},
             )
             for number, domain in enumerate(domains)
-        ]  # fmt: skip
+        ]
         refused = httpx.post(f"{running.base}/v1/completions", json={"model": MODEL})
         text = httpx.get(f"{running.base}/metrics")
         found = running.metrics()

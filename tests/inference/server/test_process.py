@@ -1,4 +1,5 @@
-"""`headstart serve` as a process of its own: it starts, says where, answers, ends on SIGTERM, and keeps its token to itself."""
+"""`headstart serve` as a process of its own: it starts, says where, answers, ends on SIGTERM, and
+keeps its token to itself."""
 
 from __future__ import annotations
 
@@ -25,11 +26,26 @@ TOKEN = "a-very-secret-token-of-a-test"
 def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
     target = save_micro_target(folder / "micro")
     command = [
-        sys.executable, "-m", "scripts.cli", "serve", "target=local", f"target.path={target}", "target.dtype=float32",
-        "target.device=cpu", "serve.port=0", f"serve.name={MODEL}", f"run.root={folder / 'out'}", "decode.batch_size=2", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "scripts.cli",
+        "serve",
+        "target=local",
+        f"target.path={target}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "serve.port=0",
+        f"serve.name={MODEL}",
+        f"run.root={folder / 'out'}",
+        "decode.batch_size=2",
+        *overrides,
+    ]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
     )
 
 
@@ -47,14 +63,20 @@ def address(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_process_serves_ends_on_a_signal_and_leaves_records(tmp_path: Path) -> None:
-    process = start(tmp_path, "serve.drafter=ngram", "serve.log_rejections=true", HEADSTART_SERVE_TOKEN=TOKEN)
+    process = start(
+        tmp_path, "serve.drafter=ngram", "serve.log_rejections=true", HEADSTART_SERVE_TOKEN=TOKEN
+    )
     base, lines = address(process)
     client = openai.OpenAI(base_url=f"{base}/v1", api_key=TOKEN, max_retries=0)
     assert httpx.post(f"{base}/v1/completions", json={}).status_code == 401
     stream = client.completions.create(
-        model=MODEL, prompt="What is a list?", max_tokens=100, temperature=0, stream=True,
+        model=MODEL,
+        prompt="What is a list?",
+        max_tokens=100,
+        temperature=0,
+        stream=True,
         extra_headers={"X-Headstart-Domain": "code"},
-    )  # fmt: skip
+    )
     parts = [next(stream).choices[0]]
 
     def rest() -> None:
@@ -110,14 +132,19 @@ def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     secret = read_secret(ServeConfig(host="0.0.0.0", token_file=str(file)))
-    assert secret is not None and secret.matches(f"Bearer {TOKEN}") and not secret.matches(f"Bearer {TOKEN}x")
+    assert (
+        secret is not None
+        and secret.matches(f"Bearer {TOKEN}")
+        and not secret.matches(f"Bearer {TOKEN}x")
+    )
     assert not secret.matches(None) and TOKEN not in repr(secret)
     file.write_text("short")
     with pytest.raises(UserError, match="has 5 characters; 16 are the least"):
         read_secret(ServeConfig(token_file=str(file)))
-    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "[::1]", "localhost", "0.0.0.0", "10.0.0.1", "example.org")] == [
-        True, True, True, True, False, False, False,
-    ]  # fmt: skip
+    assert [
+        is_loopback(host)
+        for host in ("127.0.0.1", "::1", "[::1]", "localhost", "0.0.0.0", "10.0.0.1", "example.org")
+    ] == [True, True, True, True, False, False, False]
     listening = bind(ServeConfig(port=0))
     listening.listen()
     with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):

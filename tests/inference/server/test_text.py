@@ -1,4 +1,5 @@
-"""Text as it arrives: whole characters only, stop strings withheld until decided, the same for any way the tokens come in."""
+"""Text as it arrives: whole characters only, stop strings withheld until decided, the same for any
+way the tokens come in."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from inference.target.text_pieces import REPLACEMENT, WINDOW, TextPieces
 from tests.inference.tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("marked")
-TEXTS = ["Hello! Hi there. Bye now.", "naïve café: 日本語のテキスト 🙂🙃 Привет", "def add(a, b):\n    return a + b\n" * 9]
+TEXTS = [
+    "Hello! Hi there. Bye now.",
+    "naïve café: 日本語のテキスト 🙂🙃 Привет",
+    "def add(a, b):\n    return a + b\n" * 9,
+]
 
 
 def chunks(tokens: list[int], seed: int) -> list[list[int]]:
@@ -52,7 +57,10 @@ def test_long_texts_are_not_decoded_again_and_again() -> None:
     assert pieces.text == TEXTS[0] * 40
 
 
-@pytest.mark.parametrize("stops", [("Bye",), ("there", "Hi"), (". B",), ("zzz", "now."), ("o! H", "o! X"), ("!",), ("absent",)])
+@pytest.mark.parametrize(
+    "stops",
+    [("Bye",), ("there", "Hi"), (". B",), ("zzz", "now."), ("o! H", "o! X"), ("!",), ("absent",)],
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_strings_against_looking_at_the_whole_text(stops: tuple[str, ...], seed: int) -> None:
     text = TEXTS[0]
@@ -71,11 +79,15 @@ def test_stop_strings_against_looking_at_the_whole_text(stops: tuple[str, ...], 
     one_by_one = StopText(TOKENIZER, (), stops)
     for token in tokens:
         one_by_one.add([token])
-    assert one_by_one.tokens == stopper.tokens  # the count does not depend on how many tokens came together
+    # the count does not depend on how many tokens came together
+    assert one_by_one.tokens == stopper.tokens
 
 
 def test_what_cannot_be_a_stop_string_is_not_withheld() -> None:
     stopper = StopText(TOKENIZER, (), ("Bye now",))
-    shown = [stopper.add([token]) for token in TOKENIZER.encode("Hello! Bye, Hi", add_special_tokens=False)]
+    shown = [
+        stopper.add([token])
+        for token in TOKENIZER.encode("Hello! Bye, Hi", add_special_tokens=False)
+    ]
     assert "".join(shown) + stopper.rest() == "Hello! Bye, Hi"
     assert "".join(shown).startswith("Hello! Bye")

@@ -1,4 +1,5 @@
-"""The sequential test: silent while nothing changes, loud soon after a loss, never fooled by small samples."""
+"""The sequential test: silent while nothing changes, loud soon after a loss, never fooled by small
+samples."""
 
 from __future__ import annotations
 
@@ -25,19 +26,26 @@ GRID = Grid(DEPTH)
 CHANCES = {"code": 0.55, "prose": 0.4}
 
 
-def make(reference: dict[str, list[tuple[int, int]]], tolerance: float = 0.05, alarm_rate: float = 0.01) -> DriftTest:
-    known: dict[str, RatioEvidence] = {name: Bets(GRID, MOST, answers) for name, answers in reference.items()}
+def make(
+    reference: dict[str, list[tuple[int, int]]], tolerance: float = 0.05, alarm_rate: float = 0.01
+) -> DriftTest:
+    known: dict[str, RatioEvidence] = {
+        name: Bets(GRID, MOST, answers) for name, answers in reference.items()
+    }
     return DriftTest(GRID, MOST, known, tolerance, alarm_rate)
 
 
-def stream(rng: np.random.Generator, factor: float, count: int) -> list[tuple[str, tuple[int, int]]]:
+def stream(
+    rng: np.random.Generator, factor: float, count: int
+) -> list[tuple[str, tuple[int, int]]]:
     """`count` fresh answers of both domains, drafts kept `factor` times as often as they were."""
     domains = [name for _ in range(count) for name in [rng.choice(list(CHANCES))]]
     return [(str(name), draw(rng, factor * CHANCES[str(name)], 1)[0]) for name in domains]
 
 
 def test_the_smallest_product_over_all_references_counts() -> None:
-    """Against the slow way: every possible reference on a fine scale, its two e-values, the smallest product."""
+    """Against the slow way: every possible reference on a fine scale, its two e-values, the
+    smallest product."""
     rng = np.random.default_rng(0)
     before, after = draw(rng, 0.6, 60), draw(rng, 0.35, 40)
     known, fresh, shift = Bets(GRID, MOST, before), Bets(GRID, MOST, after), shift_below(0.95)
@@ -56,13 +64,16 @@ def test_an_unchanged_drafter_hardly_ever_raises_an_alarm_however_often_one_look
     pools = {name: draw(rng, chance, 1500) for name, chance in CHANCES.items()}
     alarms = 0
     for _ in range(100):
-        known = {name: [pool[i] for i in rng.integers(0, len(pool), 60)] for name, pool in pools.items()}
+        known = {
+            name: [pool[i] for i in rng.integers(0, len(pool), 60)] for name, pool in pools.items()
+        }
         test = make(known, tolerance=0.01, alarm_rate=0.2)
         for _ in range(60):
             name = str(rng.choice(list(pools)))
             test.add(name, *pools[name][rng.integers(0, len(pools[name]))])
         alarms += bool(test.alarms)
-    assert alarms <= 0.2 * 100  # at a tolerance of next to nothing and a generous rate; the bound is still not reached
+    # at a tolerance of next to nothing and a generous rate; the bound is still not reached
+    assert alarms <= 0.2 * 100
 
 
 def test_a_loss_is_found_soon_and_its_size_is_within_the_interval() -> None:
@@ -102,7 +113,9 @@ def test_a_small_reference_does_not_make_small_differences_large() -> None:
 
 def test_what_suits_is_called_fine_and_what_is_not_known_stays_open() -> None:
     rng = np.random.default_rng(4)
-    test = make({name: draw(rng, chance, 900, 0.05) for name, chance in CHANCES.items()}, tolerance=0.15)
+    test = make(
+        {name: draw(rng, chance, 900, 0.05) for name, chance in CHANCES.items()}, tolerance=0.15
+    )
     assert test.changes() == {}
     test.add("code", *draw(rng, 0.55, 1)[0])
     assert test.changes()["code"].verdict == OPEN
@@ -123,7 +136,10 @@ def test_domains_without_reference_are_counted_but_raise_no_alarm() -> None:
 
 def test_the_alarm_stays_and_all_domains_share_the_rate() -> None:
     rng = np.random.default_rng(6)
-    one, two = make({"code": draw(rng, 0.5, 100)}), make({n: draw(rng, c, 100) for n, c in CHANCES.items()})
+    one, two = (
+        make({"code": draw(rng, 0.5, 100)}),
+        make({n: draw(rng, c, 100) for n, c in CHANCES.items()}),
+    )
     assert exp(two.needed) == pytest.approx(3 / 0.01) and exp(one.needed) == pytest.approx(2 / 0.01)
     for counts in draw(rng, 0.1, 60):
         one.add("code", *counts)
@@ -148,7 +164,9 @@ def test_ratio_intervals_reach_to_the_ends_where_nothing_is_known() -> None:
     nothing = Bets(GRID, MOST)
     bounds = ratio_interval([(Bets(GRID, MOST, draw(rng, 0.5, 100)), nothing)], 0.05)
     assert bounds == (-1.0, float("inf"))
-    same = ratio_interval([(Bets(GRID, MOST, draw(rng, 0.5, 500)), Bets(GRID, MOST, draw(rng, 0.5, 500)))], 0.05)
+    same = ratio_interval(
+        [(Bets(GRID, MOST, draw(rng, 0.5, 500)), Bets(GRID, MOST, draw(rng, 0.5, 500)))], 0.05
+    )
     assert same is not None and -0.3 < same[0] < 0.0 < same[1] < 0.4
     assert ratio(0) == 1.0
 
@@ -168,4 +186,10 @@ def test_totals_are_looked_at_in_turn() -> None:
 @pytest.mark.parametrize("name", ["tolerance", "alarm_rate"])
 def test_rates_outside_their_range_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"watch.{name} must lie between 0 and 1"):
-        DriftTest(GRID, MOST, {}, 1.5 if name == "tolerance" else 0.1, 0.0 if name == "alarm_rate" else 0.1)
+        DriftTest(
+            GRID,
+            MOST,
+            {},
+            1.5 if name == "tolerance" else 0.1,
+            0.0 if name == "alarm_rate" else 0.1,
+        )

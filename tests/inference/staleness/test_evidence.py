@@ -1,4 +1,5 @@
-"""Evidence about an acceptance: against the formula written out, monotone, never too sure of what is true."""
+"""Evidence about an acceptance: against the formula written out, monotone, never too sure of what
+is true."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_bets_are_the_product_of_their_stakes() -> None:
 def test_evidence_is_monotone_and_finite_whatever_the_answers(chance: float) -> None:
     answers = draw(np.random.default_rng(1), chance, 40, 0.3)
     extreme = [(0, MOST), (DEPTH * MOST, MOST), (0, 0), (0, 1)]
-    kinds: list[RatioEvidence] = [Bets(GRID, MOST, answers), Bets(GRID, MOST, [*answers, *extreme, *extreme])]
+    kinds: list[RatioEvidence] = [
+        Bets(GRID, MOST, answers),
+        Bets(GRID, MOST, [*answers, *extreme, *extreme]),
+    ]
     kinds.append(Sums(GRID, 100.0, 90.0, 3.0, 90.0))
     for evidence in kinds:
         below, above = evidence.below(), evidence.above()

@@ -66,7 +66,8 @@ def test_golden_prompt(family):
 
 @pytest.mark.parametrize("family", GOLDEN_CONVERSATION)
 def test_every_span_starts_where_its_prompt_ends(family):
-    """What training supervises is what the target would write after the prompt that serving renders."""
+    """What training supervises is what the target would write after the prompt that serving
+    renders."""
     tokenizer = tiny_tokenizer(family)
     ids, spans = chat.render_conversation(tokenizer, TALK)
     for (start, _), turns in zip(spans, (2, 4), strict=True):
@@ -100,7 +101,9 @@ def test_template_that_rewrites_earlier_turns_is_refused_but_its_last_turn_works
     with pytest.raises(UserError, match="renders earlier turns differently"):
         chat.render_conversation(tokenizer, TALK)
     ids, spans = chat.render_conversation(tokenizer, TALK[1:3])
-    assert bracketed(tokenizer, ids, spans).endswith("assistant\n[<think></think>Hi there.<|im_end|>]\n")
+    assert bracketed(tokenizer, ids, spans).endswith(
+        "assistant\n[<think></think>Hi there.<|im_end|>]\n"
+    )
 
 
 def test_a_templates_own_refusal_is_passed_on():
@@ -139,7 +142,10 @@ def test_plain_form_warns_once(caplog):
         ([], "at least one"),
         ("Hello", "must be a list"),
         ([{"role": "user"}], "'role' and 'content'"),
-        ([{"role": "human", "content": "x"}], "'human' is not one of system, user, assistant, tool"),
+        (
+            [{"role": "human", "content": "x"}],
+            "'human' is not one of system, user, assistant, tool",
+        ),
         ([{"role": "user", "content": " \n"}], "role 'user' is empty"),
         ([{"role": "user", "content": None}], "must be text"),
         ([{"role": "user", "content": "half a \ud83d pair"}], "not valid Unicode"),
@@ -154,9 +160,9 @@ def test_malformed_messages_are_refused(messages, problem):
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
     tokenizer = tiny_tokenizer("chatml")
-    assert chat.render_prompt(tokenizer, [{"role": "user", "content": parts}]) == chat.render_prompt(
-        tokenizer, [TALK[1]]
-    )
+    assert chat.render_prompt(
+        tokenizer, [{"role": "user", "content": parts}]
+    ) == chat.render_prompt(tokenizer, [TALK[1]])
 
 
 def test_a_prompt_must_not_end_with_the_assistant():

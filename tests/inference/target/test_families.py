@@ -1,4 +1,5 @@
-"""Every family that can be a target, against its own eager forward pass and transformers' own greedy loop."""
+"""Every family that can be a target, against its own eager forward pass and transformers' own
+greedy loop."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.models import ALL_FAMILIES, LONGROPE, MORE_FAMILIES, VOCAB, random_mo
 NODES = 12
 WINDOW = 9
 BATCHES = ((17,), (13, 1, 20, 7))
-"""Prefix lengths of one row, and of a ragged batch; shorter than, around and beyond the sliding windows of 9."""
+"""Prefix lengths of one row, and of a ragged batch; shorter than, around and beyond the sliding
+windows of 9."""
 GENERATING = [
     "gemma4_text",
     "gpt_oss",
@@ -50,21 +52,23 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 
 
 def own_logits(model: Any, texts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The model's own logits [V] at the end of each text, without any cache; texts of one length share a pass."""
+    """The model's own logits [V] at the end of each text, without any cache; texts of one length
+    share a pass."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for place, text in enumerate(texts):
         by_length[len(text)].append(place)
     found: dict[int, torch.Tensor] = {}
     for places in by_length.values():
-        logits = model(input_ids=torch.stack([texts[place] for place in places]), use_cache=False).logits[
-            :, -1
-        ]
+        logits = model(
+            input_ids=torch.stack([texts[place] for place in places]), use_cache=False
+        ).logits[:, -1]
         found.update(zip(places, logits, strict=True))
     return [found[place] for place in range(len(texts))]
 
 
 def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed: int = 1) -> None:
-    """Verify a random tree behind each prefix; every node's logits are the model's own at the end of its path."""
+    """Verify a random tree behind each prefix; every node's logits are the model's own at the end
+    of its path."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     parents = random_trees(rows, generator)
@@ -79,12 +83,16 @@ def check_trees(target: TargetModel, model: Any, lengths: tuple[int, ...], seed:
     logits, _, _ = target.verify(cache, drafts, tree, counts, max(lengths), needs)
     texts = list(prompts)
     for row in range(rows):
-        texts += [torch.cat([prompts[row], drafts[row, path_to(n, parents[row])]]) for n in range(NODES)]
+        texts += [
+            torch.cat([prompts[row], drafts[row, path_to(n, parents[row])]]) for n in range(NODES)
+        ]
     expected = torch.stack(own_logits(model, texts))
     found = torch.cat([first, logits.flatten(0, 1)])
     scale = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * max(scale, 1.0))  # float32 norms inside
-    assert float(expected.std(0).max()) > 100 * 3e-6 * max(scale, 1.0)  # the texts do tell the rows apart
+    # float32 norms inside
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * max(scale, 1.0))
+    # the texts do tell the rows apart
+    assert float(expected.std(0).max()) > 100 * 3e-6 * max(scale, 1.0)
 
 
 @pytest.mark.parametrize("lengths", BATCHES, ids=["one row", "ragged"])
@@ -109,7 +117,9 @@ def test_experts_in_the_implementation_that_serves_agree_in_float32(family: str)
 def own_generation(model: Any, prompt: tuple[int, ...], new: int) -> list[int]:
     """transformers' own greedy text, with its own cache."""
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new
+    )
     return [int(token) for token in out[0, len(prompt) :]]
 
 
@@ -123,8 +133,12 @@ def test_text_with_drafts_is_the_plain_text_and_transformers_own(family: str) ->
         config = DecodeConfig(batch_size=2, **shape)  # type: ignore[arg-type]
         for fake in (AlwaysRight, SometimesRight):
             found = decode(target, fake(answers(plain), VOCAB), config, items)
-            assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
-    assert sum(len(c.passes) for c in found.values()) < sum(len(c.tokens) - 1 for c in plain.values())
+            assert {i: c.tokens for i, c in found.items()} == {
+                i: c.tokens for i, c in plain.items()
+            }
+    assert sum(len(c.passes) for c in found.values()) < sum(
+        len(c.tokens) - 1 for c in plain.values()
+    )
 
 
 def test_all_listed_families_are_covered() -> None:
@@ -132,11 +146,12 @@ def test_all_listed_families_are_covered() -> None:
     assert len(ALL_FAMILIES) >= 36
 
 
-# ---- frequencies that depend on the length -------------------------------------------------------------------------------
+# Frequencies that depend on the length
 
 
 def test_longrope_within_its_short_set_is_the_models_own_up_to_the_boundary() -> None:
-    """Nodes beyond the boundary must not change the frequencies of those before it, as transformers' own rule would."""
+    """Nodes beyond the boundary must not change the frequencies of those before it, as
+    transformers' own rule would."""
     target, model = (
         random_target("phi3", sliding_window=None, **LONGROPE),
         random_model("phi3", **LONGROPE, sliding_window=None),
@@ -147,7 +162,9 @@ def test_longrope_within_its_short_set_is_the_models_own_up_to_the_boundary() ->
     tokens = torch.arange(40, 40 + nodes)[None]
     cache, needs, lengths = target.new_cache(1, 64), FeatureSpec(), torch.tensor([trained - 4])
     target.prefill(cache, torch.tensor([0]), prompt, lengths, needs)
-    logits, _, _ = target.verify(cache, tokens, TokenTree.chain(nodes - 1), lengths, trained - 4, needs)
+    logits, _, _ = target.verify(
+        cache, tokens, TokenTree.chain(nodes - 1), lengths, trained - 4, needs
+    )
     for node in range(4):
         text = torch.cat([prompt, tokens[:, : node + 1]], 1)
         torch.testing.assert_close(
@@ -171,7 +188,9 @@ def test_longrope_with_its_long_set_is_the_models_own_beyond_the_boundary() -> N
 def test_dynamic_scaling_does_not_depend_on_what_else_was_read() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     settings: dict[str, Any] = {"max_position_embeddings": 32, "rope_parameters": rope}
-    check_trees(random_target("llama", **settings), random_model("llama", **settings), (13, 1, 18, 7))
+    check_trees(
+        random_target("llama", **settings), random_model("llama", **settings), (13, 1, 18, 7)
+    )
     model = prepare(random_model("llama", **settings))
     short = torch.arange(3, 13)[None]
     before = model(input_ids=short, use_cache=False).logits

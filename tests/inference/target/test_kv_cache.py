@@ -57,11 +57,13 @@ def contents(cache: KVCache) -> list[Tensor]:
     return [t for layer in cache.layers if layer.is_initialized for t in (layer.keys, layer.values)]
 
 
-# --- storages ---------------------------------------------------------------------------------------------------------
+# Storages
 
 
 @pytest.mark.parametrize(("layers", "groups"), [(ALIKE, [3]), (MIXED, [2, 2, 1])])
-def test_told_shapes_put_equal_layers_into_one_storage(layers: list[Sizes | None], groups: list[int]) -> None:
+def test_told_shapes_put_equal_layers_into_one_storage(
+    layers: list[Sizes | None], groups: list[int]
+) -> None:
     first = prefilled(layers)
     shown = [sizes for sizes in layers if sizes is not None]
     assert [s.keys.shape[0] for s in first.storages.all] == [1] * len(shown)
@@ -92,7 +94,11 @@ def test_layers_that_differ_from_what_was_told_get_their_own_storage() -> None:
     cache.layers[0].update(*states((2, 4, 4), ROWS, 6, 0))
     cache.layers[1].update(*states((1, 4, 4), ROWS, 6, 1))
     cache.layers[2].update(*(t.double() for t in states((2, 4, 4), ROWS, 6, 2)))
-    assert [tuple(s.keys.shape[:3]) for s in cache.storages.all] == [(3, ROWS, 2), (1, ROWS, 1), (1, ROWS, 2)]
+    assert [tuple(s.keys.shape[:3]) for s in cache.storages.all] == [
+        (3, ROWS, 2),
+        (1, ROWS, 1),
+        (1, ROWS, 2),
+    ]
     assert cache.shapes()[1] == LayerShape(1, 4, 4, torch.float32, torch.device("cpu"))
     assert cache.layers[2].keys.dtype == torch.float64
 
@@ -105,12 +111,14 @@ def test_nothing_is_allocated_before_keys_are_seen_and_all_is_freed_at_once() ->
     gc.disable()
     try:
         del cache
-        assert storage() is None, "a reference cycle would keep a GPU's memory until the next collection"
+        assert storage() is None, (
+            "a reference cycle would keep a GPU's memory until the next collection"
+        )
     finally:
         gc.enable()
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# Writing
 
 
 def test_prefill_in_chunks_leaves_what_one_pass_leaves() -> None:
@@ -145,12 +153,14 @@ def test_slots_known_to_the_device_alone_are_written_like_those_known_to_the_hos
     assert torch.equal(found[0][:, :, 6:], fresh[0]) and found[0].shape[2] == 10
 
 
-# --- committing -------------------------------------------------------------------------------------------------------
+# Committing
 
 
 @pytest.mark.parametrize("layers", [ALIKE, MIXED])
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_move_is_the_same_however_layers_are_stored(layers: list[Sizes | None], counted: bool) -> None:
+def test_a_move_is_the_same_however_layers_are_stored(
+    layers: list[Sizes | None], counted: bool
+) -> None:
     apart = prefilled(layers)
     together = prefilled(layers, apart.shapes())
     lengths, path = torch.tensor([2, 0, 1]), torch.tensor([[0, 2, 3], [0, 1, 4], [0, 3, 4]])

@@ -15,7 +15,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import inference.target.quantization as quantization
 from heads.api.errors import UserError
 from inference.kernels.packed_linear import supported
-from inference.target.loading import REFUSED, TargetConfig, load_model, require_supported, shared_weights
+from inference.target.loading import (
+    REFUSED,
+    TargetConfig,
+    load_model,
+    require_supported,
+    shared_weights,
+)
 from inference.target.model import TargetModel
 from inference.target.quantization import NAMES, dense_weight, quantization_settings
 from tests.inference.tokenizers import tiny_tokenizer
@@ -46,7 +52,11 @@ def test_refused_families_exist_and_are_refused_by_name(family: str) -> None:
         ("mamba2", {}, "recurrent state"),
         ("qwen3_next", {}, "recurrent state"),
         ("granitemoehybrid", {}, "recurrent state"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "recurrent state"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+            "recurrent state",
+        ),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("falcon", {"alibi": False}, "code of its own"),
         ("bloom", {}, "ALiBi"),
@@ -86,7 +96,7 @@ def test_every_stateful_family_of_transformers_is_refused() -> None:
     assert not slipped
 
 
-# ---- quantisation --------------------------------------------------------------------------------------------------------
+# Quantisation
 
 
 def settings(name: str, own: Any = None, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -161,11 +171,17 @@ def test_a_missing_library_ends_the_load_before_weights(
 
 def test_quantised_weights_are_read_back_or_refused() -> None:
     packed = torch.zeros(8, 1, dtype=torch.uint8)
-    with pytest.raises(UserError, match="LM head is quantised in a layout that cannot be read back"):
+    with pytest.raises(
+        UserError, match="LM head is quantised in a layout that cannot be read back"
+    ):
         dense_weight(packed, 4, 4, "LM head")
     weight = torch.nn.Parameter(torch.randn(4, 4))
     found = dense_weight(weight, 4, 4, "LM head")
-    assert torch.equal(found, weight) and not found.requires_grad and found.data_ptr() == weight.data_ptr()
+    assert (
+        torch.equal(found, weight)
+        and not found.requires_grad
+        and found.data_ptr() == weight.data_ptr()
+    )
 
 
 @pytest.mark.skipif(quantization.find_spec("torchao") is None, reason="needs torchao")
@@ -177,7 +193,9 @@ def test_a_torchao_target_decodes_losslessly(tmp_path: Path) -> None:
     folder = save_random_target(
         tmp_path / "m", tiny_tokenizer("plain"), hidden_size=64, intermediate_size=128
     )
-    target = TargetModel.load(TargetConfig(path=str(folder), device="cpu", quantization="torchao-int8"))
+    target = TargetModel.load(
+        TargetConfig(path=str(folder), device="cpu", quantization="torchao-int8")
+    )
     linears = [m for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
     quantised = [m for m in linears if "torchao" in type(m.weight).__module__]
     assert len(quantised) == len(linears) - 1  # all but the head
@@ -188,7 +206,9 @@ def test_a_torchao_target_decodes_losslessly(tmp_path: Path) -> None:
         for shape in SHAPES.values():
             config = DecodeConfig(temperature=temperature, batch_size=2, **shape)  # type: ignore[arg-type]
             found = decode(target, SometimesRight(answers(plain), VOCAB), config, items)
-            assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
+            assert {i: c.tokens for i, c in found.items()} == {
+                i: c.tokens for i, c in plain.items()
+            }
 
 
 @pytest.mark.skipif(not supported(), reason="packed products need oneDNN")
@@ -198,13 +218,14 @@ def test_weights_that_are_no_plain_parameters_are_not_packed() -> None:
     class Other(torch.Tensor):
         """Stands for a quantised weight or a slice of a split one."""
 
-    plain, other = (torch.nn.Linear(1024, 1024) for _ in range(2))  # small ones are left alone where packing does not pay
+    # small ones are left alone where packing does not pay
+    plain, other = (torch.nn.Linear(1024, 1024) for _ in range(2))
     other.weight = torch.nn.Parameter(torch.randn(1024, 1024).as_subclass(Other))
     pack_linears(torch.nn.ModuleList([plain, other]))
     assert "forward" in plain.__dict__ and "forward" not in other.__dict__
 
 
-# ---- what drafters are given ---------------------------------------------------------------------------------------------
+# What drafters are given
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
@@ -216,11 +237,16 @@ def test_shared_weights_are_the_models_own_memory(family: str) -> None:
     assert weights.lm_head.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     assert (weights.lm_head is weights.embedding) == tied
     for name, value in model.named_parameters():
-        assert weights.state[name].data_ptr() == value.data_ptr() and not weights.state[name].requires_grad
+        assert (
+            weights.state[name].data_ptr() == value.data_ptr()
+            and not weights.state[name].requires_grad
+        )
     assert len(weights.state) == len(list(model.parameters()))
 
 
-def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(tmp_path: Path) -> None:
+def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(
+    tmp_path: Path,
+) -> None:
     path = save_random_target(tmp_path, tiny_tokenizer("marked"))
     config = TargetConfig(str(path), device="cpu")
     loaded: list[Any] = []
@@ -229,6 +255,8 @@ def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(t
         thread.start()
     for thread in threads:
         thread.join()
-    tied = type(loaded[0])(CONFIG_MAPPING["llama"](**{**SMALL, "vocab_size": VOCAB, "tie_word_embeddings": True}))
+    tied = type(loaded[0])(
+        CONFIG_MAPPING["llama"](**{**SMALL, "vocab_size": VOCAB, "tie_word_embeddings": True})
+    )
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert len({id(model) for model in [*loaded, load_model(config)]}) == 5

@@ -1,4 +1,5 @@
-"""The target: taps, features and tree verification against the model's own forward pass; what cannot be one is refused."""
+"""The target: taps, features and tree verification against the model's own forward pass; what
+cannot be one is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_taps_and_last_hidden_are_the_models_own_states(family: str) -> None:
     caught: dict[str, torch.Tensor] = {}
     base = getattr(model, model.base_model_prefix)
     layers = next(m for m in base.modules() if isinstance(m, torch.nn.ModuleList))
-    layers[2].register_forward_hook(lambda m, a, out: caught.update(last=out[0] if isinstance(out, tuple) else out))
+    layers[2].register_forward_hook(
+        lambda m, a, out: caught.update(last=out[0] if isinstance(out, tuple) else out)
+    )
     states = base(input_ids=tokens, output_hidden_states=True, use_cache=False)
     target = random_target(family)
     positions = torch.arange(12)[None]
@@ -60,7 +63,9 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     assert taps is not None and last is not None
     for tokens, span in ((first, slice(0, 13)), (second, slice(13, 24))):
         length = tokens.shape[1]
-        alone_taps, alone = target.features(tokens, torch.arange(length)[None], torch.ones_like(tokens), NEEDS)
+        alone_taps, alone = target.features(
+            tokens, torch.arange(length)[None], torch.ones_like(tokens), NEEDS
+        )
         assert_close(last[:, span], alone)
         assert_close(taps[:, span], alone_taps)
 
@@ -84,7 +89,9 @@ def test_every_tree_node_gets_the_logits_of_its_own_path(family: str) -> None:
         text = torch.cat([prompt, tokens[:, path]], 1)
         assert_close(logits[0, node], model(input_ids=text, use_cache=False).logits[0, -1])
         assert int(positions[0, node]) == 14 + len(path) - 1
-        plain, _ = target.features(text, torch.arange(text.shape[1])[None], torch.ones_like(text), NEEDS)
+        plain, _ = target.features(
+            text, torch.arange(text.shape[1])[None], torch.ones_like(text), NEEDS
+        )
         assert plain is not None
         assert_close(seen.taps[0, node], plain[0, -1])
 
@@ -95,7 +102,9 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gpt2", "phi"])
-def test_a_saved_model_of_any_family_loads_by_path(tmp_path: Path, tokenizer: Any, family: str) -> None:
+def test_a_saved_model_of_any_family_loads_by_path(
+    tmp_path: Path, tokenizer: Any, family: str
+) -> None:
     folder = save_random_target(tmp_path / family, tokenizer, family)
     target = TargetModel.load(TargetConfig(path=str(folder), device="cpu"))
     assert target.info.model_type == family and target.info.vocab_size == len(tokenizer)
@@ -115,9 +124,20 @@ def test_other_weights_are_another_revision(tmp_path: Path, tokenizer: Any) -> N
     ("family", "settings"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
-        ("gpt_neo", {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "attention_types": [[["global"], 2]]}),
+        (
+            "gpt_neo",
+            {
+                "num_layers": 2,
+                "num_heads": 4,
+                "hidden_size": 32,
+                "attention_types": [[["global"], 2]],
+            },
+        ),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),
+        (
+            "falcon",
+            {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+        ),
     ],
 )
 def test_models_without_standard_attention_are_refused_in_one_sentence(
@@ -149,7 +169,9 @@ def test_bad_targets_end_in_a_clear_error(
         TargetModel.load(TargetConfig(**{"path": str(folder), "device": "cpu", **change}))  # type: ignore[arg-type]
 
 
-def test_a_truncated_weight_file_and_missing_weights_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_truncated_weight_file_and_missing_weights_are_refused(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     folder = save_random_target(tmp_path / "cut", tokenizer)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])

@@ -1,4 +1,5 @@
-"""A target split over two processes (gloo, CPU): the same tokens as in one, with and without drafts, on both ranks."""
+"""A target split over two processes (gloo, CPU): the same tokens as in one, with and without
+drafts, on both ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +46,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     results = tmp_path_factory.mktemp("results")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
         [*launch, "-m", "tests.inference.parallel_worker", str(models), str(results)],
         cwd=REPOSITORY,
@@ -63,7 +71,9 @@ def ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 @pytest.fixture(scope="module")
 def alone(models: Path) -> dict[str, TargetModel]:
     return {
-        family: TargetModel.load(TargetConfig(path=str(models / family), dtype="float64", device="cpu"))
+        family: TargetModel.load(
+            TargetConfig(path=str(models / family), dtype="float64", device="cpu")
+        )
         for family in FAMILIES
     }
 
@@ -97,7 +107,10 @@ def test_it_is_really_split_and_the_ranks_agree_to_the_last_bit(
         assert facts["key sum"] == pytest.approx(whole["key sum"])
     first, second = (found[family]["facts"]["logits"] for found in ranks)
     assert first == second
-    close = [float.fromhex(value) for value in first], [float.fromhex(value) for value in whole["logits"]]
+    close = (
+        [float.fromhex(value) for value in first],
+        [float.fromhex(value) for value in whole["logits"]],
+    )
     torch.testing.assert_close(torch.tensor(close[0]), torch.tensor(close[1]), rtol=0, atol=1e-5)
 
 
@@ -105,10 +118,12 @@ def test_it_is_really_split_and_the_ranks_agree_to_the_last_bit(
 @pytest.mark.slow
 def test_disagreement_is_noticed(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert "processes [1] decoded other tokens than process 0" in found["disagreement"]["message"]
+        assert (
+            "processes [1] decoded other tokens than process 0" in found["disagreement"]["message"]
+        )
 
 
-# ---- refusals, in one process --------------------------------------------------------------------------------------------
+# Refusals, in one process
 
 
 def test_a_single_process_is_told_to_use_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +145,9 @@ def test_the_device_must_be_the_one_that_is_split_over(monkeypatch: pytest.Monke
 def test_heads_must_divide() -> None:
     config = random_model("llama").config  # 4 heads, 2 key/value heads
     require_divisible(config, 2)
-    with pytest.raises(UserError, match=r"2 key/value heads cannot be split over 4 processes; possible: 2\."):
+    with pytest.raises(
+        UserError, match=r"2 key/value heads cannot be split over 4 processes; possible: 2\."
+    ):
         require_divisible(config, 4)
     with pytest.raises(UserError, match="4 attention heads cannot be split over 3 processes"):
         require_divisible(config, 3)

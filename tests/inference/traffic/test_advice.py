@@ -1,4 +1,5 @@
-"""The advice: what is simulated is compared fairly, and the best way at each concurrency is named."""
+"""The advice: what is simulated is compared fairly, and the best way at each concurrency is
+named."""
 
 from __future__ import annotations
 
@@ -12,11 +13,29 @@ from inference.traffic.arrivals import Arrival
 from inference.traffic.simulate import Costs, Served, SimulatedRequest
 
 ROWS = 8
-PLAIN = Way("none", NONE, Costs((0.010,) * ROWS, (0.0,) * ROWS, 0.001, 0.0), {"": [1]}, {"cache": 100, "weights": 0})
+PLAIN = Way(
+    "none",
+    NONE,
+    Costs((0.010,) * ROWS, (0.0,) * ROWS, 0.001, 0.0),
+    {"": [1]},
+    {"cache": 100, "weights": 0},
+)
 COSTLY = tuple(0.011 + 0.002 * rows for rows in range(ROWS))
 """Verification that grows with the batch: a long draft pays for few rows alone."""
-LONG = Way("a", Draft("chain", 4), Costs(COSTLY, (0.0,) * ROWS, 0.001, 0.0), {"": [2], "easy": [4]}, {"cache": 110, "weights": 50})
-SHORT = Way("a", Draft("chain", 1), Costs((0.011,) * ROWS, (0.0,) * ROWS, 0.001, 0.0), {"": [1, 2]}, {"cache": 104, "weights": 50})
+LONG = Way(
+    "a",
+    Draft("chain", 4),
+    Costs(COSTLY, (0.0,) * ROWS, 0.001, 0.0),
+    {"": [2], "easy": [4]},
+    {"cache": 110, "weights": 50},
+)
+SHORT = Way(
+    "a",
+    Draft("chain", 1),
+    Costs((0.011,) * ROWS, (0.0,) * ROWS, 0.001, 0.0),
+    {"": [1, 2]},
+    {"cache": 104, "weights": 50},
+)
 
 
 def crowd(gap: float, count: int = 60, domain: str = "") -> list[Arrival]:
@@ -36,7 +55,10 @@ def test_a_quiet_server_gets_the_long_draft_and_a_crowded_one_the_short_draft() 
     assert short["speedup_at"]["p95"] == pytest.approx(1.5 / 1.1, rel=0.1)
     assert long["speedup_at"]["p95"] == pytest.approx(2 * 0.010 / COSTLY[-1])
     assert [way["extra_bytes"] for way in crowded["ways"]] == [0, 54, 60]
-    assert short["latency"]["p95"] < plain["latency"]["p95"] and short["tokens_per_second"] > plain["tokens_per_second"]
+    assert (
+        short["latency"]["p95"] < plain["latency"]["p95"]
+        and short["tokens_per_second"] > plain["tokens_per_second"]
+    )
 
 
 def test_where_nothing_pays_none_is_the_advice() -> None:
@@ -46,9 +68,17 @@ def test_where_nothing_pays_none_is_the_advice() -> None:
 
 
 def test_a_domain_has_its_own_acceptance() -> None:
-    everywhere, easy = (advise([PLAIN, LONG], crowd(1.0, domain=name), ROWS) for name in ("unheard of", "easy"))
+    everywhere, easy = (
+        advise([PLAIN, LONG], crowd(1.0, domain=name), ROWS) for name in ("unheard of", "easy")
+    )
     assert everywhere["ways"][1]["tau"] == 2.0 and easy["ways"][1]["tau"] == 4.0
-    assert easy["traffic"] == {"requests": 60, "seconds": 59.0, "prompt_tokens": 10.0, "answer_tokens": 41.0, "domains": ["easy"]}
+    assert easy["traffic"] == {
+        "requests": 60,
+        "seconds": 59.0,
+        "prompt_tokens": 10.0,
+        "answer_tokens": 41.0,
+        "domains": ["easy"],
+    }
 
 
 def test_what_users_see_is_counted_from_their_arrival() -> None:

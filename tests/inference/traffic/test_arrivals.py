@@ -17,7 +17,9 @@ from inference.traffic.arrivals import Arrival, read_traffic
 from inference.traffic.config import TrafficConfig
 
 
-def read(tmp_path: Path, text: str, tokenizer: Any = None, context: int = 4096, **changes: Any) -> list[Arrival]:
+def read(
+    tmp_path: Path, text: str, tokenizer: Any = None, context: int = 4096, **changes: Any
+) -> list[Arrival]:
     file = tmp_path / "traffic"
     file.write_text(text, encoding="utf-8")
     return read_traffic(TrafficConfig(file=str(file), **changes), tokenizer, context)
@@ -25,7 +27,12 @@ def read(tmp_path: Path, text: str, tokenizer: Any = None, context: int = 4096, 
 
 def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
     rows = [
-        {"timestamp": "2026-01-31T12:00:03+00:00", "prompt_tokens": 7, "answer_tokens": 5, "domain": "code"},
+        {
+            "timestamp": "2026-01-31T12:00:03+00:00",
+            "prompt_tokens": 7,
+            "answer_tokens": 5,
+            "domain": "code",
+        },
         {"timestamp": "2026-01-31T12:00:01+00:00", "tokens": [4, 5, 6]},
     ]
     found = read(tmp_path, "\n".join(map(json.dumps, rows)), answer_tokens=9)
@@ -38,9 +45,18 @@ def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ('{"prompt_tokens": 3}', r"line 1: a request needs a `timestamp`"),
-        ('{"timestamp": "yesterday", "prompt_tokens": 3}', r"line 1: timestamp 'yesterday' is neither"),
-        ('{"timestamp": 1, "prompt_tokens": 0}', r"line 1: prompt_tokens must be a whole number of at least 1; given: 0"),
-        ('{"timestamp": 1, "prompt_tokens": 2, "answer_tokens": "x"}', r"answer_tokens must be .* given: 'x'"),
+        (
+            '{"timestamp": "yesterday", "prompt_tokens": 3}',
+            r"line 1: timestamp 'yesterday' is neither",
+        ),
+        (
+            '{"timestamp": 1, "prompt_tokens": 0}',
+            r"line 1: prompt_tokens must be a whole number of at least 1; given: 0",
+        ),
+        (
+            '{"timestamp": 1, "prompt_tokens": 2, "answer_tokens": "x"}',
+            r"answer_tokens must be .* given: 'x'",
+        ),
         ('{"timestamp": 1}', r"line 1: a request needs prompt_tokens, or its prompt"),
         ('{"timestamp": 1, "prompt_tokens": 2}\n{"timest', r"line 2: not a JSON object"),
         ("timestamp,prompt", r"line 1: not a sample in Prometheus' text format"),
@@ -75,12 +91,17 @@ def exported(seconds: float) -> str:
 def test_a_servers_sums_become_requests_like_its_own(tmp_path: Path) -> None:
     found = read(tmp_path, exported(40.0), requests=4000)
     assert len(found) == 4000 and found[0].time == 0.0
-    assert found[-1].time == pytest.approx(4000 / (200 / 40), rel=0.1)  # five a second while it was busy
+    # five a second while it was busy
+    assert found[-1].time == pytest.approx(4000 / (200 / 40), rel=0.1)
     assert sum(item.prompt for item in found) / 4000 == pytest.approx(20, rel=0.1)
     assert sum(item.answer for item in found) / 4000 == pytest.approx(60, rel=0.1)
     assert sum(item.domain == "code" for item in found) / 4000 == pytest.approx(0.75, abs=0.05)
-    cut = read(tmp_path, exported(40.0), requests=4000, context=100)  # half of the answers' lengths lie beyond 42
-    assert max(item.prompt + item.answer for item in cut) == 100 and min(item.answer for item in cut) >= 1
+    # half of the answers' lengths lie beyond 42
+    cut = read(tmp_path, exported(40.0), requests=4000, context=100)
+    assert (
+        max(item.prompt + item.answer for item in cut) == 100
+        and min(item.answer for item in cut) >= 1
+    )
     slower = read(tmp_path, exported(40.0), requests=4000, seconds=400.0)
     assert slower[-1].time == pytest.approx(10 * found[-1].time)
     with pytest.raises(UserError, match=r"traffic\.seconds is not set"):

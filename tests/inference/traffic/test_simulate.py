@@ -1,4 +1,5 @@
-"""The simulated server: against one that goes step by step, and against what can be worked out by hand."""
+"""The simulated server: against one that goes step by step, and against what can be worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 from inference.traffic.arrivals import Arrival
-from inference.traffic.simulate import Costs, Served, SimulatedRequest, concurrency, draw_commits, simulate
+from inference.traffic.simulate import (
+    Costs,
+    Served,
+    SimulatedRequest,
+    concurrency,
+    draw_commits,
+    simulate,
+)
 
 
 def slowly(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
@@ -35,7 +43,9 @@ def slowly(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
                 else:
                     end[job] = now
         elif rows:
-            now += costs.fixed[len(rows) - 1] + costs.per_token[len(rows) - 1] * max(length for _, _, length in rows)
+            now += costs.fixed[len(rows) - 1] + costs.per_token[len(rows) - 1] * max(
+                length for _, _, length in rows
+            )
             rows = [(job, left[1:], length + left[0]) for job, left, length in rows]
             for job, left, _ in rows:
                 if not left:
@@ -52,7 +62,11 @@ def traffic(count: int, rate: float, seed: int) -> list[SimulatedRequest]:
     jobs = []
     for time in times - times[0]:
         prompt, answer = int(rng.integers(5, 90)), int(rng.integers(1, 60))
-        jobs.append(SimulatedRequest(Arrival(float(time), prompt, answer), draw_commits(answer, [1, 1, 2, 3, 4], rng)))
+        jobs.append(
+            SimulatedRequest(
+                Arrival(float(time), prompt, answer), draw_commits(answer, [1, 1, 2, 3, 4], rng)
+            )
+        )
     return jobs
 
 
@@ -67,23 +81,36 @@ def test_leaping_is_stepping(rate: float, seed: int) -> None:
     quick, slow = simulate(jobs, FLAT), slowly(jobs, FLAT)
     assert [item.first for item in quick] == pytest.approx([item.first for item in slow])
     assert [item.end for item in quick] == pytest.approx([item.end for item in slow])
-    quick, slow = simulate(jobs, GROWING), slowly(jobs, GROWING)  # rows' lengths are averaged over a leap
+    # rows' lengths are averaged over a leap
+    quick, slow = simulate(jobs, GROWING), slowly(jobs, GROWING)
     assert quick[-1].end == pytest.approx(slow[-1].end, rel=5e-3)
-    means = [np.mean([item.end - job.arrival.time for job, item in zip(jobs, found, strict=True)]) for found in (quick, slow)]
+    means = [
+        np.mean([item.end - job.arrival.time for job, item in zip(jobs, found, strict=True)])
+        for found in (quick, slow)
+    ]
     assert means[0] == pytest.approx(means[1], rel=0.02)
 
 
 def test_one_request_alone_by_hand() -> None:
-    (served,) = simulate([SimulatedRequest(Arrival(0.0, 100, 6), (2, 3))], Costs((0.5,), (0.01,), 1.0, 0.001))
+    (served,) = simulate(
+        [SimulatedRequest(Arrival(0.0, 100, 6), (2, 3))], Costs((0.5,), (0.01,), 1.0, 0.001)
+    )
     assert served.first == pytest.approx(1.0 + 0.001 * 100)
-    assert served.end == pytest.approx(served.first + (0.5 + 0.01 * 100) + (0.5 + 0.01 * 102), rel=0.01)
+    assert served.end == pytest.approx(
+        served.first + (0.5 + 0.01 * 100) + (0.5 + 0.01 * 102), rel=0.01
+    )
 
 
 def test_who_finds_no_row_waits_and_an_idle_server_stands_still() -> None:
-    jobs = [SimulatedRequest(Arrival(0.0, 1, 3), (1, 1)), SimulatedRequest(Arrival(0.0, 1, 2), (1,)), SimulatedRequest(Arrival(100.0, 1, 1), ())]
+    jobs = [
+        SimulatedRequest(Arrival(0.0, 1, 3), (1, 1)),
+        SimulatedRequest(Arrival(0.0, 1, 2), (1,)),
+        SimulatedRequest(Arrival(100.0, 1, 1), ()),
+    ]
     served = simulate(jobs, Costs((1.0,), (0.0,), 0.5, 0.0))
     assert [(item.first, item.end) for item in served] == [(0.5, 2.5), (3.0, 4.0), (100.5, 100.5)]
-    assert concurrency(jobs, served, [0.5, 0.95]) == [2, 2]  # two from 0 to 2.5, one to 4.0, one for 0.5
+    # two from 0 to 2.5, one to 4.0, one for 0.5
+    assert concurrency(jobs, served, [0.5, 0.95]) == [2, 2]
     assert concurrency(jobs, served, [0.6]) == [2] and concurrency(jobs, served, [0.4]) == [1]
 
 

@@ -1,4 +1,5 @@
-"""decode.yaml: written and read back, refused where it does not belong, followed by all who were told no draft."""
+"""decode.yaml: written and read back, refused where it does not belong, followed by all who were
+told no draft."""
 
 from __future__ import annotations
 
@@ -52,20 +53,38 @@ def target() -> TargetModel:
 
 def row(batch: int, draft: Draft, temperature: float = 0.0, speedup: float = 1.5) -> dict[str, Any]:
     return {
-        "batch_size": batch, "temperature": temperature, "draft": draft.plain(), "label": draft.label,
-        "predicted_tokens_per_second": 140.0, "tokens_per_second": 150.0, "baseline_tokens_per_second": 100.0,
-        "speedup": speedup, "speedup_ci95": [1.4, 1.6], "tau": 2.0, "measured": [], "predictions": [],
-    }  # fmt: skip
+        "batch_size": batch,
+        "temperature": temperature,
+        "draft": draft.plain(),
+        "label": draft.label,
+        "predicted_tokens_per_second": 140.0,
+        "tokens_per_second": 150.0,
+        "baseline_tokens_per_second": 100.0,
+        "speedup": speedup,
+        "speedup_ci95": [1.4, 1.6],
+        "tau": 2.0,
+        "measured": [],
+        "predictions": [],
+    }
 
 
-ROWS = [row(1, TREE), row(4, STOPPED), row(16, NONE, speedup=1.0), row(4, Draft("dynamic", 4, (), 9, 8), 1.0)]
+ROWS = [
+    row(1, TREE),
+    row(4, STOPPED),
+    row(16, NONE, speedup=1.0),
+    row(4, Draft("dynamic", 4, (), 9, 8), 1.0),
+]
 
 
 def checkpoint(target: TargetModel, folder: Path, rows: list[dict[str, Any]] | None = None) -> Path:
-    medusa = new_drafter("medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0)
+    medusa = new_drafter(
+        "medusa", get_kind("medusa").config_class(), target.info, target.weights, seed=0
+    )
     save_drafter(medusa, folder, target.info)
     facts = {"id": target.info.id, "revision": target.info.revision}
-    write_tuned(folder, facts, device_facts(target.device), ROWS if rows is None else rows, "headstart tune")
+    write_tuned(
+        folder, facts, device_facts(target.device), ROWS if rows is None else rows, "headstart tune"
+    )
     return folder
 
 
@@ -73,7 +92,12 @@ def test_what_is_written_is_read_back(target: TargetModel, tmp_path: Path) -> No
     folder = checkpoint(target, tmp_path)
     tuned = read_tuned(folder)
     assert tuned is not None
-    assert [item.draft for item in tuned.rows] == [TREE, STOPPED, NONE, Draft("dynamic", 4, (), 9, 8)]
+    assert [item.draft for item in tuned.rows] == [
+        TREE,
+        STOPPED,
+        NONE,
+        Draft("dynamic", 4, (), 9, 8),
+    ]
     assert tuned.rows[0].numbers["baseline_tokens_per_second"] == 100.0
     assert tuned.target["revision"] == target.info.revision and tuned.device["kind"] == "cpu"
     for item in tuned.rows:
@@ -86,7 +110,9 @@ def test_what_is_written_is_read_back(target: TargetModel, tmp_path: Path) -> No
     assert read_tuned(tmp_path / "elsewhere") is None
 
 
-def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(target: TargetModel, tmp_path: Path) -> None:
+def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(
+    target: TargetModel, tmp_path: Path
+) -> None:
     tuned = read_tuned(checkpoint(target, tmp_path))
     assert tuned is not None
     found = {(batch, t): tuned.row(batch, t) for batch in (1, 3, 9, 64) for t in (0.0, 0.6)}
@@ -95,24 +121,36 @@ def test_the_nearest_row_is_taken_and_sampling_is_not_greedy_decoding(target: Ta
     assert {drafts[batch, 0.6] for batch in (1, 3, 9, 64)} == {"dynamic"}
 
 
-def told(folder: Path, target: TargetModel, batch: int = 1, temperature: float = 0.0, **changes: Any) -> Any:
+def told(
+    folder: Path, target: TargetModel, batch: int = 1, temperature: float = 0.0, **changes: Any
+) -> Any:
     facts = {**device_facts(target.device), **changes.pop("device", {})}
     return advice(folder, changes.pop("revision", target.info.revision), facts, batch, temperature)
 
 
 def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -> None:
     folder = checkpoint(target, tmp_path)
-    assert told(folder, target).line == "decode.yaml: tree 4, depth 2, chosen at batch size 1, temperature 0 (speedup 1.50)"
+    assert (
+        told(folder, target).line
+        == "decode.yaml: tree 4, depth 2, chosen at batch size 1, temperature 0 (speedup 1.50)"
+    )
     assert told(folder, target, 16).draft == NONE
-    assert "no speculation, which was fastest at batch size 16, temperature 0" in told(folder, target, 16).line
-    assert told(folder, target, device={"name": "other"}).line.endswith(f", tuned on {device_facts(target.device)['name']}")
+    assert (
+        "no speculation, which was fastest at batch size 16, temperature 0"
+        in told(folder, target, 16).line
+    )
+    assert told(folder, target, device={"name": "other"}).line.endswith(
+        f", tuned on {device_facts(target.device)['name']}"
+    )
     refused = told(folder, target, revision="another")
     assert refused.draft is None and "is not used: it was tuned on revision" in refused.line
     assert "is not used: it was tuned on cpu" in told(folder, target, device={"kind": "cuda"}).line
     assert told(tmp_path / "elsewhere", target) is None
     checkpoint(target, tmp_path / "greedy", ROWS[:2])
     assert "it has no row for sampling" in told(tmp_path / "greedy", target, temperature=0.7).line
-    other = new_drafter("medusa", get_kind("medusa").config_class(num_heads=3), target.info, target.weights, seed=1)
+    other = new_drafter(
+        "medusa", get_kind("medusa").config_class(num_heads=3), target.info, target.weights, seed=1
+    )
     save_drafter(other, folder, target.info)
     assert "the weights have changed since it was tuned" in told(folder, target).line
 
@@ -127,11 +165,16 @@ def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -
         {"rows": [{**ROWS[0], "draft": {"shape": "wedge"}}]},
     ],
 )
-def test_a_file_that_is_something_else_is_refused(target: TargetModel, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_file_that_is_something_else_is_refused(
+    target: TargetModel, tmp_path: Path, change: dict[str, Any]
+) -> None:
     folder = checkpoint(target, tmp_path)
     content = yaml.safe_load((folder / DECODE_FILE).read_text())
     (folder / DECODE_FILE).write_text(yaml.safe_dump({**content, **change}))
-    with pytest.raises(UserError, match=r"decode\.yaml' is not readable .* Write it again with `headstart tune`, or delete it"):
+    with pytest.raises(
+        UserError,
+        match=r"decode\.yaml' is not readable .* Write it again with `headstart tune`, or delete it",
+    ):
         read_tuned(folder)
     (folder / DECODE_FILE).write_text("{rows: [")
     with pytest.raises(UserError, match=r"is not readable"):
@@ -151,7 +194,9 @@ def test_the_engine_takes_it_when_nothing_is_said(
     assert Engine.load(target, folder).drafter is None
 
 
-def test_an_engine_that_asks_for_one_number_gets_the_depth(target: TargetModel, tmp_path: Path) -> None:
+def test_an_engine_that_asks_for_one_number_gets_the_depth(
+    target: TargetModel, tmp_path: Path
+) -> None:
     assert draft_length(checkpoint(target, tmp_path)) == 2
     assert draft_length(checkpoint(target, tmp_path, ROWS[1:])) == 3
     assert draft_length(checkpoint(target, tmp_path, [ROWS[2]])) == 0
@@ -163,7 +208,9 @@ def test_what_was_tuned_with_other_weights_leaves_no_machine(
 ) -> None:
     folder = checkpoint(target, tmp_path)
     assert read_current(folder) == read_tuned(folder) is not None
-    other = new_drafter("medusa", get_kind("medusa").config_class(num_heads=2), target.info, target.weights, seed=1)
+    other = new_drafter(
+        "medusa", get_kind("medusa").config_class(num_heads=2), target.info, target.weights, seed=1
+    )
     save_drafter(other, folder, target.info)
     assert read_current(folder) is None and draft_length(folder) == 0
     assert "decode.yaml is left out: the weights have changed since it was tuned" in caplog.text
@@ -172,13 +219,17 @@ def test_what_was_tuned_with_other_weights_leaves_no_machine(
 def test_the_card_has_it_as_a_table(target: TargetModel, tmp_path: Path) -> None:
     digest, about = "d" * 64, PushConfig("someone/x")
     tuned = read_tuned(checkpoint(target, tmp_path))
-    lines = card({"greedy": parse_report(report_of(digest))}, digest, CONFIG, about, tuned=tuned).splitlines()
+    lines = card(
+        {"greedy": parse_report(report_of(digest))}, digest, CONFIG, about, tuned=tuned
+    ).splitlines()
     assert "| 1 | 0 | tree 4, depth 2 | 150 | 100 | 1.50 [1.40, 1.60] |" in lines
     assert any("none: plain decoding is fastest" in line for line in lines)
-    assert "## How to draft" not in card({"greedy": parse_report(report_of(digest))}, digest, CONFIG, about)
+    assert "## How to draft" not in card(
+        {"greedy": parse_report(report_of(digest))}, digest, CONFIG, about
+    )
 
 
-# ---- the stages ----------------------------------------------------------------------------------------------------------------
+# The stages
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +261,12 @@ def test_chat_and_serve_decode_as_it_says(
     assert (engine.decode.shape, engine.decode.depth) == ("chain", 2)
     engine, _ = build_engine(settings_of("chat", folders, "decode=dynamic"), str(folders[1]))
     assert engine.decode.shape == "dynamic"
-    engine, _ = build_engine(settings_of("chat", folders, "decode=adaptive", "decode.depth=4"), str(folders[1]))
+    engine, _ = build_engine(
+        settings_of("chat", folders, "decode=adaptive", "decode.depth=4"), str(folders[1])
+    )
     assert engine.decode.adaptive == "confidence"
-    assert "decode.yaml" not in capsys.readouterr().err  # whoever says how to draft is obeyed, silently
+    # whoever says how to draft is obeyed, silently
+    assert "decode.yaml" not in capsys.readouterr().err
     engine, _ = build_engine(settings_of("chat", folders, "decode=sampled"), str(folders[1]))
     assert (engine.decode.shape, engine.decode.temperature) == ("dynamic", 1.0)
 
@@ -244,7 +298,10 @@ def test_an_export_drafts_as_many_as_it_says(folders: tuple[Path, Path]) -> None
 
 
 def test_what_the_file_says_may_be_no_draft_at_all() -> None:
-    with pytest.raises(UserError, match=r"a draft has the settings shape, depth, .* given: \{'shape': 'chain', 'colour': 3\}"):
+    with pytest.raises(
+        UserError,
+        match=r"a draft has the settings shape, depth, .* given: \{'shape': 'chain', 'colour': 3\}",
+    ):
         Draft.read({"shape": "chain", "colour": 3})
     with pytest.raises(UserError, match=r"decode\.depth must be at least 1"):
         Draft.read({"shape": "chain", "depth": 0})

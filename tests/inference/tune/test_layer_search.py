@@ -1,4 +1,5 @@
-"""The search over layers of a target: on problems whose answer is known, on a target, and from the command line."""
+"""The search over layers of a target: on problems whose answer is known, on a target, and from the
+command line."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ PARTS = tuple(SkippablePart(layer, "layer", 0.08) for layer in range(10))
 
 
 def planned(seed: int, parts: tuple[SkippablePart, ...] = PARTS) -> Any:
-    """tau of a set whose acceptance falls by every part left out, more if parts near it are gone too, and by chance: not what
-    the search's model assumes.
+    """tau of a set whose acceptance falls by every part left out, more if parts near it are gone
+    too, and by chance: not what the search's model assumes.
     """
     draw = random.Random(seed)
     worth = [draw.uniform(0.01, 0.5) for _ in parts]
@@ -41,7 +42,9 @@ def planned(seed: int, parts: tuple[SkippablePart, ...] = PARTS) -> Any:
 
     def tau(kept: Chosen) -> float:
         loss = sum(w for w, keep in zip(worth, kept, strict=True) if not keep)
-        loss += sum(t for t, one, two in zip(far, kept, kept[2:], strict=False) if not one and not two)
+        loss += sum(
+            t for t, one, two in zip(far, kept, kept[2:], strict=False) if not one and not two
+        )
         accepted = math.exp(-loss) * random.Random(str((seed, kept))).uniform(0.9, 1.0)
         return sum(accepted**power for power in range(5))
 
@@ -52,17 +55,23 @@ def every_set(tau: Any, config: SearchConfig) -> list[float]:
     """The value of every set there is, best first."""
     values = []
     for kept in itertools.product((False, True), repeat=len(PARTS)):
-        cost = config.fixed_cost + sum(part.cost for part, keep in zip(PARTS, kept, strict=True) if keep)
+        cost = config.fixed_cost + sum(
+            part.cost for part, keep in zip(PARTS, kept, strict=True) if keep
+        )
         if any(kept) and not all(kept) and cost <= config.most_cost:
             values.append(
-                tau(kept) if config.objective == "tau" else ideal_speedup(tau(kept), config.depth, cost)
+                tau(kept)
+                if config.objective == "tau"
+                else ideal_speedup(tau(kept), config.depth, cost)
             )
     return sorted(values, reverse=True)
 
 
 @pytest.mark.parametrize(("objective", "most_cost"), [("speedup", 1.0), ("tau", 0.61)])
 @pytest.mark.parametrize("seed", range(6))
-def test_few_trials_come_near_the_best_of_all_sets(seed: int, objective: str, most_cost: float) -> None:
+def test_few_trials_come_near_the_best_of_all_sets(
+    seed: int, objective: str, most_cost: float
+) -> None:
     """50 of a thousand sets; random trials of as many sets do worse."""
     tau = planned(seed)
     config = SearchConfig(50, 4, 0.2, most_cost, objective, seed)
@@ -80,7 +89,9 @@ def test_trials_say_what_they_cost() -> None:
     for trial in found.trials:
         assert trial.cost == pytest.approx(0.1 + 0.08 * sum(trial.kept))
         assert trial.speedup == pytest.approx(trial.tau / (1 + 3 * trial.cost)) == trial.value
-        assert [part.layer for part in found.kept(trial)] == [i for i, keep in enumerate(trial.kept) if keep]
+        assert [part.layer for part in found.kept(trial)] == [
+            i for i, keep in enumerate(trial.kept) if keep
+        ]
     again = search_layers(PARTS, planned(1), config)
     assert again == found, "the same seed searches the same way"
 
@@ -100,7 +111,9 @@ def test_a_small_space_is_searched_through_and_ends() -> None:
 
 
 def test_sets_without_attention_are_not_tried() -> None:
-    parts = tuple(SkippablePart(layer, what, 0.1) for layer in range(3) for what in ("attention", "mlp"))
+    parts = tuple(
+        SkippablePart(layer, what, 0.1) for layer in range(3) for what in ("attention", "mlp")
+    )
     found = search_layers(parts, lambda kept: 1.0, SearchConfig(40, 2))
     assert all(any(part.attends for part in found.kept(trial)) for trial in found.trials)
     assert len(found.trials) > 20
@@ -131,7 +144,9 @@ def test_shares_are_of_the_weights_that_a_token_reads() -> None:
     ]
     assert halves[0].cost + halves[1].cost == pytest.approx(parts[0].cost)
     mlp = 3 * info.hidden_size * info.intermediate_size
-    assert halves[1].cost / head == pytest.approx(mlp / (info.vocab_size * info.hidden_size), rel=0.02)
+    assert halves[1].cost / head == pytest.approx(
+        mlp / (info.vocab_size * info.hidden_size), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "quantized_self"])
@@ -150,14 +165,18 @@ def test_tau_is_measured_by_decoding(kind: str) -> None:
     assert len(found.trials) == 6
     assert 1.0 <= min(t.tau for t in found.trials) <= found.best.tau <= 3.0
     whole = tau((True, True, True))
-    assert whole >= found.best.tau and (kind == "quantized_self" or whole == pytest.approx(27 / 9, rel=0.15))
+    assert whole >= found.best.tau and (
+        kind == "quantized_self" or whole == pytest.approx(27 / 9, rel=0.15)
+    )
 
 
 def test_parts_become_a_heads_settings() -> None:
     whole = tuple(SkippablePart(layer, "layer", 0.1) for layer in range(4))
     kept = (True, False, True, True)
     assert settings("distilled", whole, kept) == {"from_target_layers": [0, 2, 3]}
-    halves = tuple(SkippablePart(layer, what, 0.1) for layer in range(2) for what in ("attention", "mlp"))
+    halves = tuple(
+        SkippablePart(layer, what, 0.1) for layer in range(2) for what in ("attention", "mlp")
+    )
     assert settings("early_exit", halves, (True, False, True, True)) == {
         "layers": [0, 1],
         "without_attention": [],
@@ -166,12 +185,15 @@ def test_parts_become_a_heads_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [[], ["--sublayers"], ["--kind", "distilled"]], ids=["layers", "sublayers", "distilled"]
+    "extra",
+    [[], ["--sublayers"], ["--kind", "distilled"]],
+    ids=["layers", "sublayers", "distilled"],
 )
 def test_the_script_writes_a_recipe_that_builds(tmp_path: Path, extra: list[str]) -> None:
     asked = (
-        "--per-domain 1 --held-out 1 --tokens 8 --evaluations 5 --depth 2 --domain code --device cpu".split()
-    )
+        "--per-domain 1 --held-out 1 --tokens 8 --evaluations 5 --depth 2 --domain code "
+        "--device cpu"
+    ).split()
     assert main([*asked, "--out", str(tmp_path), *extra]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["trials"]) == 5
@@ -190,6 +212,9 @@ def test_the_script_writes_a_recipe_that_builds(tmp_path: Path, extra: list[str]
 
 def test_the_script_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--domain", "poetry", "--out", str(tmp_path), "--device", "cpu"]) == 2
-    assert "no prompts of domain 'poetry'; there are: code, explain, reference" in capsys.readouterr().err
+    assert (
+        "no prompts of domain 'poetry'; there are: code, explain, reference"
+        in capsys.readouterr().err
+    )
     assert main(["--kind", "distilled", "--sublayers"]) == 2
     assert "takes whole layers" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""Trees searched from acceptance rates: against all trees there are, and rates against a drafter whose ranks
-are planned.
+"""Trees searched from acceptance rates: against all trees there are, and rates against a drafter
+whose ranks are planned.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def test_no_tree_keeps_more_tokens_than_the_searched_one(seed: int) -> None:
     found = search_tree(accuracy, nodes + 1)
     assert len(found.choices) == nodes
     assert found.tau == pytest.approx(1 + sum(chance(path, accuracy) for path in found.choices))
-    best = max(1 + sum(chance(path, accuracy) for path in tree) for tree in all_trees(depth, ranks, nodes))
+    best = max(
+        1 + sum(chance(path, accuracy) for path in tree) for tree in all_trees(depth, ranks, nodes)
+    )
     assert found.tau == pytest.approx(best)
     assert TokenTree.from_choices(found.choices).num_nodes == nodes + 1
 
@@ -70,7 +72,9 @@ def test_nodes_that_are_never_reached_are_left_out() -> None:
 
 def test_rates_that_make_no_sense_are_refused() -> None:
     for rates in ([0.2, 0.3], [0.9, 0.4], [-0.1], []):
-        with pytest.raises(UserError, match="rates of depth 2 must be 0 or more, not rise with the rank"):
+        with pytest.raises(
+            UserError, match="rates of depth 2 must be 0 or more, not rise with the rank"
+        ):
             search_tree([[0.5, 0.2], rates], 4)
     with pytest.raises(UserError, match="at least 2 nodes and one depth; given 1 and 1"):
         search_tree([[0.5]], 1)
@@ -89,7 +93,8 @@ def test_rates_out_of_order_are_averaged() -> None:
 
 
 class PlannedRanks(Fake):
-    """Knows the answers; ranks the right token at position p as `plan[p]` says, among tokens that never come."""
+    """Knows the answers; ranks the right token at position p as `plan[p]` says, among tokens that
+    never come."""
 
     plan: list[int]
 
@@ -145,7 +150,9 @@ def test_best_ranks_are_the_accepted_drafts_of_the_chain(kind: str, temperature:
     decode_config = DecodeConfig(depth=3, temperature=temperature)
     statistics = measure_ranks(target, drafter_of(kind, target), items, decode_config, ranks=5)
     passes = [
-        p for c in decode(target, drafter_of(kind, target), decode_config, items).values() for p in c.passes
+        p
+        for c in decode(target, drafter_of(kind, target), decode_config, items).values()
+        for p in c.passes
     ]
     for depth in range(3):
         assert statistics.hits[depth][0] == sum(p.accepted > depth for p in passes)

@@ -1,4 +1,5 @@
-"""The tuner: its steps are decoding's, its prediction follows from the costs, and it chooses what an exhaustive search would."""
+"""The tuner: its steps are decoding's, its prediction follows from the costs, and it chooses what
+an exhaustive search would."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ CONFIG = TuneConfig(
 def prompts(count: int = 6) -> list[Prompt]:
     generator = torch.Generator().manual_seed(11)
     return [
-        Prompt(f"p{n}", "x", tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()))
+        Prompt(
+            f"p{n}",
+            "x",
+            tokens=tuple(torch.randint(3, VOCAB, (4 + n,), generator=generator).tolist()),
+        )
         for n in range(count)
     ]
 
@@ -67,7 +72,9 @@ def target() -> TargetModel:
 
 
 def tuner_of(target: TargetModel, kind: str = "medusa", **changes: Any) -> Tuner:
-    return Tuner.prepare(replace(CONFIG, **changes), target, drafter_of(kind, target), prompts(), DecodeConfig())
+    return Tuner.prepare(
+        replace(CONFIG, **changes), target, drafter_of(kind, target), prompts(), DecodeConfig()
+    )
 
 
 Seconds = Callable[[str, int, int], float]
@@ -98,11 +105,18 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
                 answers = sorted(done, key=lambda item: item.request.index)
                 from inference.tune.workload import Answered
 
-                nodes = batch_steps([Answered(len(i.request.tokens), i.passes) for i in answers], rows).mean_nodes
+                nodes = batch_steps(
+                    [Answered(len(i.request.tokens), i.passes) for i in answers], rows
+                ).mean_nodes
             clock = dict.fromkeys(engine.clock.seconds, 0.0)
             if engine.drafter is not None:
-                clock |= {phase: steps * seconds(phase, size, rows) for phase in ("draft", "commit")}
-            clock |= {"verify": steps * seconds("verify", nodes, rows), "other": steps * seconds("other", size, rows)}
+                clock |= {
+                    phase: steps * seconds(phase, size, rows) for phase in ("draft", "commit")
+                }
+            clock |= {
+                "verify": steps * seconds("verify", nodes, rows),
+                "other": steps * seconds("other", size, rows),
+            }
             engine.clock.seconds = clock
             sizes[engine.decode.shape] = size
             yield from done
@@ -116,7 +130,9 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], None]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["medusa", "distilled"])
-def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: str, temperature: float) -> None:
+def test_the_steps_of_a_survey_are_those_of_decoding(
+    target: TargetModel, kind: str, temperature: float
+) -> None:
     tuner = tuner_of(target, kind, temperatures=(temperature,))
     found = tuner.survey(temperature)
     assert Survey.from_dict(json.loads(json.dumps(found.to_dict()))) == found
@@ -124,7 +140,8 @@ def test_the_steps_of_a_survey_are_those_of_decoding(target: TargetModel, kind: 
     assert families == {"none", "chain", "tree", "dynamic", "adaptive"}
     assert found.ranks.tested[0] > 10
     (block,) = tuner.task.blocks(3, 1)[:1]
-    assert len(set(block)) == 6  # each prompt once: above temperature 0 a second visit has another text
+    # each prompt once: above temperature 0 a second visit has another text
+    assert len(set(block)) == 6
     for draft, (turn,) in tuner.run(found.drafts, temperature, 3, [block]).items():
         steps = found.steps(draft, [block], 3)
         assert steps.steps == turn.steps, draft.label
@@ -137,13 +154,22 @@ def test_a_medusa_drafts_no_deeper_than_its_heads(target: TargetModel) -> None:
     found = tuner_of(target).survey(0.0)
     assert "chain 9" in found.refused and "cannot draft 9 tokens" in found.refused["chain 9"]
     assert Draft("chain", 3) in found.drafts and found.drafts[0] == NONE
-    with pytest.raises(UserError, match=r"kind 'medusa' can draft none of the shapes to choose from: .*tune\.depths"):
+    with pytest.raises(
+        UserError,
+        match=r"kind 'medusa' can draft none of the shapes to choose from: .*tune\.depths",
+    ):
         tuner_of(target, depths=(9,), nodes=()).survey(0.0)
 
 
 def cheap_verification(phase: str, nodes: float, rows: int) -> float:
-    """Verification hardly grows, drafting costs by depth, and decoding adds a fixed time that no call shows."""
-    base = {"verify": 0.010 + 0.0001 * nodes * rows, "draft": 0.0004 * nodes, "commit": 0.0005, "other": 0.002}
+    """Verification hardly grows, drafting costs by depth, and decoding adds a fixed time that no
+    call shows."""
+    base = {
+        "verify": 0.010 + 0.0001 * nodes * rows,
+        "draft": 0.0004 * nodes,
+        "commit": 0.0005,
+        "other": 0.002,
+    }
     return base[phase]
 
 
@@ -152,7 +178,9 @@ def dear_verification(phase: str, nodes: float, rows: int) -> float:
     return {"verify": 0.010 * nodes, "draft": 0.005 * nodes, "commit": 0.001, "other": 0.001}[phase]
 
 
-def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(target: TargetModel, clocked: Any) -> None:
+def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(
+    target: TargetModel, clocked: Any
+) -> None:
     clocked(cheap_verification)
     tuner = tuner_of(target, batches=(3,))
     for row in tuner.tune():
@@ -164,42 +192,67 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(ta
         assert row["tokens_per_second"] == pytest.approx(best.tokens_per_second)
         measured = {item.draft.label: item.tokens_per_second for item in everything}
         for item in row["predictions"]:
-            assert item["tokens_per_second"] == pytest.approx(measured[item["label"]], rel=1e-6), item["label"]
+            assert item["tokens_per_second"] == pytest.approx(measured[item["label"]], rel=1e-6), (
+                item["label"]
+            )
             assert sum(item["step_ms"].values()) > 12.0  # the fixed time is in it
         assert len(row["measured"]) == 1 + CONFIG.finalists
     facts = tuner.facts()
-    assert {item["family"] for item in facts["calibrations"]} == {"none", "chain", "tree", "dynamic", "adaptive"}
+    assert {item["family"] for item in facts["calibrations"]} == {
+        "none",
+        "chain",
+        "tree",
+        "dynamic",
+        "adaptive",
+    }
     assert all(item["other_ms"] == pytest.approx(2.0) for item in facts["calibrations"])
     assert CostCurves.from_dict(facts["costs"]).verify(1, 3, 20) == pytest.approx(0.0103)
 
 
 def ran(draft: Draft, speedup: float, width: float) -> DraftSpeed:
-    return DraftSpeed(draft, 1, 100.0, [90.0, 110.0], speedup, [speedup / width, speedup * width], 1.0)
+    return DraftSpeed(
+        draft, 1, 100.0, [90.0, 110.0], speedup, [speedup / width, speedup * width], 1.0
+    )
 
 
 def test_a_measurement_counts_by_how_sure_it_is() -> None:
-    """Against the posterior mean of two normal estimates of log speedup, summed over a fine grid."""
+    """Against the posterior mean of two normal estimates of log speedup, summed over a fine
+    grid."""
     grid = torch.linspace(-1.0, 1.0, 20001, dtype=torch.float64)
     for predicted, measured, width in ((1.2, 1.0, 1.02), (0.8, 1.1, 1.3), (1.5, 1.4, 1.1)):
         deviation = math.log(width) / 1.96
-        distances = (grid - math.log(predicted)) / PREDICTION_ERROR, (grid - math.log(measured)) / deviation
+        distances = (
+            (grid - math.log(predicted)) / PREDICTION_ERROR,
+            (grid - math.log(measured)) / deviation,
+        )
         density = torch.softmax(-0.5 * (distances[0] ** 2 + distances[1] ** 2), 0)
         expected = math.exp(float((density * grid).sum()))
-        assert combine(predicted, measured, (measured / width, measured * width)) == pytest.approx(expected, rel=1e-6)
+        assert combine(predicted, measured, (measured / width, measured * width)) == pytest.approx(
+            expected, rel=1e-6
+        )
     assert combine(1.2, 1.1, (1.1, 1.1)) == pytest.approx(1.1)
     assert combine(1.2, 0.0, (0.0, 0.0)) == 0.0  # nothing was committed
 
 
 def dear_trees(phase: str, nodes: float, rows: int) -> float:
     """Chains cost next to nothing, trees of five nodes half a pass."""
-    return {"verify": 0.010, "draft": 0.005 if nodes == 5 else 0.0001, "commit": 0.0001, "other": 0.0}[phase]
+    return {
+        "verify": 0.010,
+        "draft": 0.005 if nodes == 5 else 0.0001,
+        "commit": 0.0001,
+        "other": 0.0,
+    }[phase]
 
 
-def test_drafts_close_to_the_fastest_run_longer_on_other_visits(target: TargetModel, clocked: Any) -> None:
+def test_drafts_close_to_the_fastest_run_longer_on_other_visits(
+    target: TargetModel, clocked: Any
+) -> None:
     clocked(dear_trees)
     tuner = tuner_of(target, batches=(3,), close_rounds=2)
     drafts = tuner.survey(0.0).drafts
-    once = {row.draft: row for row in tuner.speeds(tuner.run(drafts, 0.0, 3, tuner.task.blocks(3, 1)))}
+    once = {
+        row.draft: row for row in tuner.speeds(tuner.run(drafts, 0.0, 3, tuner.task.blocks(3, 1)))
+    }
     least = 0.9 * max(row.tokens_per_second for row in once.values())
     turns = tuner.compare([draft for draft in drafts if draft != NONE], 0.0, 3)
     counts = {draft: len(taken) for draft, taken in turns.items()}
@@ -211,7 +264,9 @@ def test_drafts_close_to_the_fastest_run_longer_on_other_visits(target: TargetMo
     seeds = {done.request.seed for turn in turns[NONE] for done in turn.completions}
     assert len(seeds) == sum(len(turn.completions) for turn in turns[NONE])
     assert next(row for row in tuner.speeds(turns) if row.draft == NONE).speedup == 1.0
-    assert set(map(len, tuner_of(target, close_rounds=0).compare(drafts, 0.0, 3).values())) == {blocks}
+    assert set(map(len, tuner_of(target, close_rounds=0).compare(drafts, 0.0, 3).values())) == {
+        blocks
+    }
 
 
 def test_prediction_and_measurement_choose_together() -> None:
@@ -220,7 +275,10 @@ def test_prediction_and_measurement_choose_together() -> None:
     def chosen(predicted: tuple[float, float], measured: tuple[float, float]) -> Draft:
         drafts, speedups = (NONE, short, long), (1.0, *measured)
         # As uncertain as a prediction: each counts as much.
-        rows = [ran(draft, found, math.exp(1.96 * PREDICTION_ERROR)) for draft, found in zip(drafts, speedups, strict=True)]
+        rows = [
+            ran(draft, found, math.exp(1.96 * PREDICTION_ERROR))
+            for draft, found in zip(drafts, speedups, strict=True)
+        ]
         return choose(rows, {NONE: 1.0, short: predicted[0], long: predicted[1]}).draft
 
     assert chosen((1.2, 1.3), (1.2, 1.25)) == long
@@ -234,7 +292,9 @@ def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:
     drafts = [NONE, *(Draft("chain", depth) for depth in (1, 2, 3))]
 
     def chosen(*speedups: float) -> Draft:
-        rows = [ran(draft, found, 1.1) for draft, found in zip(drafts, (1.0, *speedups), strict=True)]
+        rows = [
+            ran(draft, found, 1.1) for draft, found in zip(drafts, (1.0, *speedups), strict=True)
+        ]
         return choose(rows, {row.draft: row.speedup for row in rows}).draft
 
     assert chosen(1.19, 1.195, 1.20) == Draft("chain", 1)
@@ -246,38 +306,68 @@ def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:
 def test_where_drafting_cannot_pay_none_is_chosen(target: TargetModel, clocked: Any) -> None:
     clocked(dear_verification)
     rows = tuner_of(target, nodes=(), thresholds=()).tune()
-    assert [(row["label"], row["draft"], row["speedup"]) for row in rows] == [("none", {"shape": "none"}, 1.0)] * 2
+    assert [(row["label"], row["draft"], row["speedup"]) for row in rows] == [
+        ("none", {"shape": "none"}, 1.0)
+    ] * 2
 
 
 def test_drafting_in_decoding_may_cost_more_than_the_call_alone() -> None:
-    points = tuple(CostPoint(n, b, length, 0.01 * n, 0.0, 0.0) for n in (1, 3) for b in (1, 4) for length in (10, 50))
+    points = tuple(
+        CostPoint(n, b, length, 0.01 * n, 0.0, 0.0)
+        for n in (1, 3)
+        for b in (1, 4)
+        for length in (10, 50)
+    )
     one = tuple(point for point in points if point.nodes == 3)
     draft = Draft("chain", 2)
-    found = StepCosts(CostCurves("t", "cpu", "float32", "eager", 1, points, {draft.label: one}, {draft.label: one}))
-    assert found.phases(draft, 2, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.0})
+    found = StepCosts(
+        CostCurves(
+            "t", "cpu", "float32", "eager", 1, points, {draft.label: one}, {draft.label: one}
+        )
+    )
+    assert found.phases(draft, 2, 30) == pytest.approx(
+        {"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.0}
+    )
     clock = StepClock(torch.device("cpu"))
-    clock.passes, clock.seconds = 10, {"prefill": 9.0, "draft": 0.6, "verify": 0.3, "commit": 0.9, "other": 0.05}
+    clock.passes, clock.seconds = (
+        10,
+        {"prefill": 9.0, "draft": 0.6, "verify": 0.3, "commit": 0.9, "other": 0.05},
+    )
     found.calibrate("chain", 1, [TimedRun(draft, 30, 0, clock)])
-    assert found.phases(draft, 1, 50) == pytest.approx({"draft": 0.06, "verify": 0.03, "commit": 0.09, "other": 0.005})
+    assert found.phases(draft, 1, 50) == pytest.approx(
+        {"draft": 0.06, "verify": 0.03, "commit": 0.09, "other": 0.005}
+    )
     clock.seconds = {"prefill": 9.0, "draft": 1.2, "verify": 0.3, "commit": 0.9, "other": 0.15}
     found.calibrate("chain", 3, [TimedRun(draft, 30, 0, clock)])
     assert found.phases(draft, 2, 10)["draft"] == pytest.approx(0.09)  # between the two
     assert found.phases(draft, 2, 10)["other"] == pytest.approx(0.01)
     assert found.phases(draft, 16, 10)["other"] == pytest.approx(0.015)
-    assert found.step(draft, 1, 30, nodes=2) == pytest.approx(0.06 + 0.02 + 0.09 + 0.005)  # a chain that was stopped
+    # a chain that was stopped
+    assert found.step(draft, 1, 30, nodes=2) == pytest.approx(0.06 + 0.02 + 0.09 + 0.005)
     slow, quick = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
     slow.passes, slow.seconds = 10, {"draft": 0.9, "verify": 0.3, "commit": 0.3, "other": 0.3}
     quick.passes, quick.seconds = 30, {"draft": 0.3, "verify": 0.9, "commit": 0.9, "other": 0.1}
     found.calibrate("chain", 1, [TimedRun(draft, 30, 0, slow), TimedRun(draft, 30, 0, quick)])
-    assert found.phases(draft, 1, 30) == pytest.approx({"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.01})
+    assert found.phases(draft, 1, 30) == pytest.approx(
+        {"draft": 0.03, "verify": 0.03, "commit": 0.03, "other": 0.01}
+    )
     quick.seconds = {"draft": 0.003, "verify": 0.3, "commit": 0.003, "other": 0.1}
     found.calibrate("none", 1, [TimedRun(NONE, 30, 0, quick)])
-    assert found.phases(NONE, 1, 30) == pytest.approx({"draft": 0.0, "verify": 0.01, "commit": 0.0, "other": 0.106 / 30})
+    assert found.phases(NONE, 1, 30) == pytest.approx(
+        {"draft": 0.0, "verify": 0.01, "commit": 0.0, "other": 0.106 / 30}
+    )
 
 
 def test_a_family_is_represented_by_its_best_and_chains_by_another_length_too() -> None:
     stopped = Draft("chain", 6, adaptive="confidence", adaptive_threshold=0.3)
-    ordered = [Draft("chain", 3), Draft("chain", 2), NONE, Draft("chain", 6), stopped, Draft("chain", 1)]
+    ordered = [
+        Draft("chain", 3),
+        Draft("chain", 2),
+        NONE,
+        Draft("chain", 6),
+        stopped,
+        Draft("chain", 1),
+    ]
     assert set(representatives(ordered)) == {Draft("chain", 3), NONE, stopped, Draft("chain", 6)}
     assert representatives([NONE, Draft("chain", 1)]) == [Draft("chain", 1), NONE]
 
@@ -290,7 +380,9 @@ def test_blocks_take_every_prompt_and_a_second_visit_samples_anew(target: Target
     requests = [request for block in task.block_requests(blocks) for request in block]
     assert len({request.seed for request in requests}) == len(requests) == 72
     assert [request.index for request in requests[:9]] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert divide(sum(len(r.tokens) for r in task.requests), 6) == pytest.approx(task.mean_prompt, abs=0.5)
+    assert divide(sum(len(r.tokens) for r in task.requests), 6) == pytest.approx(
+        task.mean_prompt, abs=0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,5 +405,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
 def test_prompts_must_be_there_and_of_known_domains(target: TargetModel) -> None:
     with pytest.raises(UserError, match=r"tune\.domains names \['y'\], but the prompts are of: x"):
         tuner_of(target, domains=("y",))
-    with pytest.raises(UserError, match=r"tuning needs at least two prompts that fit into \d+ positions .* 1 do"):
+    with pytest.raises(
+        UserError, match=r"tuning needs at least two prompts that fit into \d+ positions .* 1 do"
+    ):
         tuner_of(target, prompts_per_domain=1)

@@ -369,10 +369,13 @@ def test_card_reads_its_figures_from_the_record(exported: Path) -> None:
 
 
 EMPTY_MANIFEST = {
-    "python": "3", "sources": {}, "pairs": {"train": {}}, "dropped_for_overlap": [],
+    "python": "3",
+    "sources": {},
+    "pairs": {"train": {}},
+    "dropped_for_overlap": [],
     "heldout": {group: {"packages": [], "stdlib": []} for group in "AB"},
     "streams": {name: {"tokens": 0} for name in ("raw", "chat")},
-}  # fmt: skip
+}
 
 
 def test_export_refuses_what_does_not_belong_together(

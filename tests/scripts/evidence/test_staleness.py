@@ -45,7 +45,8 @@ def test_streams_alarm_where_the_watch_does(chance: float) -> None:
     for _ in range(4):
         after = streams.one(rng)
         evidence: dict[str, RatioEvidence] = {
-            name: Bets(GRID, MOST, [known[name][i] for i in chosen]) for name, (chosen, _) in streams.drawn.items()
+            name: Bets(GRID, MOST, [known[name][i] for i in chosen])
+            for name, (chosen, _) in streams.drawn.items()
         }
         test = DriftTest(GRID, MOST, evidence, PLAN.tolerance, PLAN.alarm_rate)
         left = {name: list(places) for name, (_, places) in streams.drawn.items()}
@@ -62,4 +63,6 @@ def test_every_change_names_a_target_that_is_made_or_a_setting() -> None:
     for change in CHANGES.values():
         assert change.folder in ("", *changed_targets.RECIPES)
     place = Folders(Path("w"), Path("d"), "distilled")
-    assert place.old == Path("d/train/distilled@0.0015/best") and place.full == Path("w/full/train/distilled")
+    assert place.old == Path("d/train/distilled@0.0015/best") and place.full == Path(
+        "w/full/train/distilled"
+    )

@@ -11,9 +11,22 @@ from heads.api.errors import UserError
 from scripts.evidence.common import read_json
 from scripts.evidence.tune import PAGE, SECTION, judge, summary, tables
 
-CHOSEN = {"batch_size": 4, "label": "chain 2", "predicted_tokens_per_second": 110.0, "tokens_per_second": 100.0}
-PREDICTED = [{"label": "none", "speedup": 1.0}, {"label": "chain 2", "speedup": 1.5}, {"label": "chain 3", "speedup": 1.0}]
-MEASURED = [{"draft": "none", "speedup": 1.0}, {"draft": "chain 2", "speedup": 1.2}, {"draft": "chain 3", "speedup": 1.25}]
+CHOSEN = {
+    "batch_size": 4,
+    "label": "chain 2",
+    "predicted_tokens_per_second": 110.0,
+    "tokens_per_second": 100.0,
+}
+PREDICTED = [
+    {"label": "none", "speedup": 1.0},
+    {"label": "chain 2", "speedup": 1.5},
+    {"label": "chain 3", "speedup": 1.0},
+]
+MEASURED = [
+    {"draft": "none", "speedup": 1.0},
+    {"draft": "chain 2", "speedup": 1.2},
+    {"draft": "chain 3", "speedup": 1.25},
+]
 TUNED = {**CHOSEN, "speedup": 1.2, "predictions": PREDICTED, "measured": MEASURED}
 GRID = [
     {"draft": "chain 3", "tokens_per_second": 125.0, "of_best": 1.0, "of_best_ci95": [1.0, 1.0]},
@@ -26,7 +39,12 @@ def report() -> dict[str, Any]:
     rows = [judge(CHOSEN, GRID) | {"tuned": TUNED, "exhaustive": []}]
     found = {"mine": {"rows": rows, "traffic": {"ways": [{"draft": "none", "error": error}]}}}
     device = {"name": "a machine", "threads": 1}
-    return {"drafters": found, "summary": summary(found), "device": device, "command": "python -m scripts.evidence.tune mine=x"}
+    return {
+        "drafters": found,
+        "summary": summary(found),
+        "device": device,
+        "command": "python -m scripts.evidence.tune mine=x",
+    }
 
 
 def test_loss_is_against_the_best_and_the_prediction_against_its_own_measurement() -> None:
@@ -43,11 +61,21 @@ def test_the_page_gets_the_tables_between_its_marks(tmp_path: Path) -> None:
     for _ in range(2):
         SECTION.write(page, tables(report()))
         text = page.read_text()
-        assert text.startswith("before\n") and text.endswith(f"{SECTION.end}\nafter\n") and "old" not in text
-        line = "| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% | 1.50 | 1.20 | +25.0% |"
+        assert (
+            text.startswith("before\n")
+            and text.endswith(f"{SECTION.end}\nafter\n")
+            and "old" not in text
+        )
+        line = (
+            "| mine | 4 | chain 2 | chain 3 | 4.0% [1.0%, 5.0%] | 110 | 100 | +10.0% | -8.3% "
+            "| 1.50 | 1.20 | +25.0% |"
+        )
         assert text.count(line) == 1
         assert "| mine | none | +1.0% | -2.0% | +3.0% |" in text
-        assert "Of all 2 drafts that were checked the speedup was predicted within -20.0% to +25.0%" in text
+        assert (
+            "Of all 2 drafts that were checked the speedup was predicted within -20.0% to +25.0%"
+            in text
+        )
     page.write_text("no marks")
     with pytest.raises(UserError, match="once each"):
         SECTION.write(page, tables(report()))

@@ -1,5 +1,5 @@
-"""The speed test on a toy shape: the known text is written in every dtype, trajectories are followed, the
-report is whole.
+"""The speed test on a toy shape: the known text is written in every dtype, trajectories are
+followed, the report is whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,27 @@ from inference.report.model import parse_report
 from scripts.tools import bench_gpu
 
 TINY = ["--shape", "toy", "--device", "cpu", "--hidden", "64", "--layers", "3", "--vocab", "256"]
-TINY += ["--prompts", "2", "--context", "12", "--tokens", "24", "--repeats", "1", "--intermediate", "64"]
+TINY += [
+    "--prompts",
+    "2",
+    "--context",
+    "12",
+    "--tokens",
+    "24",
+    "--repeats",
+    "1",
+    "--intermediate",
+    "64",
+]
 ACCEPTED = {"eagle3": [2, 0, 1, 3], "distilled": [3, 3, 0]}
 
 
 @pytest.fixture
 def trajectories(tmp_path: Path) -> Path:
     path = tmp_path / "trajectories.json"
-    content = {name: {"accepted": accepted, "source": "here"} for name, accepted in ACCEPTED.items()}
+    content = {
+        name: {"accepted": accepted, "source": "here"} for name, accepted in ACCEPTED.items()
+    }
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
@@ -43,19 +56,34 @@ def test_the_random_target_writes_its_known_text_in_every_dtype(dtype: torch.dty
 
 
 def test_a_text_that_is_not_the_targets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = bench_gpu.random_target(bench_gpu.SHAPES["toy"], torch.device("cpu"), torch.float32, 64)
-    requests = to_requests([Prompt("p", "x", tokens=(5,))], target.tokenizer, DecodeConfig(max_new_tokens=4))
+    target = bench_gpu.random_target(
+        bench_gpu.SHAPES["toy"], torch.device("cpu"), torch.float32, 64
+    )
+    requests = to_requests(
+        [Prompt("p", "x", tokens=(5,))], target.tokenizer, DecodeConfig(max_new_tokens=4)
+    )
     monkeypatch.setattr(bench_gpu, "STRIDE", 1)
     with pytest.raises(UserError, match="does not write its known text"):
         bench_gpu.texts(target, requests)
 
 
 def test_the_whole_bench_on_a_toy(
-    tmp_path: Path, trajectories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    trajectories: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("inference.measure.roofline.PROBE_BYTES", {"cpu": 1 << 20})
     out = tmp_path / "reports" / "gpu.json"
-    arguments = [*TINY, "--dtype", "float32", "--trajectories", str(trajectories), "--out", str(out)]
+    arguments = [
+        *TINY,
+        "--dtype",
+        "float32",
+        "--trajectories",
+        str(trajectories),
+        "--out",
+        str(out),
+    ]
     arguments += ["--trajectory", "own"]
     assert bench_gpu.main(arguments) == 0
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

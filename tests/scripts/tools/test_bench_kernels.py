@@ -50,7 +50,9 @@ def test_every_bench_compares_equal_results_with_reference_and_copy(name: str, d
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--out", str(tmp_path / "report.json")]) == 2
     assert "CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "report.json").exists()

@@ -1,4 +1,5 @@
-"""Calibrating a checkpoint's confidence: what is recorded is what decoding did, and the copy has other temperatures."""
+"""Calibrating a checkpoint's confidence: what is recorded is what decoding did, and the copy has
+other temperatures."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ def test_what_is_recorded_is_what_decoding_did() -> None:
 def test_a_calibrated_copy_is_written_and_errors_fall(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fresh drafter is almost always wrong while its confidence has no opinion: temperatures have to move."""
+    """A fresh drafter is almost always wrong while its confidence has no opinion: temperatures have
+    to move."""
     target = TargetModel.load(TargetConfig(path=str(TINY), dtype="float32", device="cpu"))
     config = get_kind("dflash").config_class(
         confidence=True, tv=1.0, num_layers=3, start_from="random", carry_root=False
     )
-    save_drafter(new_drafter("dflash", config, target.info, target.weights, 0), tmp_path / "raw", target.info)
+    save_drafter(
+        new_drafter("dflash", config, target.info, target.weights, 0), tmp_path / "raw", target.info
+    )
     options = ["--out", str(tmp_path / "out"), "--count", "2", "--tokens", "12", "--depth", "3"]
     assert main([str(tmp_path / "raw"), *options]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -52,9 +56,13 @@ def test_a_calibrated_copy_is_written_and_errors_fall(
     assert len(report["calibration_error_after"]) == 3
 
 
-def test_a_drafter_without_confidence_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_without_confidence_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = TargetModel.load(TargetConfig(path=str(TINY), dtype="float32", device="cpu"))
     config = get_kind("medusa").config_class()
-    save_drafter(new_drafter("medusa", config, target.info, target.weights, 0), tmp_path / "raw", target.info)
+    save_drafter(
+        new_drafter("medusa", config, target.info, target.weights, 0), tmp_path / "raw", target.info
+    )
     assert main([str(tmp_path / "raw"), "--out", str(tmp_path / "out")]) == 2
     assert "has no confidence to calibrate" in capsys.readouterr().err

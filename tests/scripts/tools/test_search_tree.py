@@ -22,10 +22,13 @@ TARGET = Path(__file__).parents[3] / "assets" / "tiny-target"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Untrained Medusa heads: they repeat the target's own prediction, which a text sometimes does."""
+    """Untrained Medusa heads: they repeat the target's own prediction, which a text sometimes
+    does."""
     target = TargetModel.load(TargetConfig(str(TARGET), device="cpu"))
     folder = tmp_path_factory.mktemp("heads") / "mine"
-    save_drafter(new_drafter("medusa", Config(), target.info, target.weights, 0), folder, target.info)
+    save_drafter(
+        new_drafter("medusa", Config(), target.info, target.weights, 0), folder, target.info
+    )
     return folder
 
 
@@ -69,13 +72,19 @@ def test_the_tree_is_an_option_that_decodes(
     ],
 )
 def test_mistakes_end_in_one_sentence(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
 ) -> None:
     assert main(arguments(checkpoint, tmp_path, *more)) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_without_a_drafter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_drafter_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not a drafter checkpoint" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Turns, reasoning, tools and cutting: what is supervised is what the target says after exactly the tokens before it."""
+"""Turns, reasoning, tools and cutting: what is supervised is what the target says after exactly the
+tokens before it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ TALK = (
 )
 TOOLS = (
     {"role": "user", "content": "Add."},
-    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
     {"role": "tool", "content": "3"},
     {"role": "assistant", "content": "It is 3."},
     {"role": "user", "content": "Bye."},
@@ -86,7 +91,10 @@ def converse(given, data, says, family="chatml", **options):
 def test_reasoning_is_kept_dropped_or_left_in_the_last_turn():
     assert apply_reasoning(TALK, "keep") == list(TALK)
     assert [m["content"] for m in apply_reasoning(TALK, "drop")][1::2] == ["Hi there.", "a + b"]
-    assert [m["content"] for m in apply_reasoning(TALK, "last")][1::2] == ["Hi there.", TALK[3]["content"]]
+    assert [m["content"] for m in apply_reasoning(TALK, "last")][1::2] == [
+        "Hi there.",
+        TALK[3]["content"],
+    ]
     assert without_thinking("opened by the prompt</think>\n\nyes") == "yes"
     assert without_thinking("a < b and no thought") == "a < b and no thought"
     with pytest.raises(BadRowError, match="nothing but reasoning"):
@@ -97,17 +105,25 @@ def test_places_to_answer():
     assert places_to_answer(TALK, "first") == [1]
     assert places_to_answer(TALK, "last") == [3]
     assert places_to_answer(TALK, "all") == [1, 3]
-    assert places_to_answer(TOOLS[:4], "last") == [3], "the last to be answered is what the tool returned"
+    assert places_to_answer(TOOLS[:4], "last") == [3], (
+        "the last to be answered is what the tool returned"
+    )
     assert places_to_answer(TOOLS, "all") == [3, 5], "a call keeps the result that belongs to it"
     with pytest.raises(BadRowError, match="no user message"):
         places_to_answer([{"role": "system", "content": "x"}], "last")
 
 
 def test_all_turns_are_answered_with_the_targets_own_words_before():
-    answer, prompts, tokenizer = converse(row(TALK), DataConfig("-", turn="all"), ["Hi there.", "a + b"])
+    answer, prompts, tokenizer = converse(
+        row(TALK), DataConfig("-", turn="all"), ["Hi there.", "a + b"]
+    )
     assert supervised(answer, tokenizer) == ["Hi there.<|im_end|>", "a + b<|im_end|>"]
-    assert answer.parts == (), "one document: the second prompt begins with the first answer, token by token"
-    assert prompts[1].startswith("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi there.<|im_end|>\n")
+    assert answer.parts == (), (
+        "one document: the second prompt begins with the first answer, token by token"
+    )
+    assert prompts[1].startswith(
+        "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi there.<|im_end|>\n"
+    )
     assert "greet" not in prompts[1]
 
 
@@ -145,7 +161,8 @@ def test_a_template_that_forgets_is_kept_turn_by_turn():
     facts = target("forgetful")
     answer = keep_answer(row(TALK), facts, DataConfig("-"))
     assert len(documents(answer)) == 2
-    # The generation prompt comes first, then everything that the target would write, the template's <think> included.
+    # The generation prompt comes first, then everything that the target would write, the template's
+    # <think> included.
     assert all(said.startswith("<think></think>") for said in supervised(answer, facts.tokenizer))
     last = keep_answer(row(TALK), facts, DataConfig("-", supervise="last"))
     assert last.parts == ()
@@ -161,9 +178,15 @@ def test_tools_and_template_arguments_reach_the_template():
     assert 'call add {"a": 1}' in text
     assert text.endswith("assistant\n<no>")
     kept = keep_answer(row(TOOLS[:4], tools=tools), facts, DataConfig("-"))
-    assert supervised(kept, facts.tokenizer) == ['call add {"a": 1}<|im_end|>', "It is 3.<|im_end|>"]
+    assert supervised(kept, facts.tokenizer) == [
+        'call add {"a": 1}<|im_end|>',
+        "It is 3.<|im_end|>",
+    ]
     answer, prompts, tokenizer = converse(
-        row(TOOLS, tools=tools), DataConfig("-", turn="all"), ["Three.", "So long."], template=TOOL_TEMPLATE
+        row(TOOLS, tools=tools),
+        DataConfig("-", turn="all"),
+        ["Three.", "So long."],
+        template=TOOL_TEMPLATE,
     )
     assert supervised(answer, tokenizer) == ["Three.<|im_end|>", "So long.<|im_end|>"]
     assert 'call add {"a": 1}' in prompts[0]
@@ -173,7 +196,11 @@ def test_tools_and_template_arguments_reach_the_template():
 
 @pytest.mark.parametrize(
     ("call", "problem"),
-    [("x", "must be a mapping"), ({"name": "f", "arguments": "{"}, "not JSON"), ({"name": "f", "arguments": "[1]"}, "a mapping")],
+    [
+        ("x", "must be a mapping"),
+        ({"name": "f", "arguments": "{"}, "not JSON"),
+        ({"name": "f", "arguments": "[1]"}, "a mapping"),
+    ],
 )
 def test_broken_tool_calls_are_refused(call, problem):
     with pytest.raises(UserError, match=problem):
@@ -219,7 +246,11 @@ def test_documents_are_cut_with_their_spans():
     tokens, spans = list(range(20)), [(2, 6), (10, 18)]
     assert fit_document(tokens, spans, 12, "right") == (list(range(12)), [(2, 6), (10, 12)], 8)
     assert fit_document(tokens, spans, 12, "left") == (list(range(8, 20)), [(2, 10)], 8)
-    assert fit_document(tokens, spans, 12, "middle") == ([*range(6), *range(14, 20)], [(2, 6), (6, 10)], 8)
+    assert fit_document(tokens, spans, 12, "middle") == (
+        [*range(6), *range(14, 20)],
+        [(2, 6), (6, 10)],
+        8,
+    )
     assert fit_document(tokens, spans, 20, "skip") == (tokens, spans, 0)
     with pytest.raises(BadRowError, match=r"longer than data.max_tokens=12"):
         fit_document(tokens, spans, 12, "skip")

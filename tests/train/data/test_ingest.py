@@ -1,4 +1,5 @@
-"""Reading in and judging: what repeats goes, what is new stays, an interrupted reading leaves what an undisturbed one does."""
+"""Reading in and judging: what repeats goes, what is new stays, an interrupted reading leaves what
+an undisturbed one does."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_shingles_are_those_of_a_slow_loop():
     content = normalise("Some text, with SIGNS; and more of it!")
     assert content.tobytes() == b"sometextwithsignsandmoreofit"
     windows = [content[begin : begin + 12].tolist() for begin in range(len(content) - 11)]
-    slow = [sum((byte + 1) * PRIME**place for place, byte in enumerate(window)) % 2**64 for window in windows]
+    slow = [
+        sum((byte + 1) * PRIME**place for place, byte in enumerate(window)) % 2**64
+        for window in windows
+    ]
     assert shingles(content, 12).tolist() == mix(np.array(slow, dtype=np.uint64)).tolist()
     assert len(shingles(content[:5], 12)) == 0
 
@@ -69,9 +73,16 @@ def test_the_first_of_several_equal_rows_is_kept(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", rows)
     _, reasons, _ = read(DataConfig(path, id_column="name"), tmp_path / "exact")
     assert [reason[:30] for reason in reasons] == [
-        "", "", "the id or the content is that ", "the text is that of an earlier", "", "",
-    ]  # fmt: skip
-    found, reasons, _ = read(DataConfig(path, id_column="name", deduplicate="none"), tmp_path / "none")
+        "",
+        "",
+        "the id or the content is that ",
+        "the text is that of an earlier",
+        "",
+        "",
+    ]
+    found, reasons, _ = read(
+        DataConfig(path, id_column="name", deduplicate="none"), tmp_path / "none"
+    )
     assert [bool(reason) for reason in reasons] == [False, False, True, False, False, False]
     assert found.report["left_out"] == {duplicates.REASONS[duplicates.SAME_ID]: 1}
 
@@ -91,7 +102,9 @@ def test_similar_rows_are_found_among_many(tmp_path, monkeypatch):
     found, reasons, _ = read(DataConfig(path, deduplicate="near", near_share=0.7), tmp_path / "in")
     sets = [set(shingles(normalise(" ".join(words)), 12).tolist()) for words in texts]
     for late, reason in enumerate(reasons):
-        nearest = max((len(sets[late] & sets[e]) / len(sets[late] | sets[e]) for e in range(late)), default=0)
+        nearest = max(
+            (len(sets[late] & sets[e]) / len(sets[late] | sets[e]) for e in range(late)), default=0
+        )
         if nearest > 0.9:
             assert "most of the text" in reason
         if nearest < 0.5:
@@ -113,8 +126,12 @@ def test_held_out_prompts_are_found_whole_or_in_part():
     assert (found.source, found.prompt) == ("bench", "long")
     assert found.text in normalise(question).tobytes().decode()
     assert index.find(["what IS it"]).prompt == "short"
-    assert index.find(["What is it? Tell me more."]) is None, "a short prompt counts as a whole only"
-    assert index.find([f"{template} and something else"]) is None, "what many prompts share is their template"
+    assert index.find(["What is it? Tell me more."]) is None, (
+        "a short prompt counts as a whole only"
+    )
+    assert index.find([f"{template} and something else"]) is None, (
+        "what many prompts share is their template"
+    )
     exact = HeldOutIndex(prompts, exact=True)
     assert exact.find([f"before {question}"]) is None
     assert exact.find([question.upper()]).prompt == "long"
@@ -123,7 +140,10 @@ def test_held_out_prompts_are_found_whole_or_in_part():
 def test_rows_with_held_out_prompts_are_left_out_and_reported(tmp_path):
     question = text(5, 30)
     held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "prompt": question}])
-    path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(1)}, {"prompt": f"Please: {question}"}, {"prompt": text(2)}])
+    path = jsonl(
+        tmp_path / "p.jsonl",
+        [{"prompt": text(1)}, {"prompt": f"Please: {question}"}, {"prompt": text(2)}],
+    )
     data = DataConfig(path, held_out=(held,))
     found, reasons, _ = read(data, tmp_path / "in", load_held_out(data))
     assert reasons == ["", "it repeats a held-out prompt", ""]
@@ -144,7 +164,9 @@ def test_an_interrupted_reading_continues_to_the_same_end(tmp_path, monkeypatch,
     rows[20] = {"prompt": text(5, 29) + " nan"}
     held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "prompt": text(7, 30)}])
     path = jsonl(tmp_path / "p.jsonl", rows)
-    data = DataConfig(path, deduplicate="near", held_out=(held,), streaming=True, shuffle=True, buffer=10)
+    data = DataConfig(
+        path, deduplicate="near", held_out=(held,), streaming=True, shuffle=True, buffer=10
+    )
     index = load_held_out(data)
     whole, reasons, expected = read(data, tmp_path / "whole", index)
     assert len(set(reasons)) == 4
@@ -185,7 +207,9 @@ def test_pretokenised_rows_and_tools_survive_the_disk(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "1", "name": "add"},
     ]
-    path = jsonl(tmp_path / "m.jsonl", [{"messages": talk, "tools": json.dumps([{"type": "function"}])}])
+    path = jsonl(
+        tmp_path / "m.jsonl", [{"messages": talk, "tools": json.dumps([{"type": "function"}])}]
+    )
     _, _, (row,) = read(DataConfig(path), tmp_path / "in")
     assert row.tools == ({"type": "function"},)
     assert row.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}

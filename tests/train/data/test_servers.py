@@ -1,4 +1,5 @@
-"""Serving engines over loopback HTTP: token ids in and out, faults waited out, wrong servers refused, nothing lost or doubled."""
+"""Serving engines over loopback HTTP: token ids in and out, faults waited out, wrong servers
+refused, nothing lost or doubled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from train.generate.turns import Refused
 
 TOKENIZER = tiny_tokenizer("marked")
 EOS = TOKENIZER.eos_token_id
-FACTS = TargetFacts(TOKENIZER, SimpleNamespace(vocab_size=len(TOKENIZER), max_position_embeddings=128), (EOS,))
+FACTS = TargetFacts(
+    TOKENIZER, SimpleNamespace(vocab_size=len(TOKENIZER), max_position_embeddings=128), (EOS,)
+)
 REQUESTS = [Request(number, (3, 4, 5 + number), number, 6) for number in range(30)]
 
 
@@ -36,7 +39,8 @@ def said(tokens):
 
 
 class Standin:
-    """An engine's protocol with faults: `faults` maps the number of a request (from 0) to what goes wrong with it."""
+    """An engine's protocol with faults: `faults` maps the number of a request (from 0) to what goes
+    wrong with it."""
 
     def __init__(self, protocol="openai", faults=None, always=None, tokenizer=TOKENIZER, ids=True):
         self.protocol, self.faults, self.always = protocol, faults or {}, always
@@ -56,7 +60,10 @@ class Standin:
     def sglang(self, body):
         if "text" in body:
             ids = self.tokenizer.encode(body["text"], add_special_tokens=False)
-            return {"output_ids": [1], "meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in ids]}}
+            return {
+                "output_ids": [1],
+                "meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in ids]},
+            }
         reason = {"type": "stop", "matched": EOS}  # which SGLang may leave out of the ids
         meta = {"finish_reason": reason, "prompt_tokens": len(body["input_ids"])}
         return {"output_ids": said(body["input_ids"]), "meta_info": meta}
@@ -86,12 +93,15 @@ class Handler(BaseHTTPRequestHandler):
             standin.busiest = max(standin.busiest, standin.active)
         self.counted = True
         try:
-            self.answer(standin, body, None if probe else standin.faults.get(number, standin.always))
+            self.answer(
+                standin, body, None if probe else standin.faults.get(number, standin.always)
+            )
         finally:
             self.leave()
 
     def leave(self):
-        """This request is answered. Said before the answer leaves: its reader may ask again before this thread runs on."""
+        """This request is answered. Said before the answer leaves: its reader may ask again before
+        this thread runs on."""
         if getattr(self, "counted", False):
             with self.server.standin.lock:
                 self.server.standin.active -= 1
@@ -100,7 +110,9 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, standin, body, fault):
         time.sleep(0.005)
         if isinstance(fault, int):
-            return self.reply(fault, {"error": "fault"}, {"Retry-After": "0.01"} if fault == 429 else {})
+            return self.reply(
+                fault, {"error": "fault"}, {"Retry-After": "0.01"} if fault == 429 else {}
+            )
         if fault == "drop":
             self.close_connection = True
             return self.connection.close()
@@ -139,7 +151,15 @@ def serving(standin):
 
 
 def settings(*addresses, **options):
-    given = {"retries": 3, "backoff": 0.01, "timeout": 5.0, "concurrency": 4, "shape": "none", "temperature": 1.0, **options}
+    given = {
+        "retries": 3,
+        "backoff": 0.01,
+        "timeout": 5.0,
+        "concurrency": 4,
+        "shape": "none",
+        "temperature": 1.0,
+        **options,
+    }
     return SamplingConfig(server=addresses, **given)
 
 
@@ -147,7 +167,9 @@ def sample(*standins, requests=REQUESTS, **options):
     """All outcomes by index, each one handed out once."""
     with all_serving(standins) as addresses:
         outcomes = list(ServerPool(settings(*addresses, **options), FACTS).sample(requests))
-    assert Counter(outcome.request.index for outcome in outcomes) == Counter(request.index for request in requests)
+    assert Counter(outcome.request.index for outcome in outcomes) == Counter(
+        request.index for request in requests
+    )
     return {outcome.request.index: outcome for outcome in outcomes}
 
 
@@ -162,7 +184,9 @@ def test_token_ids_go_in_and_come_out(protocol, monkeypatch):
     monkeypatch.setenv("HEADSTART_SERVER_KEY", "secret")
     standin = Standin(protocol)
     found = sample(standin)
-    assert all(found[r.index].tokens == [*said(r.tokens), EOS] for r in REQUESTS), "the end is part of an answer"
+    assert all(found[r.index].tokens == [*said(r.tokens), EOS] for r in REQUESTS), (
+        "the end is part of an answer"
+    )
     assert {outcome.finish for outcome in found.values()} == {"stop"}
     assert standin.busiest <= 4
     body, headers = standin.bodies[-1]
@@ -170,7 +194,9 @@ def test_token_ids_go_in_and_come_out(protocol, monkeypatch):
     if protocol == "openai":
         assert body["return_token_ids"] is True
         assert (body["model"], body["max_tokens"], body["temperature"]) == ("tiny", 6, 1.0)
-        assert {body["seed"] for body, _ in standin.bodies[1:]} == {request.seed for request in REQUESTS}
+        assert {body["seed"] for body, _ in standin.bodies[1:]} == {
+            request.seed for request in REQUESTS
+        }
 
 
 def test_faults_that_pass_are_waited_out():
@@ -216,7 +242,11 @@ def test_what_does_not_pass_ends_the_run_with_the_reason(standin, options, probl
     [
         (Standin(ids=False), {}, "returns no token ids.*return_token_ids"),
         (Standin(tokenizer=tiny_tokenizer("llama3")), {}, "has another tokenizer than the target"),
-        (Standin("sglang", tokenizer=tiny_tokenizer("llama3")), {}, "has another tokenizer than the target"),
+        (
+            Standin("sglang", tokenizer=tiny_tokenizer("llama3")),
+            {},
+            "has another tokenizer than the target",
+        ),
         (Standin(), {"served_model": "big"}, "serves tiny; sampling.served_model is 'big'"),
         (Standin("neither"), {"protocol": "openai"}, "neither a vLLM nor an SGLang server"),
     ],
@@ -234,9 +264,15 @@ def test_nobody_there_is_one_clear_sentence():
 
 def test_answers_are_what_our_decoder_would_hand_out():
     request = Request(0, (1,), 0, 3)
-    assert completion_of(request, [10, 11], Ended("stop", None), (EOS,), 300).tokens == [10, 11, EOS]
+    assert completion_of(request, [10, 11], Ended("stop", None), (EOS,), 300).tokens == [
+        10,
+        11,
+        EOS,
+    ]
     assert completion_of(request, [10, EOS], Ended("stop", EOS), (EOS,), 300).tokens == [10, EOS]
-    assert completion_of(request, [10, 11, 12], Ended("length", None), (EOS,), 300).finish == "length"
+    assert (
+        completion_of(request, [10, 11, 12], Ended("length", None), (EOS,), 300).finish == "length"
+    )
     assert completion_of(request, [10], Ended("stop", 7), (EOS, 7), 300).tokens == [10, 7]
     for tokens, ended, problem in [
         ([10], Ended("stop", 9), "no end-of-text token"),
@@ -276,9 +312,13 @@ def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
             ids = [*said(prompt["prompt_token_ids"]), EOS]
             return SimpleNamespace(token_ids=ids, finish_reason="stop", stop_reason=None)
 
-    module = SimpleNamespace(LLM=LLM, SamplingParams=lambda **arguments: seen.setdefault("sampling", arguments))
+    module = SimpleNamespace(
+        LLM=LLM, SamplingParams=lambda **arguments: seen.setdefault("sampling", arguments)
+    )
     monkeypatch.setitem(sys.modules, "vllm", module)
-    sampling = SamplingConfig(backend="vllm", shape="none", vllm_arguments={"tensor_parallel_size": 2})
+    sampling = SamplingConfig(
+        backend="vllm", shape="none", vllm_arguments={"tensor_parallel_size": 2}
+    )
     backend = VllmBackend(sampling, FACTS, TargetConfig("some/model"))
     found = list(backend.sample(REQUESTS[:3]))
     assert [outcome.tokens for outcome in found] == [[*said(r.tokens), EOS] for r in REQUESTS[:3]]
@@ -290,7 +330,8 @@ def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
 
 
 def test_a_restart_does_not_use_up_the_patience_with_a_server():
-    """Every request that waits meets the same outage: they must not count down the server's failures one after the other."""
+    """Every request that waits meets the same outage: they must not count down the server's
+    failures one after the other."""
     standin = Standin(faults=dict.fromkeys(range(4), 502))
     begun = time.monotonic()
     found = sample(standin, retries=4, backoff=0.05, concurrency=1)

@@ -1,4 +1,5 @@
-"""Streams give the rows of tables and continue from any place; mixtures keep their shares, in an order that nothing disturbs."""
+"""Streams give the rows of tables and continue from any place; mixtures keep their shares, in an
+order that nothing disturbs."""
 
 from __future__ import annotations
 
@@ -69,13 +70,21 @@ def test_a_parquet_stream_goes_through_files_and_is_not_read_ahead(tmp_path):
     rows = [{"prompt": f"{number} " + "long " * 20_000} for number in range(200)]
     for name, part in (("a", rows[:120]), ("b", rows[120:])):
         table = pa.Table.from_pylist(part)
-        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=10, compression="none", use_dictionary=False)
+        pq.write_table(
+            table,
+            tmp_path / f"{name}.parquet",
+            row_group_size=10,
+            compression="none",
+            use_dictionary=False,
+        )
     config = SourceConfig(str(tmp_path), streaming=True)
     before = pa.total_allocated_bytes()
     reading = Source(config).read(None)
     first = next(reading)
     time.sleep(0.5)  # whoever reads ahead does it now
-    assert pa.total_allocated_bytes() - before < 6_000_000, "a row group is a megabyte, all of it twenty"
+    assert pa.total_allocated_bytes() - before < 6_000_000, (
+        "a row group is a megabyte, all of it twenty"
+    )
     whole = texts([first, *reading])
     assert [int(text.split()[0]) for text in whole] == list(range(200))
     source = Source(config)
@@ -103,7 +112,10 @@ def test_broken_lines_of_a_stream_are_rows_with_a_reason(tmp_path):
 
 
 def mixed(tmp_path, **options):
-    files = [jsonl(tmp_path / "one.jsonl", prompts("one", 600)), jsonl(tmp_path / "two.jsonl", prompts("two", 600))]
+    files = [
+        jsonl(tmp_path / "one.jsonl", prompts("one", 600)),
+        jsonl(tmp_path / "two.jsonl", prompts("two", 600)),
+    ]
     sources = (
         SourceConfig(files[0], weight=3, domain="code"),
         SourceConfig(files[1], weight=1, domain="chat", streaming=True, shuffle=True, buffer=50),
@@ -118,7 +130,9 @@ def test_a_mixture_keeps_its_shares_everywhere(tmp_path):
         share = sum(row.domain == "code" for row in rows[begin : begin + 100])
         assert 72 <= share <= 78, "evenly spread, not only on average"
     assert texts(rows) == texts(row for _, row in Mixture(mixed(tmp_path, limit=700)).read())
-    assert texts(rows) != texts(row for _, row in Mixture(mixed(tmp_path, limit=700, seed=1)).read())
+    assert texts(rows) != texts(
+        row for _, row in Mixture(mixed(tmp_path, limit=700, seed=1)).read()
+    )
 
 
 def test_a_mixture_continues_from_any_place_and_says_what_ran_out(tmp_path):
@@ -143,7 +157,9 @@ def test_a_mixture_continues_from_any_place_and_says_what_ran_out(tmp_path):
 def test_caps_and_ids_of_a_mixture(tmp_path):
     rows = [{"key": str(number), "prompt": f"p{number}"} for number in range(5)]
     one, two = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows)
-    data = DataConfig(mixture=(SourceConfig(one, id_column="key", limit=2), SourceConfig(two, id_column="key")))
+    data = DataConfig(
+        mixture=(SourceConfig(one, id_column="key", limit=2), SourceConfig(two, id_column="key"))
+    )
     found = [row for _, row in Mixture(data).read()]
     assert sorted(row.id for row in found) == ["a/0", "a/1", "b/0", "b/1", "b/2", "b/3", "b/4"]
     assert all(isinstance(row, Row) for row in found)

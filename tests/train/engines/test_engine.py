@@ -1,4 +1,5 @@
-"""Engines: one gradient and one update whatever the engine, the number of processes and the accumulation."""
+"""Engines: one gradient and one update whatever the engine, the number of processes and the
+accumulation."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ from train.engines.torch_engine import TorchEngine
 from train.optim import OptimConfig, make_optimizer
 
 DEEPSPEED = [f"deepspeed:{stage}:float32" for stage in range(4)]
-OFFLOADED = ["deepspeed:2:float32:optimizer", "deepspeed:3:float32:optimizer", "deepspeed:3:float32:all"]
+OFFLOADED = [
+    "deepspeed:2:float32:optimizer",
+    "deepspeed:3:float32:optimizer",
+    "deepspeed:3:float32:all",
+]
 FLOAT32 = ["torch:0:float32", *DEEPSPEED]
-# ZeRO-3 in bfloat16 comes last on purpose: the process ends right after it, which used to abort (docs/decisions.md).
+# ZeRO-3 in bfloat16 comes last on purpose: the process ends right after it, which used to abort
+# (docs/decisions.md).
 BFLOAT16 = ["torch:0:bfloat16", "deepspeed:1:bfloat16", "deepspeed:3:bfloat16"]
 
 
@@ -35,7 +41,8 @@ def alone(**settings: object) -> TorchEngine:
 
 
 def reference(steps: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Plain torch, all rows in one batch, the mean over supervised tokens: what every engine must come to."""
+    """Plain torch, all rows in one batch, the mean over supervised tokens: what every engine must
+    come to."""
     toy = Toy()
     optimizer = make_optimizer(toy.parameters(), OPTIM)
     norms = []
@@ -58,18 +65,27 @@ def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
     tmp_path: Path, processes: int, micro: int
 ) -> None:
     extra = OFFLOADED if processes == 1 else []
-    configs = [*FLOAT32, *extra, *BFLOAT16] if processes < 4 else ["torch:0:float32", "deepspeed:2:float32"]
+    configs = (
+        [*FLOAT32, *extra, *BFLOAT16]
+        if processes < 4
+        else ["torch:0:float32", "deepspeed:2:float32"]
+    )
     output = launch.run(processes, "tests.train.toy", tmp_path, micro, *configs)
     assert "Error" not in output
     expected, norms = reference(6)
-    found = {config: load_file(tmp_path / f"{config.replace(':', '-')}.safetensors") for config in configs}
+    found = {
+        config: load_file(tmp_path / f"{config.replace(':', '-')}.safetensors")
+        for config in configs
+    }
     for config in [name for name in configs if "float32" in name]:
         assert torch.allclose(found[config].pop("norms"), torch.tensor(norms), rtol=1e-5), config
         assert difference(found[config], expected) < 2e-5, config
     halves = [found[name] for name in configs if "bfloat16" in name]
     if halves:  # the same arithmetic under each engine; all of it near, but not equal to, float32
         assert all(difference(half, halves[0]) < 1e-5 for half in halves[1:])
-        assert 1e-4 < difference({k: v for k, v in halves[0].items() if k != "norms"}, expected) < 0.1
+        assert (
+            1e-4 < difference({k: v for k, v in halves[0].items() if k != "norms"}, expected) < 0.1
+        )
 
 
 def test_accumulation_in_plain_torch_is_exact() -> None:
@@ -81,7 +97,8 @@ def test_accumulation_in_plain_torch_is_exact() -> None:
 
 
 def test_a_mean_of_means_would_be_noticed() -> None:
-    """The rows have different numbers of supervised tokens, so averaging per micro-batch gives another gradient."""
+    """The rows have different numbers of supervised tokens, so averaging per micro-batch gives
+    another gradient."""
     counts = [int(rows(0, row, 1).loss_mask.sum()) for row in range(ROWS)]
     assert len(set(counts)) > 1
     engine = alone(clip=0.0)
@@ -127,13 +144,17 @@ def test_optimiser_state_of_another_drafter_is_refused() -> None:
 
 
 def test_a_weight_that_no_row_uses_is_updated_as_beside_a_process_that_uses_it() -> None:
-    """AdamW leaves weights without a gradient alone, but decays those whose gradient is zero: the number of processes must not
-    decide."""
+    """AdamW leaves weights without a gradient alone, but decays those whose gradient is zero: the
+    number of processes must not decide."""
     engine = alone(weight_decay=0.1)
     engine.drafter.register_parameter("unused", nn.Parameter(torch.ones(2, 2)))  # type: ignore[union-attr]
-    engine = TorchEngine(engine.drafter, EngineConfig(name="torch", precision="float32"), OPTIM, World())
+    engine = TorchEngine(
+        engine.drafter, EngineConfig(name="torch", precision="float32"), OPTIM, World()
+    )
     train_steps(engine, World(), 4, 0, 1)
-    assert torch.allclose(engine.weights()["unused"], torch.full((2, 2), 1 - 1e-2 * OPTIM.weight_decay))
+    assert torch.allclose(
+        engine.weights()["unused"], torch.full((2, 2), 1 - 1e-2 * OPTIM.weight_decay)
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +165,10 @@ def test_a_weight_that_no_row_uses_is_updated_as_beside_a_process_that_uses_it()
         ({"zero_stage": 4}, "engine.zero_stage 4 is unknown"),
         ({"name": "torch", "offload": "optimizer"}, "engine.offload needs engine.name=deepspeed"),
         ({"zero_stage": 2, "offload": "all"}, "needs engine.zero_stage=3; given: 2"),
-        ({"zero_stage": 3, "offload_path": "disk"}, "engine.offload_path needs engine.offload=optimizer or all"),
+        (
+            {"zero_stage": 3, "offload_path": "disk"},
+            "engine.offload_path needs engine.offload=optimizer or all",
+        ),
         ({"zero_stage": 3, "compile": True}, "Use zero_stage 0, 1 or 2, or compile=false"),
         ({"target_sharding": "zero2"}, "engine.target_sharding 'zero2' is unknown"),
     ],

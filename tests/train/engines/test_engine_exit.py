@@ -1,4 +1,5 @@
-"""A finished run ends with status 0: gloo's worker threads must be done with Python before the interpreter ends."""
+"""A finished run ends with status 0: gloo's worker threads must be done with Python before the
+interpreter ends."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ TENSORS = 50_000
 
 
 def test_a_process_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
-    """So many tensors keep the worker busy with dropping them when the main thread is at its end; without `leave_world` the
-    process aborts every time."""
+    """So many tensors keep the worker busy with dropping them when the main thread is at its end;
+    without `leave_world` the process aborts every time."""
     assert "Warning" not in launch.run(1, "tests.train.engines.test_engine_exit", "collective")
 
 

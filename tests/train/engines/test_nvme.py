@@ -1,4 +1,5 @@
-"""AdamW's state on an NVMe disk: refused before the first step where DeepSpeed cannot write there, else resumed bit by bit."""
+"""AdamW's state on an NVMe disk: refused before the first step where DeepSpeed cannot write there,
+else resumed bit by bit."""
 
 from __future__ import annotations
 
@@ -38,12 +39,18 @@ def builder() -> type:
 
 def test_without_libaio_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder(), "is_compatible", lambda self, verbose=False: False)
-    config = EngineConfig(zero_stage=3, precision="float32", offload="optimizer", offload_path=str(tmp_path))
-    with pytest.raises(UserError, match=r"async_io operation needs a C\+\+ compiler, ninja and libaio.*libaio-dev"):
+    config = EngineConfig(
+        zero_stage=3, precision="float32", offload="optimizer", offload_path=str(tmp_path)
+    )
+    with pytest.raises(
+        UserError, match=r"async_io operation needs a C\+\+ compiler, ninja and libaio.*libaio-dev"
+    ):
         make_engine(Toy(), config, OPTIM, World())
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(builder(), "is_compatible", lambda self, verbose=False: True)
     with pytest.raises(UserError, match="is no folder"):
         require_async_io(import_deepspeed("cpu"), str(tmp_path / "none"))
@@ -56,7 +63,9 @@ def test_a_state_on_disk_is_saved_and_continued(tmp_path: Path) -> None:
         pytest.skip("libaio is not there")
     plain = make_engine(Wide(), EngineConfig(name="torch", precision="float32"), OPTIM, World())
     train_steps(plain, World(), 4, 0, 4)
-    config = EngineConfig(zero_stage=3, precision="float32", offload="optimizer", offload_path=str(tmp_path))
+    config = EngineConfig(
+        zero_stage=3, precision="float32", offload="optimizer", offload_path=str(tmp_path)
+    )
     first = make_engine(Wide(), config, OPTIM, World())
     train_steps(first, World(), 4, 0, 2)
     weights, state = first.weights(), first.optimizer_state()
@@ -71,5 +80,7 @@ def test_a_state_on_disk_is_saved_and_continued(tmp_path: Path) -> None:
     second.load_optimizer_state([state])
     train_steps(second, World(), 4, 2, 4)
     assert all(torch.equal(second.weights()[name], value) for name, value in whole.items())
-    assert all(torch.allclose(whole[name], value, atol=2e-5) for name, value in plain.weights().items())
+    assert all(
+        torch.allclose(whole[name], value, atol=2e-5) for name, value in plain.weights().items()
+    )
     second.close()

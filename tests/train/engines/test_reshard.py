@@ -1,4 +1,5 @@
-"""States that another number of processes, or another engine, continues: nothing of AdamW's state is lost, doubled or moved."""
+"""States that another number of processes, or another engine, continues: nothing of AdamW's state
+is lost, doubled or moved."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ def turned(by: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1)])
-def test_any_number_of_processes_continues_under_any_engine(tmp_path: Path, sizes: tuple[int, int, int]) -> None:
-    """Each training passes through three engines and three launches, and ends where plain torch ends in one go."""
+def test_any_number_of_processes_continues_under_any_engine(
+    tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
+    """Each training passes through three engines and three launches, and ends where plain torch
+    ends in one go."""
     for turn, processes in enumerate(sizes):
         output = launch.run(processes, WORKER, tmp_path, 2 * turn, 2 * turn + 2, *turned(2 * turn))
         assert "Error" not in output
@@ -51,7 +55,7 @@ def test_any_number_of_processes_continues_under_any_engine(tmp_path: Path, size
         assert difference(found, expected) < 2e-5, number
 
 
-# ---- the same, by itself -----------------------------------------------------------------------------------------------
+# The same, by itself
 
 
 def adam(named: dict[str, Tensor]) -> torch.optim.AdamW:
@@ -61,7 +65,9 @@ def adam(named: dict[str, Tensor]) -> torch.optim.AdamW:
 def trained() -> tuple[dict[str, Tensor], torch.optim.AdamW]:
     """Weights of all shapes after two updates."""
     torch.manual_seed(0)
-    named: dict[str, Tensor] = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    named: dict[str, Tensor] = {
+        name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()
+    }
     optimizer = adam(named)
     for _ in range(2):
         for parameter in named.values():
@@ -71,7 +77,8 @@ def trained() -> tuple[dict[str, Tensor], torch.optim.AdamW]:
 
 
 def divided(way: str, ranks: int) -> list[list[Span]]:
-    """The spans of every process: whole, slices of one flat buffer (ZeRO 1, 2), or a piece of every weight (ZeRO 3)."""
+    """The spans of every process: whole, slices of one flat buffer (ZeRO 1, 2), or a piece of every
+    weight (ZeRO 3)."""
     shapes = list(SHAPES.items())
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     if way == "whole":
@@ -79,19 +86,27 @@ def divided(way: str, ranks: int) -> list[list[Span]]:
     if way == "slices":
         width = -(-sum(sizes) // ranks)
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
-        return [slice_spans(shapes, offsets, rank * width, torch.zeros(width)) for rank in range(ranks)]
+        return [
+            slice_spans(shapes, offsets, rank * width, torch.zeros(width)) for rank in range(ranks)
+        ]
     pieces = [-(-size // ranks) for size in sizes]
     return [piece_spans(shapes, pieces, rank, torch.zeros(sum(pieces))) for rank in range(ranks)]
 
 
 def hold(spans: list[Span]) -> torch.optim.AdamW:
     """An optimiser over the tensors of `spans`, without state."""
-    return torch.optim.AdamW([{"params": list({id(s.tensor): s.tensor for s in spans}.values()) or [torch.zeros(1)]}])
+    return torch.optim.AdamW(
+        [{"params": list({id(s.tensor): s.tensor for s in spans}.values()) or [torch.zeros(1)]}]
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ways=st.lists(st.tuples(st.sampled_from(["whole", "slices", "pieces"]), st.integers(1, 9)), min_size=1, max_size=4)
+    ways=st.lists(
+        st.tuples(st.sampled_from(["whole", "slices", "pieces"]), st.integers(1, 9)),
+        min_size=1,
+        max_size=4,
+    )
 )
 def test_through_any_divisions_and_back_every_bit_is_there(ways: list[tuple[str, int]]) -> None:
     named, optimizer = trained()
@@ -103,7 +118,8 @@ def test_through_any_divisions_and_back_every_bit_is_there(ways: list[tuple[str,
             holder = hold(spans)
             distribute(holder, spans, SHAPES, parts)
             following.append(collect(holder, spans))
-        assert sum(part.count(name) for part in following for name in part.runs) == 31  # none twice, none missing
+        # none twice, none missing
+        assert sum(part.count(name) for part in following for name in part.runs) == 31
         parts = following
     assert parts[0].tensors.keys() == before.keys()
     assert all(torch.equal(parts[0].tensors[name], value) for name, value in before.items())
@@ -131,7 +147,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     named, optimizer = trained()
     whole = whole_spans(named)
     part = collect(optimizer, whole)
-    with pytest.raises(UserError, match=r"another drafter: unknown weights \['d'\], missing weights \[\]"):
+    with pytest.raises(
+        UserError, match=r"another drafter: unknown weights \['d'\], missing weights \[\]"
+    ):
         distribute(optimizer, whole[:3], {name: SHAPES[name] for name in "abc"}, [part])
     with pytest.raises(UserError, match=r"unknown weights \[\], missing weights \['e'\]"):
         distribute(optimizer, whole, {**SHAPES, "e": (1,)}, [part])
@@ -141,9 +159,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     holders = [hold(first), hold(second)]
     for holder, spans in zip(holders, (first, second), strict=True):
         distribute(holder, spans, SHAPES, [part])
-    halves = [collect(holder, spans) for holder, spans in zip(holders, (first, second), strict=True)]
+    halves = [
+        collect(holder, spans) for holder, spans in zip(holders, (first, second), strict=True)
+    ]
     with pytest.raises(UserError, match=r"incomplete: of 'b' 1 of 7 elements"):
-        distribute(optimizer, whole, SHAPES, [halves[0], StatePart(halves[1].tensors, {n: halves[1].runs[n] for n in "cd"})])
+        distribute(
+            optimizer,
+            whole,
+            SHAPES,
+            [halves[0], StatePart(halves[1].tensors, {n: halves[1].runs[n] for n in "cd"})],
+        )
     (tmp_path / "odd.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="is no optimiser state"):
         FilePart(tmp_path / "odd.safetensors")

@@ -47,21 +47,31 @@ def test_of_many_that_find_a_dead_claim_one_takes_it_over(tmp_path: Path, gone: 
     folder = tmp_path / "claims"
     folder.mkdir()
     for number in range(NAMES):
-        (folder / f"rows-{number:05d}.json").write_text(json.dumps({"host": socket.gethostname(), "pid": gone}))
+        (folder / f"rows-{number:05d}.json").write_text(
+            json.dumps({"host": socket.gethostname(), "pid": gone})
+        )
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment(), cwd=REPOSITORY,
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            cwd=REPOSITORY,
         )
         for _ in range(WRITERS)
-    ]  # fmt: skip
+    ]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     tell(writers)  # to begin
     won = [writer.stdout.readline() for writer in writers if writer.stdout]
     tell(writers)  # to end, now that all have tried
-    taken = {int(number): writer.pid for writer, line in zip(writers, won, strict=True) for number in line.split()}
+    taken = {
+        int(number): writer.pid
+        for writer, line in zip(writers, won, strict=True)
+        for number in line.split()
+    }
     assert sorted(int(number) for line in won for number in line.split()) == list(range(NAMES))
     for number, pid in taken.items():
         assert json.loads((folder / f"rows-{number:05d}.json").read_text())["pid"] == pid

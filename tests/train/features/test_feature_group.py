@@ -1,4 +1,5 @@
-"""Target processes within a launch: one or two of them feed trainers over gloo; the training is that of the trainers alone."""
+"""Target processes within a launch: one or two of them feed trainers over gloo; the training is
+that of the trainers alone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def group(targets: int, **more: Any) -> str:
 
 
 def figures(out: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_log(out / LOG_FILE) if "loss" in line]
+    return [
+        (line["loss"], line["grad_norm"]) for line in read_log(out / LOG_FILE) if "loss" in line
+    ]
 
 
 @pytest.mark.parametrize(("trainers", "targets"), [(1, 1), (2, 1), (2, 2)])
@@ -40,9 +43,20 @@ def test_trainers_fed_by_target_processes_train_as_without_them(
     micro: Path, tmp_path: Path, trainers: int, targets: int
 ) -> None:
     launch.run(trainers, WORKER, micro, tmp_path / "online", *EAGLE3)
-    output = launch.run(trainers + targets, WORKER, micro, tmp_path / "group", *EAGLE3, group(targets), "energy=true")
+    output = launch.run(
+        trainers + targets,
+        WORKER,
+        micro,
+        tmp_path / "group",
+        *EAGLE3,
+        group(targets),
+        "energy=true",
+    )
     assert figures(tmp_path / "online") == figures(tmp_path / "group"), output[-2000:]
-    best = [(tmp_path / name / "best" / "model.safetensors").read_bytes() for name in ("online", "group")]
+    best = [
+        (tmp_path / name / "best" / "model.safetensors").read_bytes()
+        for name in ("online", "group")
+    ]
     assert best[0] == best[1]
     assert read_manifest(tmp_path / "group", "train")["processes"] == trainers
     require_cost(json.loads((tmp_path / "group" / SUMMARY_FILE).read_text()), trainers, targets)
@@ -50,8 +64,12 @@ def test_trainers_fed_by_target_processes_train_as_without_them(
 
 
 def require_cost(summary: dict[str, Any], trainers: int, targets: int) -> None:
-    """The hours are those of all processes; the energy is what the trainers' GPUs used, each of them asked for its own."""
-    assert (summary["device"]["processes"], summary["device"]["trainers"]) == (trainers + targets, trainers)
+    """The hours are those of all processes; the energy is what the trainers' GPUs used, each of
+    them asked for its own."""
+    assert (summary["device"]["processes"], summary["device"]["trainers"]) == (
+        trainers + targets,
+        trainers,
+    )
     seconds = summary["setup_seconds"] + summary["wall_seconds"]
     assert summary["device_hours"] == pytest.approx(seconds * (trainers + targets) / 3600)
     readings, rest = divmod(summary["energy_joules"], sum(100**rank for rank in range(trainers)))
@@ -59,7 +77,9 @@ def require_cost(summary: dict[str, Any], trainers: int, targets: int) -> None:
     assert summary["energy_source"].startswith(f"NVML, the GPUs of {trainers} training process")
 
 
-def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(micro: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(
+    micro: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     launch.run(2, WORKER, micro, tmp_path / "whole", *EAGLE3, group(1))
     process = launch.start(2, WORKER, micro, out, *EAGLE3, group(1), "slow=0.3")
@@ -87,14 +107,29 @@ def test_senseless_divisions_are_refused(micro: Path) -> None:
 
     made = settings(micro)
     made |= {"features": FeaturesConfig(mode="group", targets=2), "out": micro / "x"}
-    with pytest.raises(UserError, match=r"of 2 processes, features\.targets=2 run the target, which leaves 0 to train"):
+    with pytest.raises(
+        UserError,
+        match=r"of 2 processes, features\.targets=2 run the target, which leaves 0 to train",
+    ):
         divide(TrainingJob(**made), World(0, 2))
     divided = settings(micro, engine={"target_sharding": "zero3"})["engine"]
-    with pytest.raises(UserError, match=r"engine\.target_sharding=zero3 divides the target among all processes"):
-        divide(TrainingJob(**{**made, "engine": divided, "features": FeaturesConfig(mode="group")}), World(0, 2))
+    with pytest.raises(
+        UserError, match=r"engine\.target_sharding=zero3 divides the target among all processes"
+    ):
+        divide(
+            TrainingJob(**{**made, "engine": divided, "features": FeaturesConfig(mode="group")}),
+            World(0, 2),
+        )
     other = settings(micro, name="deepspeed")
-    with pytest.raises(UserError, match=r"features\.mode=group needs engine=torch: DeepSpeed takes every process"):
-        divide(TrainingJob(**{**made, "engine": other["engine"], "features": FeaturesConfig(mode="group")}), World(0, 2))
+    with pytest.raises(
+        UserError, match=r"features\.mode=group needs engine=torch: DeepSpeed takes every process"
+    ):
+        divide(
+            TrainingJob(
+                **{**made, "engine": other["engine"], "features": FeaturesConfig(mode="group")}
+            ),
+            World(0, 2),
+        )
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp8", "int8", "int4"])
@@ -106,5 +141,7 @@ def test_an_answer_is_cut_where_it_was_joined(fmt: str) -> None:
     buffer = torch.randint(0, 255, (size * 7,), generator=generator, dtype=torch.uint8)
     content = cut(buffer, parts, 7)
     assert set(content) == {"tap.1", "tap.4", "top" if form.top_logits else "last_hidden"}
-    flat = [content[thing][part].contiguous().view(torch.uint8).flatten() for thing, part, *_ in parts]
+    flat = [
+        content[thing][part].contiguous().view(torch.uint8).flatten() for thing, part, *_ in parts
+    ]
     assert torch.equal(torch.cat(flat), buffer)

@@ -1,4 +1,5 @@
-"""A scheduler's signal while features are awaited: the last whole step is saved, and the training ends with status 0."""
+"""A scheduler's signal while features are awaited: the last whole step is saved, and the training
+ends with status 0."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log
 
 WORKER = "tests.train.micro_run"
-EAGLE3 = {"kind": "eagle3", "head": {"taps": (0, 1, 2), "ttt_steps": 2}, "eval_every": 0, "save_every": 0, "max_steps": 14}
+EAGLE3 = {
+    "kind": "eagle3",
+    "head": {"taps": (0, 1, 2), "ttt_steps": 2},
+    "eval_every": 0,
+    "save_every": 0,
+    "max_steps": 14,
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,10 +54,14 @@ def unfinished(micro: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     made = StoreJob(
         heads=(("eagle3", "eagle3", get_kind("eagle3").config_class(taps=(0, 1, 2))),),
-        target=TargetConfig(str(micro / "target"), device="cpu"), answers=micro / "answers",
-        features=FeaturesConfig(format="fp32", shard_mib=0.05, path=str(folder)), dtype=torch.float32, sequence_length=64,
-        batch_rows=2, seed=0,
-    )  # fmt: skip
+        target=TargetConfig(str(micro / "target"), device="cpu"),
+        answers=micro / "answers",
+        features=FeaturesConfig(format="fp32", shard_mib=0.05, path=str(folder)),
+        dtype=torch.float32,
+        sequence_length=64,
+        batch_rows=2,
+        seed=0,
+    )
     write_features(made, say=lambda text: None)
     middle = read_plan(folder).shards // 2
     shutil.move(index_path(folder, middle), tmp_path / "index.json")
@@ -64,15 +75,27 @@ def end_writing(folder: Path) -> None:
 
 
 def log_of(out: Path) -> list[tuple[int, float, float]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_log(out / LOG_FILE) if "loss" in line]
+    return [
+        (line["step"], line["loss"], line["grad_norm"])
+        for line in read_log(out / LOG_FILE)
+        if "loss" in line
+    ]
 
 
 def stored(folder: Path) -> dict[str, Any]:
     """Features from a store of which every step is asked for when it is due."""
-    return {"mode": "store", "path": str(folder), "format": "fp32", "ahead": 0, "wait_seconds": 600.0}
+    return {
+        "mode": "store",
+        "path": str(folder),
+        "format": "fp32",
+        "ahead": 0,
+        "wait_seconds": 600.0,
+    }
 
 
-def test_while_a_row_is_still_being_written(micro: Path, tmp_path: Path, unfinished: Path, waiting: None) -> None:
+def test_while_a_row_is_still_being_written(
+    micro: Path, tmp_path: Path, unfinished: Path, waiting: None
+) -> None:
     train(out=tmp_path / "online", **settings(micro, **EAGLE3))
     arguments = settings(micro, **EAGLE3, features=stored(unfinished))
     with pytest.raises(Stopped) as caught:
@@ -86,7 +109,9 @@ def test_while_a_row_is_still_being_written(micro: Path, tmp_path: Path, unfinis
 
 
 @pytest.mark.slow
-def test_two_processes_leave_together_when_one_of_them_waits(micro: Path, tmp_path: Path, unfinished: Path) -> None:
+def test_two_processes_leave_together_when_one_of_them_waits(
+    micro: Path, tmp_path: Path, unfinished: Path
+) -> None:
     """Only who waits gets the signal; the other one may be ready to begin the step."""
     changes = {**EAGLE3, "features": stored(unfinished)}
     words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
@@ -95,7 +120,9 @@ def test_two_processes_leave_together_when_one_of_them_waits(micro: Path, tmp_pa
     assert not (tmp_path / "out" / MANIFEST_FILE).exists()
     end_writing(unfinished)
     launch.run(2, WORKER, micro, tmp_path / "out", *words)
-    assert [step for step, *_ in log_of(tmp_path / "out")] == list(range(1, EAGLE3["max_steps"] + 1))
+    assert [step for step, *_ in log_of(tmp_path / "out")] == list(
+        range(1, EAGLE3["max_steps"] + 1)
+    )
 
 
 def test_while_a_server_is_asked_again_and_again(
@@ -115,7 +142,13 @@ def test_while_a_server_is_asked_again_and_again(
 
     try:
         monkeypatch.setattr(server, "compute", broken)
-        features = {"mode": "remote", "servers": (server.address,), "format": "fp32", "ahead": 0, "retries": 1000}
+        features = {
+            "mode": "remote",
+            "servers": (server.address,),
+            "format": "fp32",
+            "ahead": 0,
+            "retries": 1000,
+        }
         with pytest.raises(Stopped) as caught:
             train(out=tmp_path, **settings(micro, **EAGLE3, features=features))
     finally:

@@ -1,4 +1,5 @@
-"""Feature servers: the same training as online, several servers, servers that hang, lie or vanish, and who may ask."""
+"""Feature servers: the same training as online, several servers, servers that hang, lie or vanish,
+and who may ask."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def serving(target: TargetModel, dtype: torch.dtype = torch.float32, token: str = "") -> Iterator[FeatureServer]:
+def serving(
+    target: TargetModel, dtype: torch.dtype = torch.float32, token: str = ""
+) -> Iterator[FeatureServer]:
     """A server on a free port, in a thread."""
     server = FeatureServer(target, dtype, "127.0.0.1", 0, token)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -70,13 +73,18 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def remote(target: TargetModel, micro: Path, *servers: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any,
-StepLoader]:
+def remote(
+    target: TargetModel, micro: Path, *servers: str, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[Any, StepLoader]:
     """Features from these servers, and a loader."""
     data = PackedData.from_manifest(micro / "answers", target.info, LENGTH)
     loader = StepLoader(data, 4, 2, 1, 0, seed=0)
-    config = FeaturesConfig(mode="remote", servers=servers, **{"format": "fp32", "timeout_seconds": 5.0, **more})
-    return make_features(config, target, NEEDS, dtype, answers=micro / "answers", loader=loader, steps=8), loader
+    config = FeaturesConfig(
+        mode="remote", servers=servers, **{"format": "fp32", "timeout_seconds": 5.0, **more}
+    )
+    return make_features(
+        config, target, NEEDS, dtype, answers=micro / "answers", loader=loader, steps=8
+    ), loader
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
@@ -98,18 +106,33 @@ def test_served_features_are_those_computed_online_to_the_last_bit(
         assert one.served == two.served == 8  # in turn
 
 
-def test_training_with_a_server_is_training_online_and_may_rewrite_rows(target: TargetModel, micro: Path, tmp_path: Path) -> None:
+def test_training_with_a_server_is_training_online_and_may_rewrite_rows(
+    target: TargetModel, micro: Path, tmp_path: Path
+) -> None:
     from train.on_policy import OnPolicyConfig
 
-    for name, more in (("plain", {}), ("own_words", {"on_policy": OnPolicyConfig(share=0.5, window=3)})):
-        online = settings(micro, kind="eagle3", head={"taps": (0, 1, 2), "ttt_steps": 3}, max_steps=4, eval_every=0, **more)
+    for name, more in (
+        ("plain", {}),
+        ("own_words", {"on_policy": OnPolicyConfig(share=0.5, window=3)}),
+    ):
+        online = settings(
+            micro,
+            kind="eagle3",
+            head={"taps": (0, 1, 2), "ttt_steps": 3},
+            max_steps=4,
+            eval_every=0,
+            **more,
+        )
         train(out=tmp_path / f"online_{name}", **online)
         with serving(target) as server:
             features = FeaturesConfig(mode="remote", servers=(server.address,), format="fp32")
             train(out=tmp_path / f"remote_{name}", **{**online, "features": features})
             assert server.served >= 8
         logs = [
-            [(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / f"{way}_{name}" / LOG_FILE)]
+            [
+                (line["loss"], line["grad_norm"])
+                for line in read_log(tmp_path / f"{way}_{name}" / LOG_FILE)
+            ]
             for way in ("online", "remote")
         ]
         assert len(logs[0]) == 4
@@ -119,7 +142,8 @@ def test_training_with_a_server_is_training_online_and_may_rewrite_rows(target: 
 def test_compressed_answers_are_smaller_and_near(target: TargetModel, micro: Path) -> None:
     online = OnlineFeatures(target, NEEDS, torch.float32)
     with serving(target) as server:
-        features, loader = remote(target, micro, server.address, format="int8", ahead=0)  # one target for both
+        # one target for both
+        features, loader = remote(target, micro, server.address, format="int8", ahead=0)
         packed = loader.step(0)[0]
         got, true = features.batch(packed), online.batch(packed)
         real = got.segments > 0
@@ -133,23 +157,32 @@ def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is
     target: TargetModel, micro: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mute() as hanging, serving(target) as server:
-        features, loader = remote(target, micro, hanging, server.address, timeout_seconds=0.3, retries=2)
+        features, loader = remote(
+            target, micro, hanging, server.address, timeout_seconds=0.3, retries=2
+        )
         for packed in loader.step(0):
             features.batch(packed)
         features.close()
         assert f"{hanging}: no answer within 0.3 s" in caplog.text
     with mute() as hanging:
         with serving(target) as server:
-            features, loader = remote(target, micro, server.address, timeout_seconds=0.3, retries=1, ahead=0)
+            features, loader = remote(
+                target, micro, server.address, timeout_seconds=0.3, retries=1, ahead=0
+            )
             address = server.address
-        with pytest.raises(UserError, match=rf"no features after 2 attempts \({address}: ConnectionRefusedError.*last saved state"):
+        with pytest.raises(
+            UserError,
+            match=rf"no features after 2 attempts \({address}: ConnectionRefusedError.*last saved state",
+        ):
             features.batch(loader.step(0)[0])
         silent = rf"no feature server answers \({hanging}: no answer within 0\.3 s\).*features\.serve=true"
         with pytest.raises(UserError, match=silent):
             remote(target, micro, hanging, timeout_seconds=0.3)
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     online = OnlineFeatures(target, NEEDS, torch.float32)
     with serving(target) as server:
         features, loader = remote(target, micro, server.address, ahead=0)
@@ -187,11 +220,19 @@ def test_a_server_of_another_target_or_precision_is_refused(
         FeaturesConfig(mode="remote")
 
 
-def test_only_who_has_the_token_is_served(target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"features\.host '0\.0\.0\.0' can be reached by other machines, but no token"):
+def test_only_who_has_the_token_is_served(
+    target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"features\.host '0\.0\.0\.0' can be reached by other machines, but no token",
+    ):
         FeatureServer(target, torch.float32, "0.0.0.0", 0)
     with serving(target, token="secret") as server:
-        with pytest.raises(UserError, match=r"refuses: the token is missing or wrong\. Set HEADSTART_FEATURES_TOKEN"):
+        with pytest.raises(
+            UserError,
+            match=r"refuses: the token is missing or wrong\. Set HEADSTART_FEATURES_TOKEN",
+        ):
             remote(target, micro, server.address)
         monkeypatch.setenv("HEADSTART_FEATURES_TOKEN", "secret")
         features, loader = remote(target, micro, server.address)
@@ -199,7 +240,9 @@ def test_only_who_has_the_token_is_served(target: TargetModel, micro: Path, monk
         features.close()
 
 
-def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(target: TargetModel, micro: Path) -> None:
+def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(
+    target: TargetModel, micro: Path
+) -> None:
     with serving(target) as server:
         host, port = server.server_address[:2]
 
@@ -215,15 +258,23 @@ def test_nonsense_is_answered_with_a_sentence_and_the_server_goes_on(target: Tar
         wish = json.dumps({"taps": [1], "last_hidden": False, "format": "fp32", "top_logits": 0})
         assert ask("GET", "/")[0] == 404
         assert ask("POST", "/features", b"x")[0] == 409
-        assert ask("POST", "/features", b"x", **key) == (400, "the header X-Headstart-Ask is not readable (Expecting value: line 1 "
-                                                         "column 1 (char 0)).")
+        assert ask("POST", "/features", b"x", **key) == (
+            400,
+            "the header X-Headstart-Ask is not readable (Expecting value: line 1 "
+            "column 1 (char 0)).",
+        )
         status, sentence = ask("POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish})
         assert (status, "holds no rows" in sentence) == (400, True)
-        status, sentence = ask("POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish.replace("[1]", "[9]")})
+        status, sentence = ask(
+            "POST", "/features", b"x", **{**key, "X-Headstart-Ask": wish.replace("[1]", "[9]")}
+        )
         assert (status, "taps [9] do not exist" in sentence) == (400, True)
         from safetensors.torch import save
 
-        rows = {name: torch.full((1, 4), 9999, dtype=torch.int32) for name in ("tokens", "positions", "segments")}
+        rows = {
+            name: torch.full((1, 4), 9999, dtype=torch.int32)
+            for name in ("tokens", "positions", "segments")
+        }
         status, sentence = ask("POST", "/features", save(rows), **{**key, "X-Headstart-Ask": wish})
         assert (status, "token ids must lie in" in sentence) == (400, True)
         features, loader = remote(target, micro, server.address)

@@ -1,4 +1,5 @@
-"""A store of features: the same training as online, written by several, read while written, damage found and named."""
+"""A store of features: the same training as online, written by several, read while written, damage
+found and named."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ MEDUSA = ("medusa", "medusa", get_kind("medusa").config_class(num_heads=3))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def job(micro: Path, folder: Path, *heads: Any, dtype: torch.dtype = torch.float32, **features: Any) -> StoreJob:
+def job(
+    micro: Path, folder: Path, *heads: Any, dtype: torch.dtype = torch.float32, **features: Any
+) -> StoreJob:
     chosen = {"format": "fp32", "shard_mib": SHARD_MIB, "path": str(folder), **features}
     return StoreJob(
         heads=heads or (EAGLE3,),
@@ -79,13 +82,17 @@ def copy(source: Path, target: Path) -> Path:
     return target
 
 
-def opened(micro: Path, folder: Path, needs: FeatureSpec, dtype: torch.dtype, **features: Any) -> tuple[Any, Any, StepLoader]:
+def opened(
+    micro: Path, folder: Path, needs: FeatureSpec, dtype: torch.dtype, **features: Any
+) -> tuple[Any, Any, StepLoader]:
     """Features from the store, features computed here, and a loader of the same rows."""
     target = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
     data = PackedData.from_manifest(micro / "answers", target.info, LENGTH)
     loader = StepLoader(data, 4, 2, 1, 0, seed=0)
     config = FeaturesConfig(mode="store", path=str(folder), **{"format": "fp32", **features})
-    stored = make_features(config, target, needs, dtype, answers=micro / "answers", loader=loader, steps=8)
+    stored = make_features(
+        config, target, needs, dtype, answers=micro / "answers", loader=loader, steps=8
+    )
     return stored, OnlineFeatures(target, needs, dtype), loader
 
 
@@ -96,7 +103,7 @@ def read_all(stored: Any, loader: StepLoader) -> None:
             stored.batch(packed)
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------------
+# The same numbers
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
@@ -122,26 +129,41 @@ def test_stored_features_are_those_computed_online_to_the_last_bit(
 
 
 @pytest.mark.parametrize(("precision", "fmt"), [("float32", "fp32"), ("bfloat16", "bf16")])
-def test_training_from_a_store_is_training_online(micro: Path, tmp_path: Path, precision: str, fmt: str) -> None:
+def test_training_from_a_store_is_training_online(
+    micro: Path, tmp_path: Path, precision: str, fmt: str
+) -> None:
     head = {"kind": "eagle3", "head": {"taps": (0, 1, 2), "ttt_steps": 2}, "precision": precision}
     dtype = getattr(torch, precision)
     write(job(micro, tmp_path / "store", dtype=dtype, format=fmt))
     online = settings(micro, **dict(head))
     train(out=tmp_path / "online", **online)
-    stored = {**online, "features": FeaturesConfig(mode="store", path=str(tmp_path / "store"), format=fmt)}
+    stored = {
+        **online,
+        "features": FeaturesConfig(mode="store", path=str(tmp_path / "store"), format=fmt),
+    }
     train(out=tmp_path / "stored", **stored)
     logs = [
-        [{k: line[k] for k in line if k in ("loss", "grad_norm", "tau", "step")} for line in read_log(tmp_path / name / LOG_FILE)]
+        [
+            {k: line[k] for k in line if k in ("loss", "grad_norm", "tau", "step")}
+            for line in read_log(tmp_path / name / LOG_FILE)
+        ]
         for name in ("online", "stored")
     ]
     assert len(logs[0]) >= 6
     assert logs[0] == logs[1]
-    best = [(tmp_path / name / "best" / "model.safetensors").read_bytes() for name in ("online", "stored")]
+    best = [
+        (tmp_path / name / "best" / "model.safetensors").read_bytes()
+        for name in ("online", "stored")
+    ]
     assert best[0] == best[1]
 
 
 def test_one_store_serves_several_heads_each_with_its_own_part(micro: Path, exact: Path) -> None:
-    for needs in (FeatureSpec((0, 1, 2), last_hidden=True, logits=True), FeatureSpec(last_hidden=True), FeatureSpec((2,))):
+    for needs in (
+        FeatureSpec((0, 1, 2), last_hidden=True, logits=True),
+        FeatureSpec(last_hidden=True),
+        FeatureSpec((2,)),
+    ):
         stored, online, loader = opened(micro, exact, needs, torch.float32)
         packed = loader.step(3)[1]
         one, other = stored.batch(packed), online.batch(packed)
@@ -150,11 +172,15 @@ def test_one_store_serves_several_heads_each_with_its_own_part(micro: Path, exac
             assert torch.equal(one.taps[one.segments > 0], other.taps[one.segments > 0])
         # What is not needed is not even read.
         read = stored.source.fetch(packed)
-        assert set(read) == {f"tap.{tap}" for tap in needs.taps} | ({"last_hidden"} if needs.last_hidden else set())
+        assert set(read) == {f"tap.{tap}" for tap in needs.taps} | (
+            {"last_hidden"} if needs.last_hidden else set()
+        )
         stored.close()
 
 
-def test_the_largest_logits_take_the_place_of_the_last_hidden_state(micro: Path, tmp_path: Path) -> None:
+def test_the_largest_logits_take_the_place_of_the_last_hidden_state(
+    micro: Path, tmp_path: Path
+) -> None:
     write(job(micro, tmp_path / "store", top_logits=8))
     needs = FeatureSpec((0, 1, 2), last_hidden=True, logits=True)
     stored, online, loader = opened(micro, tmp_path / "store", needs, torch.float32, top_logits=8)
@@ -167,22 +193,39 @@ def test_the_largest_logits_take_the_place_of_the_last_hidden_state(micro: Path,
     top = true.topk(8).indices
     assert torch.allclose(found.gather(1, top), true.gather(1, top), atol=5e-3)
     stored.close()
-    head = {"kind": "eagle3", "head": {"taps": (0, 1, 2), "ttt_steps": 2}, "max_steps": 2, "eval_every": 0}
-    features = FeaturesConfig(mode="store", path=str(tmp_path / "store"), format="fp32", top_logits=8)
+    head = {
+        "kind": "eagle3",
+        "head": {"taps": (0, 1, 2), "ttt_steps": 2},
+        "max_steps": 2,
+        "eval_every": 0,
+    }
+    features = FeaturesConfig(
+        mode="store", path=str(tmp_path / "store"), format="fp32", top_logits=8
+    )
     train(out=tmp_path / "out", **{**settings(micro, **head), "features": features})
 
 
-def test_logits_cannot_replace_a_hidden_state_that_is_read_itself(micro: Path, tmp_path: Path) -> None:
+def test_logits_cannot_replace_a_hidden_state_that_is_read_itself(
+    micro: Path, tmp_path: Path
+) -> None:
     features = FeaturesConfig(mode="store", path=str(tmp_path), top_logits=8)
-    with pytest.raises(UserError, match=r"kind 'medusa' reads the target's last hidden state itself.*features\.top_logits=0"):
-        train(out=tmp_path / "out", **{**settings(micro, eval_every=0, parity=False), "features": features})
+    with pytest.raises(
+        UserError,
+        match=r"kind 'medusa' reads the target's last hidden state itself.*features\.top_logits=0",
+    ):
+        train(
+            out=tmp_path / "out",
+            **{**settings(micro, eval_every=0, parity=False), "features": features},
+        )
 
 
-# ---- size and room ---------------------------------------------------------------------------------------------------------
+# Size and room
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8"])
-def test_the_estimate_is_within_two_percent_of_what_lies_there(micro: Path, tmp_path: Path, fmt: str) -> None:
+def test_the_estimate_is_within_two_percent_of_what_lies_there(
+    micro: Path, tmp_path: Path, fmt: str
+) -> None:
     folder = tmp_path / "store"
     manifest = write(job(micro, folder, format=fmt))
     real = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -193,10 +236,14 @@ def test_the_estimate_is_within_two_percent_of_what_lies_there(micro: Path, tmp_
 def test_a_quota_and_a_full_disk_are_refused_before_the_first_byte(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"would take .* MiB, but features\.quota_gib allows .*int8 is half of bf16"):
+    with pytest.raises(
+        UserError, match=r"would take .* MiB, but features\.quota_gib allows .*int8 is half of bf16"
+    ):
         write(job(micro, tmp_path / "store", quota_gib=1e-6))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
-    with pytest.raises(UserError, match=r"still need .* the disk of .* has 1\.00 MiB free.*features\.path"):
+    with pytest.raises(
+        UserError, match=r"still need .* the disk of .* has 1\.00 MiB free.*features\.path"
+    ):
         write(job(micro, tmp_path / "store"))
     assert not list((tmp_path / "store").rglob("*.*afetensors"))
 
@@ -216,7 +263,10 @@ def test_a_disk_that_is_full_all_the_same_leaves_what_is_whole(
 
     monkeypatch.setattr(writer, "write_bytes", full)
     made = job(micro, tmp_path / "store", EAGLE3, MEDUSA)
-    with pytest.raises(UserError, match=r"cannot be written: .*No space left.*make room, then run the same command again"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot be written: .*No space left.*make room, then run the same command again",
+    ):
         write(made)
     assert len(list((tmp_path / "store" / "shards").iterdir())) == 2
     assert not Claims(tmp_path / "store").all()
@@ -228,13 +278,17 @@ def test_a_disk_that_is_full_all_the_same_leaves_what_is_whole(
 def same_store(one: Path, other: Path) -> bool:
     """Whether the shards and indices of two stores are equal byte for byte."""
     hashes = [
-        {path.relative_to(folder): file_sha256(path) for kind in ("shards", "index") for path in (folder / kind).iterdir()}
+        {
+            path.relative_to(folder): file_sha256(path)
+            for kind in ("shards", "index")
+            for path in (folder / kind).iterdir()
+        }
         for folder in (one, other)
     ]
     return hashes[0] == hashes[1]
 
 
-# ---- several writers, and readers meanwhile --------------------------------------------------------------------------------
+# Several writers, and readers meanwhile
 
 
 def test_several_writers_share_the_work_and_write_each_shard_once(
@@ -248,7 +302,8 @@ def test_several_writers_share_the_work_and_write_each_shard_once(
         plain(self, shard)
 
     monkeypatch.setattr(Writer, "write", note)
-    monkeypatch.setattr("train.features.store.run.terminable", lambda: threading.Lock())  # signals are the main thread's
+    # signals are the main thread's
+    monkeypatch.setattr("train.features.store.run.terminable", lambda: threading.Lock())
     made = job(micro, tmp_path / "store", EAGLE3, MEDUSA)
     threads = [threading.Thread(target=write, args=(made,)) for _ in range(3)]
     for thread in threads:
@@ -262,7 +317,9 @@ def test_several_writers_share_the_work_and_write_each_shard_once(
     assert (tmp_path / "store" / MANIFEST_FILE).is_file()
 
 
-def test_a_claim_of_a_dead_writer_is_taken_over_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_a_claim_of_a_dead_writer_is_taken_over_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
     import os
     import socket
     import subprocess
@@ -284,7 +341,9 @@ def test_a_claim_of_a_dead_writer_is_taken_over_and_that_of_a_living_one_is_not(
     assert not claims.take("rows-00000")
 
 
-def test_training_reads_rows_while_they_are_being_written(micro: Path, exact: Path, tmp_path: Path) -> None:
+def test_training_reads_rows_while_they_are_being_written(
+    micro: Path, exact: Path, tmp_path: Path
+) -> None:
     folder = copy(exact, tmp_path / "store")
     plan = read_plan(folder)
     kept = tmp_path / "kept"
@@ -310,7 +369,9 @@ def test_training_reads_rows_while_they_are_being_written(micro: Path, exact: Pa
     stored.close()
 
 
-def test_the_first_epoch_reads_the_shards_in_the_order_in_which_they_are_written(micro: Path, exact: Path) -> None:
+def test_the_first_epoch_reads_the_shards_in_the_order_in_which_they_are_written(
+    micro: Path, exact: Path
+) -> None:
     stored, _, loader = opened(micro, exact, FeatureSpec((1,)), torch.float32)
     from train.features.store.layout import row_digests
 
@@ -331,17 +392,23 @@ def test_a_writer_that_stands_still_is_named(micro: Path, exact: Path, tmp_path:
     last = read_plan(folder).shards - 1
     index_path(folder, last).unlink()
     stored, _, loader = opened(micro, folder, FeatureSpec((1,)), torch.float32, wait_seconds=0.3)
-    with pytest.raises(UserError, match=r"not yet in the feature store .* for 0 s nobody is writing it.*headstart features"):
+    with pytest.raises(
+        UserError,
+        match=r"not yet in the feature store .* for 0 s nobody is writing it.*headstart features",
+    ):
         read_all(stored, loader)
     claims = Claims(folder)
     claims.path(shard_name(last)).parent.mkdir(exist_ok=True)
     claims.path(shard_name(last)).write_text(json.dumps({"host": "node7", "pid": 4711}))
-    with pytest.raises(UserError, match=rf"no progress \({shard_name(last)}: process 4711 on node7, last sign of life"):
+    with pytest.raises(
+        UserError,
+        match=rf"no progress \({shard_name(last)}: process 4711 on node7, last sign of life",
+    ):
         read_all(stored, loader)
     stored.close()
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------------
+# Damage
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
@@ -359,13 +426,21 @@ def test_a_damaged_shard_is_named_and_only_it_is_written_again(
     else:
         path.unlink()
     stored, _, loader = opened(micro, folder, FeatureSpec((1,)), torch.float32)
-    match = {"flip": "rows-00001.* its sha256 is", "cut": r"rows-00001.* it has \d+ bytes", "lost": "rows-00001.* is not there"}
-    with pytest.raises(UserError, match=match[damage] + ".*`headstart features` with the same settings"):
+    match = {
+        "flip": "rows-00001.* its sha256 is",
+        "cut": r"rows-00001.* it has \d+ bytes",
+        "lost": "rows-00001.* is not there",
+    }
+    with pytest.raises(
+        UserError, match=match[damage] + ".*`headstart features` with the same settings"
+    ):
         read_all(stored, loader)
     stored.close()
     written: list[int] = []
     plain = Writer.write
-    monkeypatch.setattr(Writer, "write", lambda self, shard: (written.append(shard), plain(self, shard))[1])
+    monkeypatch.setattr(
+        Writer, "write", lambda self, shard: (written.append(shard), plain(self, shard))[1]
+    )
     said: list[str] = []
     write_features(job(micro, folder, EAGLE3, MEDUSA, verify=damage == "flip"), say=said.append)
     assert written == [1]
@@ -379,28 +454,49 @@ def test_what_does_not_fit_is_refused_in_words(micro: Path, exact: Path, tmp_pat
     write(job(micro, tmp_path / "small", MEDUSA))
     with pytest.raises(UserError, match=r"does not fit this training: it lacks tap\.0, tap\.1"):
         opened(micro, tmp_path / "small", FeatureSpec((0, 1)), torch.float32)
-    with pytest.raises(UserError, match=r"another engine\.precision or target\.dtype: float32 of float32, not bfloat16 of float32"):
+    with pytest.raises(
+        UserError,
+        match=r"another engine\.precision or target\.dtype: float32 of float32, not bfloat16 of float32",
+    ):
         opened(micro, exact, FeatureSpec((1,)), torch.bfloat16)
     with pytest.raises(UserError, match=r"another features\.format: fp32, not int8"):
         opened(micro, exact, FeatureSpec((1,)), torch.float32, format="int8")
-    with pytest.raises(UserError, match=r"cannot be continued: .*another train\.sequence_length: 64, not 32"):
+    with pytest.raises(
+        UserError, match=r"cannot be continued: .*another train\.sequence_length: 64, not 32"
+    ):
         write(replace(job(micro, exact, EAGLE3, MEDUSA), sequence_length=32))
     plan = json.loads((exact / "store.json").read_text())
     folder = copy(exact, tmp_path / "other")
     plan["identity"] |= {"revision": "sha256:another", "answers": "0" * 64}
     (folder / "store.json").write_text(json.dumps(plan))
-    with pytest.raises(UserError, match=r"other answers .*0000\.\.\., not .*another revision of the target: sha256:another, not"):
+    with pytest.raises(
+        UserError,
+        match=r"other answers .*0000\.\.\., not .*another revision of the target: sha256:another, not",
+    ):
         opened(micro, folder, FeatureSpec((1,)), torch.float32)
-    with pytest.raises(UserError, match=r"ngram.* has no weights to train, so there is nothing to store"):
+    with pytest.raises(
+        UserError, match=r"ngram.* has no weights to train, so there is nothing to store"
+    ):
         write(job(micro, tmp_path / "x", ("ngram", "ngram", get_kind("ngram").config_class())))
-    with pytest.raises(UserError, match=r"train\.on_policy\.share is above 0.*features\.mode=online, remote or group"):
+    with pytest.raises(
+        UserError,
+        match=r"train\.on_policy\.share is above 0.*features\.mode=online, remote or group",
+    ):
         make_features(
-            FeaturesConfig(mode="store"), None, FeatureSpec((1,)), torch.float32, answers=micro, loader=None, steps=1,
+            FeaturesConfig(mode="store"),
+            None,
+            FeatureSpec((1,)),
+            torch.float32,
+            answers=micro,
+            loader=None,
+            steps=1,
             on_policy=True,
         )
 
 
-def test_features_that_are_no_numbers_are_never_stored(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_are_no_numbers_are_never_stored(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = OnlineFeatures.batch
 
     def broken(self: OnlineFeatures, packed: Any, step: int = 0) -> Any:

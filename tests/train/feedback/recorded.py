@@ -1,4 +1,5 @@
-"""A finished generation of a random target with the records of its verifications, written as the stages write them."""
+"""A finished generation of a random target with the records of its verifications, written as the
+stages write them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def decoded(kind: str, temperature: float = 0.0, depth: int = 3) -> tuple[Comple
     """Answers with details, by index."""
     generator = torch.Generator().manual_seed(4)
     requests = [
-        Request(number, tuple(torch.randint(3, VOCAB, (4 + number,), generator=generator).tolist()), 7 + number, 18)
+        Request(
+            number,
+            tuple(torch.randint(3, VOCAB, (4 + number,), generator=generator).tolist()),
+            7 + number,
+            18,
+        )
         for number in range(8)
     ]
     decode = DecodeConfig(batch_size=3, temperature=temperature, shape="chain", depth=depth)
@@ -57,20 +63,42 @@ def write_answers(folder: Path, completions: tuple[Completion, ...]) -> Path:
         for number, one in enumerate(completions):
             tokens, begin = tokens_of(one), len(one.request.tokens)
             spans = ((begin, len(tokens)),)
-            writer.add(StoredAnswer(name_of(one), number, domain_of(one), tuple(tokens), spans, one.finish, one.request.seed))
+            writer.add(
+                StoredAnswer(
+                    name_of(one),
+                    number,
+                    domain_of(one),
+                    tuple(tokens),
+                    spans,
+                    one.finish,
+                    one.request.seed,
+                )
+            )
     merged = merge_parts(folder, len(completions), shard_rows=3)
-    facts = {"round": 0, "target": target().info.to_dict(), "sampling": {"temperature": 0.0}, "data": {}, "shards": merged.shards}
+    facts = {
+        "round": 0,
+        "target": target().info.to_dict(),
+        "sampling": {"temperature": 0.0},
+        "data": {},
+        "shards": merged.shards,
+    }
     write_manifest(folder, "generate", facts)
     return folder
 
 
-def write_records(folder: Path, completions: tuple[Completion, ...], kind: str, redact: bool = False) -> Path:
+def write_records(
+    folder: Path, completions: tuple[Completion, ...], kind: str, redact: bool = False
+) -> Path:
     """The records of these completions."""
-    engine = Engine(target(), drafter_of(kind, target()), DecodeConfig(shape="chain", depth=3), details=True)
+    engine = Engine(
+        target(), drafter_of(kind, target()), DecodeConfig(shape="chain", depth=3), details=True
+    )
     log = VerificationLog(folder, record_facts(engine, kind), 10**8, redact)
     for one in completions:
         log.completion(name_of(one), domain_of(one), one, 0.0)
         request = one.request
-        log.sequence(name_of(one), domain_of(one), request.tokens, one.tokens, request.seed, 0.0, one.finish)
+        log.sequence(
+            name_of(one), domain_of(one), request.tokens, one.tokens, request.seed, 0.0, one.finish
+        )
     log.flush()
     return folder

@@ -1,4 +1,5 @@
-"""Branches: which refused tokens are gone on from, against a slow and obvious reading of the records."""
+"""Branches: which refused tokens are gone on from, against a slow and obvious reading of the
+records."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import torch
 from heads.api.errors import UserError
 from inference.verifications import VERIFICATIONS, read_table
 from tests.models import random_model
-from tests.train.feedback.recorded import KIND, decoded, name_of, tokens_of, write_answers, write_records
+from tests.train.feedback.recorded import (
+    KIND,
+    decoded,
+    name_of,
+    tokens_of,
+    write_answers,
+    write_records,
+)
 from train.data.config import DataConfig
 from train.data.sources import Source
 from train.feedback.branches import BRANCHES, write_branches
@@ -25,9 +33,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def refused(records: Path, within: int) -> dict[str, float]:
-    """Every first error near an answer's begin, by hand: its name -> the target's log-probability of the refused token."""
+    """Every first error near an answer's begin, by hand: its name -> the target's log-probability
+    of the refused token."""
     begins = {name_of(one): len(one.request.tokens) for one in decoded(KIND)}
-    ends = {one.tokens[-1] for one in decoded(KIND) if one.finish == "stop"}  # behind an answer's end there is nothing to say
+    # behind an answer's end there is nothing to say
+    ends = {one.tokens[-1] for one in decoded(KIND) if one.finish == "stop"}
     found = {}
     for row in read_table(records, VERIFICATIONS).to_pylist():
         at = row["position"] + row["error_depth"]
@@ -42,16 +52,22 @@ def refused(records: Path, within: int) -> dict[str, float]:
 def log_probability(tokens: list[int]) -> float:
     """Of the last token, by the model's own forward pass."""
     with torch.no_grad():
-        logits = random_model()(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0, -1]
+        logits = random_model()(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[
+            0, -1
+        ]
     return float(logits.double().log_softmax(-1)[tokens[-1]])
 
 
-def test_the_likeliest_refused_tokens_are_gone_on_from(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_likeliest_refused_tokens_are_gone_on_from(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     config = FeedbackConfig(branches=1, branch_likely=0.001, branch_within=12)
     count = write_branches([(answers, records)], tmp_path / BRANCHES, config)
     found = lines_of(tmp_path / BRANCHES)
-    possible = {name: value for name, value in refused(records, 12).items() if value >= math.log(0.001)}
+    possible = {
+        name: value for name, value in refused(records, 12).items() if value >= math.log(0.001)
+    }
     assert count == len(found) == min(8, len(possible)) and len(possible) > 8
     assert sorted(possible.values(), reverse=True)[:count] == [item["log_p"] for item in found]
     texts = {name_of(one): tokens_of(one) for one in decoded(KIND)}
@@ -81,25 +97,41 @@ def test_no_branch_is_written_twice(made: tuple[Path, Path], tmp_path: Path) -> 
     config = FeedbackConfig(branches=1, branch_likely=0.001)
     write_branches([(answers, records)], tmp_path / "first", config)
     write_branches([(answers, records)], tmp_path / "second", config, [tmp_path / "first"])
-    first, second = ({item["id"] for item in lines_of(tmp_path / name)} for name in ("first", "second"))
+    first, second = (
+        {item["id"] for item in lines_of(tmp_path / name)} for name in ("first", "second")
+    )
     assert second and not first & second
 
 
-def test_records_without_tokens_give_none_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_without_tokens_give_none_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     completions = decoded(KIND)
     answers = write_answers(tmp_path / "generate", completions)
     records = write_records(answers / "records", completions, KIND, redact=True)
-    assert write_branches([(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=2)) == 0
+    assert (
+        write_branches([(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=2)) == 0
+    )
     assert (tmp_path / BRANCHES).read_text() == ""
     assert "16 branches were asked for" in caplog.text and "Redacted records" in caplog.text
 
 
 def test_branches_are_read_by_a_generation(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
-    write_branches([(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=1, branch_likely=0.001))
-    data = DataConfig(path=str(tmp_path / BRANCHES), kind="tokens", column="tokens", id_column="id", domain_column="domain")
+    write_branches(
+        [(answers, records)], tmp_path / BRANCHES, FeedbackConfig(branches=1, branch_likely=0.001)
+    )
+    data = DataConfig(
+        path=str(tmp_path / BRANCHES),
+        kind="tokens",
+        column="tokens",
+        id_column="id",
+        domain_column="domain",
+    )
     rows = list(Source(data))
-    assert [row.tokens for row in rows] == [tuple(item["tokens"]) for item in lines_of(tmp_path / BRANCHES)]
+    assert [row.tokens for row in rows] == [
+        tuple(item["tokens"]) for item in lines_of(tmp_path / BRANCHES)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +147,17 @@ def test_settings_without_sense_are_refused(wrong: dict[str, Any], problem: str)
         FeedbackConfig(**wrong)
 
 
-def test_answers_to_earlier_branches_are_gone_on_from_too(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_answers_to_earlier_branches_are_gone_on_from_too(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     completions = tuple(one for one in decoded(KIND) if one.request.index >= 4)
-    first = write_answers(tmp_path / "first", tuple(one for one in decoded(KIND) if one.request.index < 4))
-    own = write_records(first / "records", tuple(one for one in decoded(KIND) if one.request.index < 4), KIND)
+    first = write_answers(
+        tmp_path / "first", tuple(one for one in decoded(KIND) if one.request.index < 4)
+    )
+    own = write_records(
+        first / "records", tuple(one for one in decoded(KIND) if one.request.index < 4), KIND
+    )
     second = write_answers(tmp_path / "second", completions)
     others = write_records(second / "records", completions, KIND)
     config = FeedbackConfig(branches=3, branch_likely=1e-6)

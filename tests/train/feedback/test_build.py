@@ -34,7 +34,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def evidence(answers: Path, records: Path) -> list[tuple[dict[str, Any], TokenEvidence]]:
     known = VerificationRecords(records, target().info)
-    return [(row, evidence_of(np.array(row["tokens"], np.int32), known.of(row["id"]))) for row in rows_of(answers)]
+    return [
+        (row, evidence_of(np.array(row["tokens"], np.int32), known.of(row["id"])))
+        for row in rows_of(answers)
+    ]
 
 
 def supervised(row: dict[str, Any]) -> list[int]:
@@ -49,7 +52,10 @@ def costs(found: list[TokenEvidence]) -> list[float]:
     """v_d / v_1, by a plain count. costs[d], d from 1."""
     deepest = max(int(one.depth.max()) for one in found)
     tested = [sum(int((one.depth == d).sum()) for one in found) for d in range(deepest + 2)]
-    passed = [sum(int(((one.depth == d) & ~one.failed).sum()) for one in found) for d in range(deepest + 2)]
+    passed = [
+        sum(int(((one.depth == d) & ~one.failed).sum()) for one in found)
+        for d in range(deepest + 2)
+    ]
 
     def value(depth: int) -> float:
         further, chance = 1.0, 1.0
@@ -61,7 +67,9 @@ def costs(found: list[TokenEvidence]) -> list[float]:
     return [0.0] + [value(d) / value(1) for d in range(1, deepest + 1)]
 
 
-def test_without_switches_the_answers_stay_as_they_are(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_without_switches_the_answers_stay_as_they_are(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     manifest = build([records], [answers], tmp_path / "out", FeedbackConfig())
     assert rows_of(tmp_path / "out") == rows_of(answers)
@@ -69,7 +77,9 @@ def test_without_switches_the_answers_stay_as_they_are(made: tuple[Path, Path], 
     assert manifest["feedback"]["errors"] > 0
 
 
-def test_errors_weigh_by_how_unlikely_and_how_costly_they_were(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_weigh_by_how_unlikely_and_how_costly_they_were(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     config = FeedbackConfig(token_weights=True, error_weight=3.0)
     manifest = build([records], [answers], tmp_path / "out", config)
@@ -88,13 +98,20 @@ def test_errors_weigh_by_how_unlikely_and_how_costly_they_were(made: tuple[Path,
     assert manifest["feedback"]["mean_weight"] == pytest.approx(1.0, abs=1e-5)
     np.testing.assert_allclose(manifest["feedback"]["cost"], cost[1:])
     for name, one in manifest["feedback"]["domains"].items():
-        own = [weight for row in rows_of(tmp_path / "out") if row["domain"] == name for weight in _at(row)]
+        own = [
+            weight
+            for row in rows_of(tmp_path / "out")
+            if row["domain"] == name
+            for weight in _at(row)
+        ]
         assert one["weight"] == pytest.approx(np.mean(own), rel=1e-5)
 
 
 def test_roots_weigh_by_where_their_draft_failed(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
-    build([records], [answers], tmp_path / "out", FeedbackConfig(anchor_weights=True, root_weight=5.0))
+    build(
+        [records], [answers], tmp_path / "out", FeedbackConfig(anchor_weights=True, root_weight=5.0)
+    )
     known = evidence(answers, records)
     cost = costs([found for _, found in known])
     raw, got = [], []
@@ -108,13 +125,23 @@ def test_roots_weigh_by_where_their_draft_failed(made: tuple[Path, Path], tmp_pa
     np.testing.assert_allclose(got, np.array(raw) / np.mean(raw), rtol=1e-5)
 
 
-def test_replay_keeps_errors_and_their_surroundings(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_replay_keeps_errors_and_their_surroundings(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
-    build([records], [answers], tmp_path / "out", FeedbackConfig(replay=True, replay_before=1, replay_after=0))
+    build(
+        [records],
+        [answers],
+        tmp_path / "out",
+        FeedbackConfig(replay=True, replay_before=1, replay_after=0),
+    )
     kept, deepest = {row["id"]: row for row in rows_of(tmp_path / "out")}, 0
     for row, found in evidence(answers, records):
         errors = np.flatnonzero(found.failed).tolist()
-        drafts = {at for error in errors for at in range(error - max(1, found.depth[error]), error + 1)}  # from their roots on
+        # from their roots on
+        drafts = {
+            at for error in errors for at in range(error - max(1, found.depth[error]), error + 1)
+        }
         near = sorted(drafts & set(supervised(row)))
         deepest = max([deepest, *(int(found.depth[error]) for error in errors)])
         if not errors:
@@ -122,11 +149,15 @@ def test_replay_keeps_errors_and_their_surroundings(made: tuple[Path, Path], tmp
             continue
         out = kept[row["id"]]
         assert supervised(out) == near
-        assert out["tokens"] == row["tokens"][: near[-1] + 1], "nothing is read behind the last error"
+        assert out["tokens"] == row["tokens"][: near[-1] + 1], (
+            "nothing is read behind the last error"
+        )
     assert kept and deepest > 1
 
 
-def test_domains_weigh_by_the_passes_that_their_traffic_loses(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_domains_weigh_by_the_passes_that_their_traffic_loses(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     config = FeedbackConfig(domain_weights=True, traffic={"code": 3.0, "chat": 1.0})
     manifest = build([records], [answers], tmp_path / "out", config)
@@ -145,26 +176,43 @@ def test_domains_weigh_by_the_passes_that_their_traffic_loses(made: tuple[Path, 
         build([records], [answers], tmp_path / "else", replace(config, traffic={"poetry": 1.0}))
 
 
-def test_hard_prompts_are_read_by_the_next_generation(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_hard_prompts_are_read_by_the_next_generation(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     manifest = build([records], [answers], tmp_path / "out", FeedbackConfig(hard_prompts=0.25))
     path = tmp_path / "out" / "hard_prompts.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     known = {row["id"]: (row, found) for row, found in evidence(answers, records)}
-    cost = {name: found.passes / found.committed for name, (_, found) in known.items() if found.passes}
+    cost = {
+        name: found.passes / found.committed for name, (_, found) in known.items() if found.passes
+    }
     hardest = sorted(cost.values(), reverse=True)[: round(0.25 * len(cost))]
     assert [cost[line["id"]] for line in lines][: len(hardest)] == hardest
     assert manifest["feedback"]["hard_prompts"] == len(lines) >= len(hardest)
     assert all(earlier >= later for earlier, later in pairwise(line["cost"] for line in lines))
-    rows = [row for row in Source(DataConfig(str(path), id_column="id", domain_column="domain")) if isinstance(row, Row)]
+    rows = [
+        row
+        for row in Source(DataConfig(str(path), id_column="id", domain_column="domain"))
+        if isinstance(row, Row)
+    ]
     for line, row in zip(lines, rows, strict=True):
-        assert row.tokens == tuple(known[line["id"]][0]["tokens"][: known[line["id"]][0]["spans"][0][0]])
+        assert row.tokens == tuple(
+            known[line["id"]][0]["tokens"][: known[line["id"]][0]["spans"][0][0]]
+        )
         assert row.domain == line["domain"]
 
 
-def test_a_training_reads_the_weights_at_their_tokens(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_training_reads_the_weights_at_their_tokens(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
-    build([records], [answers], tmp_path / "out", FeedbackConfig(token_weights=True, anchor_weights=True))
+    build(
+        [records],
+        [answers],
+        tmp_path / "out",
+        FeedbackConfig(token_weights=True, anchor_weights=True),
+    )
     rows = rows_of(tmp_path / "out")
     for _ in range(2):  # packed, and read again from what was packed
         data = PackedData.from_manifest(tmp_path / "out", target().info, 64)
@@ -195,7 +243,9 @@ def test_answers_without_records_weigh_one(made: tuple[Path, Path], tmp_path: Pa
     assert alone["feedback"]["verifications"] == 0 and alone["feedback"]["mean_weight"] == 1.0
 
 
-def test_the_same_again_is_left_alone_and_other_inputs_replace_it(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_same_again_is_left_alone_and_other_inputs_replace_it(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     answers, records = made
     out, config = tmp_path / "out", FeedbackConfig(token_weights=True)
     build([records], [answers], out, config)
@@ -205,7 +255,10 @@ def test_the_same_again_is_left_alone_and_other_inputs_replace_it(made: tuple[Pa
     changed = build([records], [answers], out, replace(config, error_weight=9.0))
     assert changed["feedback"]["key"]["settings"]["error_weight"] == 9.0
     (out / "manifest.json").unlink()  # a kill before the end
-    assert build([records], [answers], out, replace(config, error_weight=9.0))["shards"] == changed["shards"]
+    assert (
+        build([records], [answers], out, replace(config, error_weight=9.0))["shards"]
+        == changed["shards"]
+    )
     with pytest.raises(UserError, match="holds answers that are no feedback"):
         build([records], [answers], answers, config)
 
@@ -249,7 +302,11 @@ def test_input_that_does_not_fit_is_refused(made: tuple[Path, Path], tmp_path: P
 
 
 def test_nothing_to_replay_is_said(tmp_path: Path) -> None:
-    completions = tuple(one for one in decoded("quantized_self") if not any(record.rejected for record in one.passes))
+    completions = tuple(
+        one
+        for one in decoded("quantized_self")
+        if not any(record.rejected for record in one.passes)
+    )
     assert completions, "every answer has an error"
     answers = write_answers(tmp_path / "generate", completions)
     records = write_records(answers / "records", completions, "quantized_self")

@@ -41,5 +41,7 @@ def test_a_kind_that_does_not_is_refused(ignored: str, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(drafter, "loss", deaf)
-    with pytest.raises(UserError, match=f"bring {ignored} for the loss, but kind 'distilled' does not heed them"):
+    with pytest.raises(
+        UserError, match=f"bring {ignored} for the loss, but kind 'distilled' does not heed them"
+    ):
         require_weighed(drafter, batch, "cpu", False)

@@ -80,11 +80,18 @@ def test_no_records_say_nothing(tmp_path: Path) -> None:
 
 def test_redacted_records_still_say_where_drafts_failed(tmp_path: Path) -> None:
     completions = decoded("eagle3")
-    open_ = VerificationRecords(write_records(tmp_path / "open", completions, "eagle3"), target().info)
-    hidden = VerificationRecords(write_records(tmp_path / "hidden", completions, "eagle3", redact=True), target().info)
+    open_ = VerificationRecords(
+        write_records(tmp_path / "open", completions, "eagle3"), target().info
+    )
+    hidden = VerificationRecords(
+        write_records(tmp_path / "hidden", completions, "eagle3", redact=True), target().info
+    )
     for one in completions:
         tokens = np.array(tokens_of(one), np.int32)
-        a, b = evidence_of(tokens, open_.of(name_of(one))), evidence_of(tokens, hidden.of(name_of(one)))
+        a, b = (
+            evidence_of(tokens, open_.of(name_of(one))),
+            evidence_of(tokens, hidden.of(name_of(one))),
+        )
         np.testing.assert_array_equal(a.failed, b.failed)
         np.testing.assert_array_equal(a.chance, b.chance)
 

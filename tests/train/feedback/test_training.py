@@ -1,4 +1,5 @@
-"""Trainings on weighted answers: weights of one change nothing, others do, from a store as well; a deaf kind is refused."""
+"""Trainings on weighted answers: weights of one change nothing, others do, from a store as well; a
+deaf kind is refused."""
 
 from __future__ import annotations
 
@@ -34,27 +35,41 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weighted(micro: Path, out: Path, spread: float, **columns: Any) -> Path:
-    """The answers with random weights of this spread around 1 in both columns; columns: entries to put there instead."""
+    """The answers with random weights of this spread around 1 in both columns; columns: entries to
+    put there instead."""
     rng = np.random.default_rng(0)
     table = pq.read_table(micro / "answers" / "shard.parquet")
     lengths = [len(row) for row in table.column("tokens").to_pylist()]
     for name in ("weights", "anchors"):
-        values = columns.get(name) or [(1 + spread * rng.uniform(-1, 1, n)).astype(np.float32) for n in lengths]
+        values = columns.get(name) or [
+            (1 + spread * rng.uniform(-1, 1, n)).astype(np.float32) for n in lengths
+        ]
         table = table.append_column(name, pa.array(values, pa.list_(pa.float32())))
     out.mkdir()
     pq.write_table(table, out / "shard.parquet")
     facts = {"target": read_manifest(micro / "answers", "generate")["target"]}
-    write_manifest(out, "generate", {**facts, "shards": [file_entry(out, "shard.parquet", rows=len(lengths))]})
+    write_manifest(
+        out, "generate", {**facts, "shards": [file_entry(out, "shard.parquet", rows=len(lengths))]}
+    )
     return out
 
 
 def trained(micro: Path, out: Path, data: Path, **changes: Any) -> dict[str, Tensor]:
-    arguments = settings(micro, kind="eagle3", head={"taps": (0, 1, 2), "ttt_steps": 2}, max_steps=2, eval_every=0, **changes)
+    arguments = settings(
+        micro,
+        kind="eagle3",
+        head={"taps": (0, 1, 2), "ttt_steps": 2},
+        max_steps=2,
+        eval_every=0,
+        **changes,
+    )
     train(out=out, **{**arguments, "data": data})
     return load_file(out / "best" / "model.safetensors")
 
 
-def test_weights_of_one_train_the_same_drafter_and_others_another(micro: Path, tmp_path: Path) -> None:
+def test_weights_of_one_train_the_same_drafter_and_others_another(
+    micro: Path, tmp_path: Path
+) -> None:
     plain = trained(micro, tmp_path / "plain", micro / "answers")
     ones = trained(micro, tmp_path / "ones", weighted(micro, tmp_path / "one", 0.0))
     spread = trained(micro, tmp_path / "spread", weighted(micro, tmp_path / "wide", 0.9))
@@ -71,19 +86,28 @@ def test_a_kind_that_does_not_heed_weights_is_not_trained_on_them(
         return plain(self, replace(batch, weights=None))
 
     monkeypatch.setattr(Eagle3, "loss", deaf)
-    with pytest.raises(UserError, match="bring weights for the loss, but kind 'eagle3' does not heed them"):
+    with pytest.raises(
+        UserError, match="bring weights for the loss, but kind 'eagle3' does not heed them"
+    ):
         trained(micro, tmp_path / "out", weighted(micro, tmp_path / "data", 0.5))
 
 
 @pytest.mark.parametrize(
     ("values", "match"),
-    [([1.0], "not one entry of 'weights' per token"), ([-1.0] * 60, "not one entry"), (None, "below 0 or no numbers")],
+    [
+        ([1.0], "not one entry of 'weights' per token"),
+        ([-1.0] * 60, "not one entry"),
+        (None, "below 0 or no numbers"),
+    ],
 )
 def test_columns_that_are_no_weights_are_refused(
     values: list[float] | None, match: str, micro: Path, tmp_path: Path
 ) -> None:
     info = settings(micro)["target"]
-    lengths = [len(row) for row in pq.read_table(micro / "answers" / "shard.parquet").column("tokens").to_pylist()]
+    lengths = [
+        len(row)
+        for row in pq.read_table(micro / "answers" / "shard.parquet").column("tokens").to_pylist()
+    ]
     column = [[float("nan")] * n for n in lengths] if values is None else [values] * len(lengths)
     folder = weighted(micro, tmp_path / "data", 0.0, weights=column)
     from inference.target.model import TargetModel

@@ -1,4 +1,5 @@
-"""Variations: prompts of the embedded target's own, in its chat template, begun as given ones and never given ones again."""
+"""Variations: prompts of the embedded target's own, in its chat template, begun as given ones and
+never given ones again."""
 
 from __future__ import annotations
 
@@ -26,14 +27,16 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXTS = (
     "Tell me about assignment in Python.",
     "Implement `add`.\n\ndef add(a, b):",
-    "What does the documentation of stdlib say about \"the module cgi\"?",
+    'What does the documentation of stdlib say about "the module cgi"?',
 )
 CONFIG = FeedbackConfig(variations=4, variation_tokens=40, variation_begin=3)
 
 
 @cache
 def target() -> TargetModel:
-    return TargetModel.load(TargetConfig(path=str(ROOT / "assets" / "tiny-target"), dtype="float32", device="cpu"))
+    return TargetModel.load(
+        TargetConfig(path=str(ROOT / "assets" / "tiny-target"), dtype="float32", device="cpu")
+    )
 
 
 def answered(folder: Path, model: TargetModel, prompts: list[list[int]]) -> Path:
@@ -41,16 +44,34 @@ def answered(folder: Path, model: TargetModel, prompts: list[list[int]]) -> Path
     with PartWriter(folder, 100, 1000) as writer:
         for number, prompt in enumerate(prompts):
             tokens = (*prompt, 7, 8)
-            writer.add(StoredAnswer(f"row-{number}", number, f"domain-{number}", tokens, ((len(prompt), len(tokens)),), "length", 1))
+            writer.add(
+                StoredAnswer(
+                    f"row-{number}",
+                    number,
+                    f"domain-{number}",
+                    tokens,
+                    ((len(prompt), len(tokens)),),
+                    "length",
+                    1,
+                )
+            )
     merged = merge_parts(folder, len(prompts), shard_rows=10)
-    facts = {"round": 0, "target": model.info.to_dict(), "sampling": {}, "data": {}, "shards": merged.shards}
+    facts = {
+        "round": 0,
+        "target": model.info.to_dict(),
+        "sampling": {},
+        "data": {},
+        "shards": merged.shards,
+    }
     write_manifest(folder, "generate", facts)
     return folder
 
 
 @pytest.fixture
 def answers(tmp_path: Path) -> Path:
-    prompts = [render_prompt(target().tokenizer, [{"role": "user", "content": text}]) for text in TEXTS]
+    prompts = [
+        render_prompt(target().tokenizer, [{"role": "user", "content": text}]) for text in TEXTS
+    ]
     return answered(tmp_path / "generate", target(), prompts)
 
 
@@ -68,12 +89,18 @@ def test_a_prompt_is_taken_apart_as_the_template_put_it_together() -> None:
         prompt = render_prompt(tokenizer, [{"role": "user", "content": text}])
         assert tokenizer.decode(frame.text_of(prompt)) == text
         assert [*frame.head, *frame.text_of(prompt), *frame.tail] == prompt
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     assert frame.text_of(render_prompt(tokenizer, turns)) == []
     assert frame.text_of([5, 6, 7]) == []
 
 
-def test_the_target_writes_prompts_that_begin_like_given_ones(answers: Path, tmp_path: Path) -> None:
+def test_the_target_writes_prompts_that_begin_like_given_ones(
+    answers: Path, tmp_path: Path
+) -> None:
     found = written(answers, tmp_path / "out")
     frame, tokenizer = Frame.of(target().tokenizer), target().tokenizer
     given = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
@@ -82,7 +109,10 @@ def test_the_target_writes_prompts_that_begin_like_given_ones(answers: Path, tmp
         text = frame.text_of(item["tokens"])
         source = given[int(item["domain"].removeprefix("domain-"))]
         assert text and text != source and text[0] == source[0]
-        assert render_prompt(tokenizer, [{"role": "user", "content": tokenizer.decode(text)}]) == item["tokens"]
+        assert (
+            render_prompt(tokenizer, [{"role": "user", "content": tokenizer.decode(text)}])
+            == item["tokens"]
+        )
 
 
 def test_each_is_what_the_target_writes_alone(answers: Path, tmp_path: Path) -> None:
@@ -90,22 +120,31 @@ def test_each_is_what_the_target_writes_alone(answers: Path, tmp_path: Path) -> 
     import random
 
     found, frame = written(answers, tmp_path / "out"), Frame.of(target().tokenizer)
-    texts = [frame.text_of(render_prompt(target().tokenizer, [{"role": "user", "content": text}])) for text in TEXTS]
+    texts = [
+        frame.text_of(render_prompt(target().tokenizer, [{"role": "user", "content": text}]))
+        for text in TEXTS
+    ]
     draw, alone = random.Random("variations 5"), {}
     chosen = draw.choices(range(3), [1.0, 1.0, 1.0], k=12)
     for number, place in enumerate(chosen):
         start = (*frame.head, *texts[place][: draw.randint(1, 3)])
         decode = DecodeConfig(shape="none", temperature=0.8, batch_size=1, max_new_tokens=40)
-        done = next(iter(Engine(target(), None, decode).run([Request(0, start, draw.getrandbits(63), 40)])))
+        done = next(
+            iter(Engine(target(), None, decode).run([Request(0, start, draw.getrandbits(63), 40)]))
+        )
         if done.finish == "stop":
             text = target().tokenizer.decode([*start[len(frame.head) :], *done.tokens[:-1]])
-            alone[f"variation-5-{number}"] = render_prompt(target().tokenizer, [{"role": "user", "content": text}])
+            alone[f"variation-5-{number}"] = render_prompt(
+                target().tokenizer, [{"role": "user", "content": text}]
+            )
     assert {item["id"]: item["tokens"] for item in found}.items() <= alone.items()
     repeated = len(alone) - len({tuple(tokens) for tokens in alone.values()})
     assert len(found) >= len(alone) - repeated - len(TEXTS)
 
 
-def test_the_same_seed_writes_the_same_and_known_ones_are_not_written_again(answers: Path, tmp_path: Path) -> None:
+def test_the_same_seed_writes_the_same_and_known_ones_are_not_written_again(
+    answers: Path, tmp_path: Path
+) -> None:
     first, again = written(answers, tmp_path / "first"), written(answers, tmp_path / "again")
     assert first == again
     assert written(answers, tmp_path / "later", known=[tmp_path / "first"]) == []
@@ -113,14 +152,18 @@ def test_the_same_seed_writes_the_same_and_known_ones_are_not_written_again(answ
     assert {tuple(item["tokens"]) for item in other} != {tuple(item["tokens"]) for item in first}
 
 
-def test_without_a_single_users_text_it_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_single_users_text_it_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     answers = answered(tmp_path / "generate", target(), [[5, 6, 7]])
     assert written(answers, tmp_path / "out") == []
     assert "none of the prompts is a single user's text" in caplog.text
 
 
 def test_without_a_template_it_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = TargetModel.load(TargetConfig(path=str(save_micro_target(tmp_path / "target", "plain")), device="cpu"))
+    model = TargetModel.load(
+        TargetConfig(path=str(save_micro_target(tmp_path / "target", "plain")), device="cpu")
+    )
     prompt = render_prompt(model.tokenizer, [{"role": "user", "content": "Write a b and c."}])
     folder = answered(tmp_path / "generate", model, [prompt])
     assert write_variations(model, [(folder, folder / "records")], tmp_path / "out", CONFIG, 0) == 0
@@ -128,7 +171,13 @@ def test_without_a_template_it_says_why(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"variations": -1}, {"variation_begin": 0}, {"variation_tokens": 0}, {"variation_temperature": 0.0}]
+    "wrong",
+    [
+        {"variations": -1},
+        {"variation_begin": 0},
+        {"variation_tokens": 0},
+        {"variation_temperature": 0.0},
+    ],
 )
 def test_settings_without_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"feedback\.{next(iter(wrong))} must "):

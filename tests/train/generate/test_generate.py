@@ -1,5 +1,5 @@
-"""Generation: real answers of a micro target, counted, resumable after any kill, the same for any number of
-processes."""
+"""Generation: real answers of a micro target, counted, resumable after any kill, the same for any
+number of processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def loaded(target):
 def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     rows = [
-        {"name": f"p{i}", "prompt": text, "domain": ["code", "chat"][i % 2]} for i, text in enumerate(PROMPTS)
+        {"name": f"p{i}", "prompt": text, "domain": ["code", "chat"][i % 2]}
+        for i, text in enumerate(PROMPTS)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(str(path), id_column="name", domain_column="domain")
@@ -69,7 +70,11 @@ def reference(target, prompts, tmp_path_factory):
 def answers(out):
     """Shard rows by index."""
     manifest = read_manifest(out, "generate")
-    return [row for shard in manifest["shards"] for row in pq.read_table(out / shard["file"]).to_pylist()]
+    return [
+        row
+        for shard in manifest["shards"]
+        for row in pq.read_table(out / shard["file"]).to_pylist()
+    ]
 
 
 def same_files(one, two):
@@ -79,8 +84,8 @@ def same_files(one, two):
 
 
 def test_answers_are_what_the_target_says_alone(reference, loaded):
-    """Each stored document is the rendered prompt and the answer the engine gives to it alone, with its span
-    and seed."""
+    """Each stored document is the rendered prompt and the answer the engine gives to it alone, with
+    its span and seed."""
     rows = answers(reference)
     assert [row["index"] for row in rows] == list(range(20))
     alone = Engine(loaded, None, DecodeConfig(**{**DECODE, "batch_size": 1}))
@@ -98,7 +103,13 @@ def test_answers_are_what_the_target_says_alone(reference, loaded):
 def test_manifest_says_what_made_the_answers(reference, loaded, prompts):
     manifest = read_manifest(reference, "generate")
     tokens = sum(end - start for row in answers(reference) for start, end in row["spans"])
-    assert manifest["counts"] == {"input": 20, "done": 20, "failed": 0, "skipped": 0, "tokens": tokens}
+    assert manifest["counts"] == {
+        "input": 20,
+        "done": 20,
+        "failed": 0,
+        "skipped": 0,
+        "tokens": tokens,
+    }
     assert manifest["target"] == loaded.info.to_dict()
     assert manifest["sampling"]["temperature"] == 1.0
     assert (manifest["sampling"]["seed"], manifest["sampling"]["max_new_tokens"]) == (5, 12)
@@ -116,12 +127,16 @@ def test_generated_answers_can_be_packed_and_looked_at(reference, loaded):
     assert report.supervised == counts["tokens"]
 
 
-def test_batch_size_and_speculation_do_not_change_answers(reference, loaded, target, prompts, tmp_path):
+def test_batch_size_and_speculation_do_not_change_answers(
+    reference, loaded, target, prompts, tmp_path
+):
     from heads.api.checkpoint import new_drafter, save_drafter
     from heads.ngram import Config
 
     save_drafter(
-        new_drafter("ngram", Config(), loaded.info, loaded.weights, 0), tmp_path / "drafter", loaded.info
+        new_drafter("ngram", Config(), loaded.info, loaded.weights, 0),
+        tmp_path / "drafter",
+        loaded.info,
     )
     config = GenerateConfig(shard_rows=8, drafter=str(tmp_path / "drafter"), flush_rows=3)
     decode = DecodeConfig(**{**DECODE, "batch_size": 3, "shape": "chain", "depth": 2})
@@ -141,8 +156,12 @@ def test_every_input_row_is_accounted_for(target, tmp_path, capsys):
     manifest = generate(GenerateConfig(), data, DecodeConfig(**DECODE), target, tmp_path / "out")
     counts = manifest["counts"]
     assert (counts["input"], counts["done"], counts["failed"], counts["skipped"]) == (4, 1, 0, 3)
-    assert "1 done + 0 failed + 3 skipped = 4 input rows" in capsys.readouterr().err.replace("\n", " ")
-    skipped = [json.loads(line) for line in (tmp_path / "out" / "failures.jsonl").read_text().splitlines()]
+    assert "1 done + 0 failed + 3 skipped = 4 input rows" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+    skipped = [
+        json.loads(line) for line in (tmp_path / "out" / "failures.jsonl").read_text().splitlines()
+    ]
     assert [(row["index"], row["status"]) for row in skipped] == [
         (1, "skipped"),
         (2, "skipped"),
@@ -175,11 +194,19 @@ def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_setting
     out, decode = tmp_path / "out", DecodeConfig(**DECODE)
     generate(GenerateConfig(shard_rows=8), prompts, decode, target, out)
     before = (out / "manifest.json").stat().st_mtime_ns
-    generate(GenerateConfig(shard_rows=8), prompts, DecodeConfig(**{**DECODE, "batch_size": 1}), target, out)
+    generate(
+        GenerateConfig(shard_rows=8),
+        prompts,
+        DecodeConfig(**{**DECODE, "batch_size": 1}),
+        target,
+        out,
+    )
     assert (out / "manifest.json").stat().st_mtime_ns == before, "a finished run is left as it is"
 
     warmer = DecodeConfig(**{**DECODE, "temperature": 0.5})
-    with pytest.raises(UserError, match=r"sampling.temperature was 1.0 and is now 0.5.*overwrite=true"):
+    with pytest.raises(
+        UserError, match=r"sampling.temperature was 1.0 and is now 0.5.*overwrite=true"
+    ):
         generate(GenerateConfig(), prompts, warmer, target, out)
     fewer = DataConfig(prompts.path, id_column="name", domain_column="domain", limit=5)
     with pytest.raises(UserError, match=r"data.rows was"):
@@ -188,7 +215,9 @@ def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_setting
 
     manifest = generate(GenerateConfig(overwrite=True), fewer, decode, target, out)
     assert manifest["counts"]["done"] == 5
-    assert [row["tokens"] for row in answers(out)] == [row["tokens"] for row in answers(reference)[:5]]
+    assert [row["tokens"] for row in answers(out)] == [
+        row["tokens"] for row in answers(reference)[:5]
+    ]
 
     shard = out / "shards" / "shard-00000.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -242,14 +271,16 @@ def test_a_datasets_own_answers_are_kept_without_decoding(target, loaded, tmp_pa
     assert (manifest["counts"]["done"], manifest["counts"]["skipped"]) == (1, 2)
     assert answers(tmp_path / "ids")[0]["tokens"] == [5, 6, 7, 8]
 
-    manifest = generate(GenerateConfig(), data, DecodeConfig(**DECODE), target, tmp_path / "sampled")
+    manifest = generate(
+        GenerateConfig(), data, DecodeConfig(**DECODE), target, tmp_path / "sampled"
+    )
     rows = answers(tmp_path / "sampled")
     assert [row["tokens"][: row["spans"][0][0]] for row in rows] == [[5, 6], [5]], (
         "old answers are answered anew"
     )
 
 
-# ---- kills and several processes ---------------------------------------------------------------------------
+# Kills and several processes
 
 
 def job(out, prompts, target, kills, **config):
@@ -266,23 +297,39 @@ def job(out, prompts, target, kills, **config):
 
 
 KILLS = {
-    # While reading the input (rows, state, verdict, summary): before anything, with rows, with a verdict. While
-    # answering: after one part, after three, after a SIGTERM, early once more.
+    # While reading the input (rows, state, verdict, summary): before anything, with rows, with a
+    # verdict. While answering: after one part, after three, after a SIGTERM, early once more.
     "answering": [
-        ["before", 1], ["after", 2], ["before", 2], ["before", 5], ["after", 4], ["term", 4], ["before", 2], None, None,
+        ["before", 1],
+        ["after", 2],
+        ["before", 2],
+        ["before", 5],
+        ["after", 4],
+        ["term", 4],
+        ["before", 2],
+        None,
+        None,
     ],
-    # While merging: with all answers in one part, the files are four of the input, settings, part, three shards,
-    # failures, manifest.
-    "merging": [["after", 6], ["before", 3], ["after", 4], ["before", 5], ["before", 6], ["after", 6], None],
+    # While merging: with all answers in one part, the files are four of the input, settings, part,
+    # three shards, failures, manifest.
+    "merging": [
+        ["after", 6],
+        ["before", 3],
+        ["after", 4],
+        ["before", 5],
+        ["before", 6],
+        ["after", 6],
+        None,
+    ],
     # A SIGTERM before anything was written.
     "terminated": [["term", 7]],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def killed(prompts, target, tmp_path_factory):
-    """Runs killed as `KILLS` says, in a program of their own: exit statuses, folder of the outputs, what was
-    printed."""
+    """Runs killed as `KILLS` says, in a program of their own: exit statuses, folder of the outputs,
+    what was printed."""
     out = tmp_path_factory.mktemp("killed")
     whole = {"flush_rows": 1000, "flush_seconds": 1000}
     jobs = [
@@ -290,19 +337,27 @@ def killed(prompts, target, tmp_path_factory):
         for name, kills in KILLS.items()
     ]
     worker = [sys.executable, "-m", "tests.train.generate_worker", json.dumps(jobs)]
-    done = subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        worker, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip(KILLS, json.loads(done.stdout), strict=True)), out, done.stderr
 
 
 @pytest.mark.parametrize("phase", ["answering", "merging"])
 def test_killed_anywhere_the_same_command_continues(killed, reference, phase):
-    """Nothing is lost and nothing doubled: the shards are those of an undisturbed run, byte for byte."""
+    """Nothing is lost and nothing doubled: the shards are those of an undisturbed run, byte for
+    byte."""
     statuses, out, printed = killed
     expected = {"before": -9, "after": -9, "term": 0}
-    assert statuses[phase] == [0 if kill is None else expected[kill[0]] for kill in KILLS[phase]], printed
+    assert statuses[phase] == [0 if kill is None else expected[kill[0]] for kill in KILLS[phase]], (
+        printed
+    )
     assert same_files(reference, out / phase)
-    assert read_manifest(out / phase, "generate")["counts"] == read_manifest(reference, "generate")["counts"]
+    assert (
+        read_manifest(out / phase, "generate")["counts"]
+        == read_manifest(reference, "generate")["counts"]
+    )
     assert not (out / phase / "parts").exists()
     assert "continuing: " in printed
 
@@ -316,19 +371,33 @@ def test_a_terminated_run_writes_what_was_finished(killed):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_answers_of_one_even_after_a_kill(reference, prompts, target, tmp_path):
-    """One of two processes is killed (the launcher ends the other); two finish it; so does one alone."""
+def test_two_processes_give_the_answers_of_one_even_after_a_kill(
+    reference, prompts, target, tmp_path
+):
+    """One of two processes is killed (the launcher ends the other); two finish it; so does one
+    alone."""
 
     def launch(out, kills):
         arguments = json.dumps([job(out, prompts, target, kills)])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+        ]
         worker = [*launcher, "-m", "tests.train.generate_worker", arguments]
-        return subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            worker, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
 
     killed = launch(tmp_path / "out", [["after", 2]])
     assert killed.returncode != 0
     assert not (tmp_path / "out" / "manifest.json").exists()
-    parts = [pq.read_metadata(part).num_rows for part in (tmp_path / "out" / "parts").glob("*.parquet")]
+    parts = [
+        pq.read_metadata(part).num_rows for part in (tmp_path / "out" / "parts").glob("*.parquet")
+    ]
     assert 0 < sum(parts) < 20
 
     shutil.copytree(tmp_path / "out", tmp_path / "alone")
@@ -336,5 +405,7 @@ def test_two_processes_give_the_answers_of_one_even_after_a_kill(reference, prom
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr.count("20 done + 0 failed + 0 skipped = 20 input rows") == 1
     assert same_files(reference, tmp_path / "out")
-    generate(GenerateConfig(shard_rows=8), prompts, DecodeConfig(**DECODE), target, tmp_path / "alone")
+    generate(
+        GenerateConfig(shard_rows=8), prompts, DecodeConfig(**DECODE), target, tmp_path / "alone"
+    )
     assert same_files(reference, tmp_path / "alone")

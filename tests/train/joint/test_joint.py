@@ -1,4 +1,5 @@
-"""Training a drafter and its target together: what is trained, what is measured, what lies on disk, and that it resumes."""
+"""Training a drafter and its target together: what is trained, what is measured, what lies on disk,
+and that it resumes."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def drafter_of(micro: Path, kind: str, joint: JointConfig, **head: Any) -> tuple
     run = JointRun(TrainingJob(**arguments, out=micro / "nowhere"), join_world("cpu"))
     with torch.no_grad():
         for name, value in run.backbone.parameters.items():
-            value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
+            value += 0.02 * torch.randn(
+                value.shape, generator=torch.Generator().manual_seed(len(name))
+            )
     loader = StepLoader(run.data, 4, 4, 1, 0, 0)
     _, (packed,) = next(iter(loader.iterate(0, 1)))
     return run.drafter, PlainTokens(torch.device("cpu")).batch(packed)
@@ -64,16 +67,21 @@ def drafter_of(micro: Path, kind: str, joint: JointConfig, **head: Any) -> tuple
 def features(target: TargetModel) -> Tensor:
     tokens = torch.arange(20)[None] + 11
     _, hidden = target.features(
-        tokens, torch.arange(20)[None], torch.ones(1, 20, dtype=torch.int32), FeatureSpec(last_hidden=True)
+        tokens,
+        torch.arange(20)[None],
+        torch.ones(1, 20, dtype=torch.int32),
+        FeatureSpec(last_hidden=True),
     )
     assert hidden is not None
     return hidden
 
 
-# --- the target with updates ----------------------------------------------------------------------------------------
+# The target with updates
 
 
-def test_updates_change_nothing_until_they_are_trained_and_merging_is_undone_to_the_bit(micro: Path) -> None:
+def test_updates_change_nothing_until_they_are_trained_and_merging_is_undone_to_the_bit(
+    micro: Path,
+) -> None:
     target = loaded(micro)
     before = features(target)
     named = {name: value.clone() for name, value in target.weights.state.items()}
@@ -89,7 +97,9 @@ def test_updates_change_nothing_until_they_are_trained_and_merging_is_undone_to_
     with backbone.merged():
         torch.testing.assert_close(features(target), trained, rtol=1e-4, atol=1e-4)
         changed = [
-            name for name, value in target.weights.state.items() if not torch.equal(value, named[name])
+            name
+            for name, value in target.weights.state.items()
+            if not torch.equal(value, named[name])
         ]
         assert set(changed) == {f"{name}.weight" for name in backbone.layers}
     assert torch.equal(features(target), trained)
@@ -111,7 +121,9 @@ def test_other_families_are_updated_and_merged_alike(family: str) -> None:
     assert torch.equal(features(target), trained)
 
 
-def test_the_same_seed_draws_the_same_updates_and_leaves_the_global_generator_alone(micro: Path) -> None:
+def test_the_same_seed_draws_the_same_updates_and_leaves_the_global_generator_alone(
+    micro: Path,
+) -> None:
     states = []
     for noise in (0, 3):
         target = loaded(micro)
@@ -131,14 +143,18 @@ def test_modules_may_be_chosen_and_misspelt_ones_are_refused(micro: Path) -> Non
         Backbone(loaded(micro), replace(LORA, modules=("qproj",)), seed=0)
 
 
-# --- the objective --------------------------------------------------------------------------------------------------
+# The objective
 
 
 @pytest.mark.parametrize(
     ("kind", "head"),
-    [("medusa", {"num_heads": 3}), ("hydra_heads", {"num_heads": 3, "hard_label_weight": 0.5}),
-     ("eagle3", {"ttt_steps": 3}), ("early_exit", {"exit_layer": 1})],
-)  # fmt: skip
+    [
+        ("medusa", {"num_heads": 3}),
+        ("hydra_heads", {"num_heads": 3, "hard_label_weight": 0.5}),
+        ("eagle3", {"ttt_steps": 3}),
+        ("early_exit", {"exit_layer": 1}),
+    ],
+)
 def test_the_objective_is_the_drift_plus_the_drafters_loss_on_updated_features(
     micro: Path, kind: str, head: dict[str, Any]
 ) -> None:
@@ -178,15 +194,24 @@ def gradients(joint: JointDrafter, batch: Any, progress: float) -> tuple[Tensor,
 
 
 def test_the_drafters_weight_stands_on_what_flows_into_the_target_alone(micro: Path) -> None:
-    joint, batch = drafter_of(micro, "medusa", replace(LORA, heads_weight=0.4, ramp=0.5), num_heads=3)
+    joint, batch = drafter_of(
+        micro, "medusa", replace(LORA, heads_weight=0.4, ramp=0.5), num_heads=3
+    )
     assert [joint.joint.weight_at(at) for at in (0.0, 0.24, 0.25, 0.5, 0.75, 1.0)] == [
-        None, None, 0.0, pytest.approx(0.2), pytest.approx(0.4), pytest.approx(0.4),
-    ]  # fmt: skip
+        None,
+        None,
+        0.0,
+        pytest.approx(0.2),
+        pytest.approx(0.4),
+        pytest.approx(0.4),
+    ]
     kl_only, half, full = (gradients(joint, batch, at) for at in (0.25, 0.5, 1.0))
     torch.testing.assert_close(half[0], full[0])
     torch.testing.assert_close(kl_only[0], full[0])
     # The updates' gradient is KL's plus weight times the drafter's.
-    torch.testing.assert_close(half[1] - kl_only[1], 0.5 * (full[1] - kl_only[1]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        half[1] - kl_only[1], 0.5 * (full[1] - kl_only[1]), rtol=1e-3, atol=1e-3
+    )
     assert (full[1] - kl_only[1]).abs().max() > 1e-3
 
 
@@ -197,7 +222,7 @@ def test_the_drafter_is_trained_first_with_the_target_still(micro: Path) -> None
     assert updates.abs().max() == 0
 
 
-# --- whole trainings ------------------------------------------------------------------------------------------------
+# Whole trainings
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +248,9 @@ def test_a_joint_training_leaves_a_new_target_with_its_drafter(
     with pytest.raises(UserError, match="was trained for target"):
         load_drafter(out / "best", original.info, original.weights)
     # What lies there is what was measured.
-    run = setup.Run(TrainingJob(**{**arguments, "joint": JointConfig()}, out=out), join_world("cpu"))
+    run = setup.Run(
+        TrainingJob(**{**arguments, "joint": JointConfig()}, out=out), join_world("cpu")
+    )
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert quick_tau(changed, drafter, run.requests, decode).tau == manifest["best"]["tau"]
     # Same architecture, same tensors, other values in the layers alone.
@@ -263,7 +290,9 @@ def test_the_updates_learn_at_a_rate_of_their_own(micro: Path, tmp_path: Path) -
     assert {rates[id(p)] for p in run.drafter.drafter.parameters()} == {0.4}
 
 
-def test_a_stronger_pull_of_the_drafter_moves_the_target_further(micro: Path, tmp_path: Path) -> None:
+def test_a_stronger_pull_of_the_drafter_moves_the_target_further(
+    micro: Path, tmp_path: Path
+) -> None:
     drifts = []
     for weight in (0.01, 30.0):
         joint = replace(LORA, heads_weight=weight, heads_first=0.0, ramp=0.0)
@@ -279,7 +308,8 @@ def test_a_stronger_pull_of_the_drafter_moves_the_target_further(micro: Path, tm
 def test_resuming_is_equal_to_the_bit(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict
 ) -> None:
-    """A measurement (which merges and takes back) lies before the kill in one run and behind it in none."""
+    """A measurement (which merges and takes back) lies before the kill in one run and behind it in
+    none."""
     arguments = joint_settings(micro, max_steps=8, eval_every=3, save_every=5, **engine)
     whole = train(out=tmp_path / "whole", **arguments)
     plain, calls = JointDrafter.loss, iter(range(1, 100))
@@ -304,7 +334,9 @@ def test_resuming_is_equal_to_the_bit(
     assert again["joint"]["drift"] == whole["joint"]["drift"]
     assert again["best"] == whole["best"]
     for name in ("best/model.safetensors", "best/updates.safetensors", "target/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (
+            name
+        )
     states = [
         load_file(tmp_path / name / "checkpoints" / "step_00000008" / "model.safetensors")
         for name in ("run", "whole")
@@ -314,7 +346,9 @@ def test_resuming_is_equal_to_the_bit(
 
 
 def test_a_target_in_bfloat16_is_trained_in_its_own_dtype(micro: Path, tmp_path: Path) -> None:
-    arguments = joint_settings(micro, precision="bfloat16", dtype="bfloat16", max_steps=8, eval_every=4)
+    arguments = joint_settings(
+        micro, precision="bfloat16", dtype="bfloat16", max_steps=8, eval_every=4
+    )
     manifest = train(out=tmp_path, **arguments)
     stored = load_file(tmp_path / "target" / "model.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
@@ -325,17 +359,26 @@ def test_both_engines_train_the_same(micro: Path, tmp_path: Path) -> None:
     losses = []
     for name in ("torch", "deepspeed"):
         train(out=tmp_path / name, **joint_settings(micro, name=name, max_steps=4, eval_every=0))
-        losses.append([line["loss"] for line in read_log(tmp_path / name / LOG_FILE) if "loss" in line])
+        losses.append(
+            [line["loss"] for line in read_log(tmp_path / name / LOG_FILE) if "loss" in line]
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_an_early_exit_is_accepted_more_often_after_its_target_has_learnt_it(
     micro: Path, tmp_path: Path
 ) -> None:
-    """LayerSkip: nothing of the drafter's own is trained, and what the exit predicts still comes closer to the target."""
+    """LayerSkip: nothing of the drafter's own is trained, and what the exit predicts still comes
+    closer to the target."""
     joint = JointConfig("lora", rank=8, heads_weight=1.0, heads_first=0.0, ramp=0.1)
     arguments = joint_settings(
-        micro, joint, kind="early_exit", head={"exit_layer": 1}, max_steps=40, eval_every=40, lr=4e-2
+        micro,
+        joint,
+        kind="early_exit",
+        head={"exit_layer": 1},
+        max_steps=40,
+        eval_every=40,
+        lr=4e-2,
     )
     assert get_kind("early_exit").drafter_class.works_untrained(arguments["head"])
     manifest = train(out=tmp_path, **arguments)
@@ -343,8 +386,12 @@ def test_an_early_exit_is_accepted_more_often_after_its_target_has_learnt_it(
     accuracy = [line["accuracy/depth1"] for line in steps]
     assert sum(accuracy[-5:]) > 1.5 * sum(accuracy[:5])
     original = loaded(micro)
-    untrained = setup.new_drafter("early_exit", arguments["head"], original.info, original.weights, 0)
-    run = setup.Run(TrainingJob(**{**arguments, "joint": JointConfig()}, out=tmp_path), join_world("cpu"))
+    untrained = setup.new_drafter(
+        "early_exit", arguments["head"], original.info, original.weights, 0
+    )
+    run = setup.Run(
+        TrainingJob(**{**arguments, "joint": JointConfig()}, out=tmp_path), join_world("cpu")
+    )
     decode = replace(arguments["decode"], batch_size=8, max_new_tokens=12)
     assert manifest["best"]["tau"] > quick_tau(original, untrained, run.requests, decode).tau
     changed = TargetModel.load(TargetConfig(str(tmp_path / "target"), device="cpu"))
@@ -353,7 +400,11 @@ def test_an_early_exit_is_accepted_more_often_after_its_target_has_learnt_it(
 
 
 def test_two_processes_train_what_one_does(micro: Path, tmp_path: Path) -> None:
-    changes = {"joint": {"mode": "lora", "rank": 4, "heads_first": 0.3}, "max_steps": 6, "eval_every": 3}
+    changes = {
+        "joint": {"mode": "lora", "rank": 4, "heads_first": 0.3},
+        "max_steps": 6,
+        "eval_every": 3,
+    }
     pairs = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     logs, manifests = [], []
     for processes in (1, 2):
@@ -368,7 +419,7 @@ def test_two_processes_train_what_one_does(micro: Path, tmp_path: Path) -> None:
     )
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -376,7 +427,10 @@ def test_two_processes_train_what_one_does(micro: Path, tmp_path: Path) -> None:
     [
         ({"name": "deepspeed", "zero_stage": 3}, "zero_stage=3 is not supported"),
         ({"prompts": (), "eval_every": 0}, "give them with train.prompts"),
-        ({"kind": "early_exit", "head": {"layers": (1,)}}, "layers left out cannot be trained jointly"),
+        (
+            {"kind": "early_exit", "head": {"layers": (1,)}},
+            "layers left out cannot be trained jointly",
+        ),
         ({"kind": "ngram"}, "has no weights"),
         ({"on_policy": OnPolicyConfig(share=0.5)}, "train.on_policy.share=0 or joint=none"),
         ({"refresh": RefreshConfig(init_from="x", lora_rank=2)}, "train.refresh.lora_rank keeps"),

@@ -1,4 +1,5 @@
-"""Counted operations and bytes against what is known: closed formulas, and the CPU allocator's own records."""
+"""Counted operations and bytes against what is known: closed formulas, and the CPU allocator's own
+records."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from train.planning.footprint import FlopCount, Footprint
 
 def allocator_peak(records: object) -> int:
     """Most bytes that the CPU allocator had given out at once, by a profile's memory records."""
-    events = [event for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[attr-defined]
+    events = [
+        event for event in records.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]  # type: ignore[attr-defined]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -21,7 +24,10 @@ def allocator_peak(records: object) -> int:
 
 
 def test_a_product_and_its_gradients() -> None:
-    weight, states = torch.randn(7, 5, requires_grad=True), torch.randn(3, 11, 5, requires_grad=True)
+    weight, states = (
+        torch.randn(7, 5, requires_grad=True),
+        torch.randn(3, 11, 5, requires_grad=True),
+    )
     with FlopCount() as count:
         F.linear(states, weight).sum().backward()
     assert count.flops == 3 * 2 * 33 * 7 * 5  # forward, and one product for each gradient
@@ -37,7 +43,8 @@ def test_attention(masked: bool) -> None:
         out.sum().backward()
     product = 2 * 2 * 3 * 12 * 20 * 16
     assert forward == 2 * product
-    assert count.flops in (6 * product, 7 * product)  # kernels that keep no weights multiply once more
+    # kernels that keep no weights multiply once more
+    assert count.flops in (6 * product, 7 * product)
 
 
 def test_bytes_follow_the_allocator() -> None:
@@ -53,7 +60,8 @@ def test_bytes_follow_the_allocator() -> None:
         work()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
         work()
-    assert count.peak == pytest.approx(allocator_peak(records), rel=0.05)  # a mode holds arguments a little longer
+    # a mode holds arguments a little longer
+    assert count.peak == pytest.approx(allocator_peak(records), rel=0.05)
     assert count.live == 0
     assert count.largest == 4 * 300 * 300
     assert count.largest_shape == (300, 300)

@@ -1,4 +1,5 @@
-"""Plans against what they predict: real steps of a small target, the allocator's records, the engines' own tensors."""
+"""Plans against what they predict: real steps of a small target, the allocator's records, the
+engines' own tensors."""
 
 from __future__ import annotations
 
@@ -31,14 +32,7 @@ from train.engines.make import make_engine
 from train.optim import OptimConfig
 from train.planning.dry_run import dry_batch, dry_step, held_in_parts, plan_drafter
 from train.planning.footprint import Footprint
-from train.planning.plan import (
-    PlanConfig,
-    Speed,
-    bandwidth,
-    make_plan,
-    state_bytes,
-    target_bytes,
-)
+from train.planning.plan import PlanConfig, Speed, bandwidth, make_plan, state_bytes, target_bytes
 from train.planning.target import active_weights, plan_target
 from train.target.parts import StoredWeights, load_parts
 
@@ -61,10 +55,13 @@ def test_the_weights_of_real_targets_are_the_published_ones() -> None:
     llama = plan_target(TargetConfig(str(CONFIGS / "llama-3.1-8b"), dtype="bfloat16", device="cpu"))
     assert llama.info.parameters == 8_030_261_248
     assert llama.weight_bytes == 2 * llama.info.parameters
-    qwen = plan_target(TargetConfig(str(CONFIGS / "qwen3-235b-a22b"), dtype="bfloat16", device="cpu"))
+    qwen = plan_target(
+        TargetConfig(str(CONFIGS / "qwen3-235b-a22b"), dtype="bfloat16", device="cpu")
+    )
     assert round(qwen.info.parameters / 1e9, 1) == 235.1
     embeddings = 2 * qwen.info.vocab_size * qwen.info.hidden_size
-    assert round((qwen.active + embeddings) / 1e9) == 22  # what the name says: embedding and LM head are counted there
+    # what the name says: embedding and LM head are counted there
+    assert round((qwen.active + embeddings) / 1e9) == 22
 
 
 def test_the_target_is_counted_as_it_runs(folder: Path) -> None:
@@ -77,15 +74,24 @@ def test_the_target_is_counted_as_it_runs(folder: Path) -> None:
     with Footprint() as took:
         real.features(tokens, positions, segments, needs)
     assert plan.flops(rows, length) == took.flops
-    # here the last features come after the layers are done with; it is exact where layers weigh more (docs/scale.md)
+    # here the last features come after the layers are done with; it is exact where layers weigh
+    # more (docs/scale.md)
     assert plan.activations(rows, length, needs) == pytest.approx(took.peak, rel=0.2)
 
 
 def test_experts_count_by_the_share_that_is_chosen() -> None:
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_experts=8, num_experts_per_tok=2,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     layer = Qwen3MoeForCausalLM(config).model.layers[0]
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 8 * 16, 3 * 16 * 8
     assert active_weights(layer, config) == attention + router + 2 * expert
@@ -97,7 +103,9 @@ def test_a_step_is_counted_as_it_runs(folder: Path, kind: str) -> None:
     head = get_kind(kind).config_class()
     fake_one = plan_drafter(kind, head, plan)
     dry = dry_step(fake_one, plan, FLOAT32, 2, 64, 0.7)
-    own = new_drafter(kind, head, real.info, real.weights, 0, torch.ones(real.info.vocab_size)).float()
+    own = new_drafter(
+        kind, head, real.info, real.weights, 0, torch.ones(real.info.vocab_size)
+    ).float()
     batch = dry_batch(fake_one, plan, torch.float32, 2, 64, 0.7)
     if batch.taps is not None:
         batch.taps = torch.randn(batch.taps.shape)
@@ -120,23 +128,29 @@ def test_a_step_is_counted_as_it_runs(folder: Path, kind: str) -> None:
     assert dry.peak == pytest.approx(allocator_peak(records), rel=0.15)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("torch", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("torch", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)],
+)
 def test_states_are_what_the_engines_hold(name: str, stage: int) -> None:
     target = micro_target(torch.float32)
     drafter = build("eagle3", target).float()
     engine_config = EngineConfig(name=name, zero_stage=stage, precision="float32")
     batch = packed_batch(target, drafter.needs, [[list(range(3, 35))]])
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    small = 8 * len(list(drafter.parameters())) + 4096  # AdamW's step counters, padding of flat parts, the loss's scalars
+    # AdamW's step counters, padding of flat parts, the loss's scalars
+    small = 8 * len(list(drafter.parameters())) + 4096
     with Footprint() as count:
         engine = make_engine(drafter, engine_config, OptimConfig(), World())
         engine.forward_backward(batch, 10, True)
         engine.step(1e-3)
-        engine.forward_backward(batch, 10, True)  # everything is there: weights, gradients, both moments
+        # everything is there: weights, gradients, both moments
+        engine.forward_backward(batch, 10, True)
         gc.collect()
         held = count.live
     planned = state_bytes(weights, engine_config, 1)
-    # torch and stage 0 train the weights where they are; the others put them into flat parts of their own, which are counted
+    # torch and stage 0 train the weights where they are; the others put them into flat parts of
+    # their own, which are counted
     outside = planned["weights"] if stage == 0 else 0
     engine.close()
     assert planned["weights"] == planned["gradients"] == 4 * weights
@@ -150,16 +164,33 @@ def test_zero_divides_what_it_says() -> None:
 
     whole, part = 4000, 1000
     assert by_stage(0) == {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": 0}
-    assert by_stage(1) == {"weights": whole, "gradients": whole, "adam": 2 * part, "working": part + whole}
-    assert by_stage(2) == {"weights": whole, "gradients": part, "adam": 2 * part, "working": part + whole}
-    assert by_stage(3) == {"weights": part, "gradients": part, "adam": 2 * part, "working": part + 2 * whole}
+    assert by_stage(1) == {
+        "weights": whole,
+        "gradients": whole,
+        "adam": 2 * part,
+        "working": part + whole,
+    }
+    assert by_stage(2) == {
+        "weights": whole,
+        "gradients": part,
+        "adam": 2 * part,
+        "working": part + whole,
+    }
+    assert by_stage(3) == {
+        "weights": part,
+        "gradients": part,
+        "adam": 2 * part,
+        "working": part + 2 * whole,
+    }
     offloaded = state_bytes(1000, EngineConfig(zero_stage=2, offload="optimizer"), 4)
     assert (offloaded["adam"], offloaded["working"]) == (0, whole)
     assert state_bytes(1000, EngineConfig(zero_stage=3, offload="all"), 4)["weights"] == 0
 
 
 def job_for(folder: Path, **changes: Any) -> TrainingJob:
-    arguments = settings(folder, **{"prompts": (), "eval_every": 0, "max_steps": 0, "global_batch": 8, **changes})
+    arguments = settings(
+        folder, **{"prompts": (), "eval_every": 0, "max_steps": 0, "global_batch": 8, **changes}
+    )
     return TrainingJob(**arguments, out=folder / "out")
 
 
@@ -168,7 +199,9 @@ def test_a_plan_for_a_gpu_needs_neither_weights_nor_answers(folder: Path) -> Non
     plan = make_plan(job_for(folder), config, Speed.of(config))
     assert plan["steps"] == 10
     assert plan["fits"] is True
-    assert plan["memory_bytes"]["total"] == sum(v for k, v in plan["memory_bytes"].items() if k != "total")
+    assert plan["memory_bytes"]["total"] == sum(
+        v for k, v in plan["memory_bytes"].items() if k != "total"
+    )
     assert plan["hours"] == pytest.approx(10 * plan["step_seconds"]["total"] / 3600)
     assert plan["device_hours"] == 4 * plan["hours"]
     assert "assumed" in plan["speed"]["source"]
@@ -181,19 +214,29 @@ def test_a_plan_for_a_gpu_needs_neither_weights_nor_answers(folder: Path) -> Non
 def planned(folder: Path, count: int, mode: str, **changes: Any) -> dict[str, Any]:
     config = PlanConfig(gpu="h100", count=count, tokens=64 * 80)
     features = {"mode": mode, **changes.pop("features", {})}
-    return make_plan(job_for(folder, features=features, parity=False, **changes), config, Speed.of(config))
+    return make_plan(
+        job_for(folder, features=features, parity=False, **changes), config, Speed.of(config)
+    )
 
 
 def test_the_target_is_counted_as_the_trainer_holds_it(folder: Path) -> None:
-    whole, parts = (planned(folder, 2, "store", features={"trainer_target": way}) for way in ("whole", "parts"))
+    whole, parts = (
+        planned(folder, 2, "store", features={"trainer_target": way}) for way in ("whole", "parts")
+    )
     real = load_parts(described(folder)).weights.state
     assert isinstance(real, StoredWeights)
     assert parts["memory_bytes"]["target"] == sum(real.files.read_so_far.values())
-    assert whole["memory_bytes"]["target"] == whole["target"]["bytes"] > parts["memory_bytes"]["target"]
+    assert (
+        whole["memory_bytes"]["target"]
+        == whole["target"]["bytes"]
+        > parts["memory_bytes"]["target"]
+    )
     assert whole["step_seconds"] == parts["step_seconds"]
     assert parts["step_seconds"]["target"] == 0
     with pytest.raises(UserError, match=r"measuring tau decodes with them"):
-        planned(folder, 2, "store", features={"trainer_target": "parts"}, eval_every=3, prompts=("x",))
+        planned(
+            folder, 2, "store", features={"trainer_target": "parts"}, eval_every=3, prompts=("x",)
+        )
 
 
 def test_layers_that_a_drafter_runs_are_held_in_parts(folder: Path) -> None:
@@ -201,7 +244,10 @@ def test_layers_that_a_drafter_runs_are_held_in_parts(folder: Path) -> None:
     ends = target.weights.embedding.nbytes + target.weights.lm_head.nbytes
     norm = target.weights.state["model.norm.weight"].nbytes
     kangaroo = get_kind("early_exit").config_class(exit_layer=1, adapter="attention")
-    assert held_in_parts("early_exit", kangaroo, target) - ends in (target.largest_layer, target.largest_layer + norm)
+    assert held_in_parts("early_exit", kangaroo, target) - ends in (
+        target.largest_layer,
+        target.largest_layer + norm,
+    )
     assert held_in_parts("medusa", get_kind("medusa").config_class(num_heads=2), target) == ends
 
 
@@ -209,9 +255,14 @@ def test_features_from_elsewhere_say_what_they_take(folder: Path) -> None:
     online, store = planned(folder, 2, "online"), planned(folder, 2, "store")
     assert online["reading"] is None
     hidden, seconds = 32, store["step_seconds"]["total"]
-    assert store["reading"]["bytes_per_token"] == 2 * hidden  # medusa reads the last hidden state, in bf16
-    assert store["reading"]["total_bytes_per_second"] == pytest.approx(2 * hidden * 8 * 64 / seconds)
-    assert store["reading"]["process_bytes_per_second"] == pytest.approx(2 * hidden * 4 * 64 / seconds)
+    # medusa reads the last hidden state, in bf16
+    assert store["reading"]["bytes_per_token"] == 2 * hidden
+    assert store["reading"]["total_bytes_per_second"] == pytest.approx(
+        2 * hidden * 8 * 64 / seconds
+    )
+    assert store["reading"]["process_bytes_per_second"] == pytest.approx(
+        2 * hidden * 4 * 64 / seconds
+    )
     # one pass over all tokens is what the steps online spend on the target, there and here
     spent = online["steps"] * 2 * online["step_seconds"]["target"] / 3600
     assert store["target_pass"]["device_hours"] == pytest.approx(spent, rel=1e-6)
@@ -241,7 +292,13 @@ def test_links_and_divided_targets(folder: Path) -> None:
     assert bandwidth(PlanConfig(gpu="h100", count=16)) == pytest.approx(0.8 * 400e9)
     target = plan_target(described(folder))
     divided = target_bytes(target, EngineConfig(target_sharding="zero3"), 2)
-    assert divided == target.weight_bytes - target.layer_bytes + target.layer_bytes // 2 + 2 * target.largest_layer
+    assert (
+        divided
+        == target.weight_bytes
+        - target.layer_bytes
+        + target.layer_bytes // 2
+        + 2 * target.largest_layer
+    )
 
 
 @pytest.mark.parametrize(

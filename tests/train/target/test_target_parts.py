@@ -1,4 +1,5 @@
-"""A target held in parts: what is read of its files, that it is what the whole target has, and that trainings are the same."""
+"""A target held in parts: what is read of its files, that it is what the whole target has, and that
+trainings are the same."""
 
 from __future__ import annotations
 
@@ -67,13 +68,15 @@ def stored(target: TargetModel) -> StoredWeights:
     return state
 
 
-# ---- the same target -------------------------------------------------------------------------------------------------------
+# The same target
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_those_of_the_whole_target(tmp_path: Path, family: str, dtype: str) -> None:
-    folder = save_random_target(tmp_path / "target", tiny_tokenizer("marked"), family.split(",")[0], **FAMILIES[family])
+    folder = save_random_target(
+        tmp_path / "target", tiny_tokenizer("marked"), family.split(",")[0], **FAMILIES[family]
+    )
     if dtype == "bfloat16":
         in_shards(folder)
     whole, parts = TargetModel.load(config_of(folder, dtype)), load_parts(config_of(folder, dtype))
@@ -85,9 +88,13 @@ def test_parts_are_those_of_the_whole_target(tmp_path: Path, family: str, dtype:
     assert layers and all(parameter.device.type == "meta" for parameter in layers)
     assert parts.info == whole.info
     assert parts.eos_token_ids == whole.eos_token_ids
-    assert torch.equal(ours.embedding, theirs.embedding) and torch.equal(ours.lm_head, theirs.lm_head)
+    assert torch.equal(ours.embedding, theirs.embedding) and torch.equal(
+        ours.lm_head, theirs.lm_head
+    )
     assert (ours.lm_head is ours.embedding) == (theirs.lm_head is theirs.embedding)
-    states = torch.randn(5, whole.info.hidden_size, generator=torch.Generator().manual_seed(0)).to(whole.dtype)
+    states = torch.randn(5, whole.info.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+        whole.dtype
+    )
     with torch.no_grad():
         assert torch.equal(ours.logits(states), theirs.logits(states))
     assert ours.windows == theirs.windows
@@ -97,19 +104,29 @@ def test_parts_are_those_of_the_whole_target(tmp_path: Path, family: str, dtype:
     assert list(ours.state) == list(theirs.state)
     for name, value in theirs.state.items():
         if ".experts." in name:
-            with pytest.raises(UserError, match=r"put together from several tensors.*trainer_target=whole"):
+            with pytest.raises(
+                UserError, match=r"put together from several tensors.*trainer_target=whole"
+            ):
                 ours.state[name]
         else:
-            assert torch.equal(ours.state[name], value) and ours.state[name].dtype == value.dtype, name
+            assert torch.equal(ours.state[name], value) and ours.state[name].dtype == value.dtype, (
+                name
+            )
     assert "no such weight" not in ours.state and ours.state.get("no such weight") is None
 
 
 def test_a_head_that_a_config_ties_and_a_file_does_not_stays_its_own(tmp_path: Path) -> None:
-    folder = save_random_target(tmp_path / "target", tiny_tokenizer("marked"), tie_word_embeddings=True)
+    folder = save_random_target(
+        tmp_path / "target", tiny_tokenizer("marked"), tie_word_embeddings=True
+    )
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     for head, apart in ((embedding + 1, True), (embedding.clone(), False)):
-        save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {**tensors, "lm_head.weight": head},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         whole, parts = TargetModel.load(config_of(folder)), load_parts(config_of(folder))
         assert (parts.weights.lm_head is not parts.weights.embedding) == apart
         assert torch.equal(parts.weights.lm_head, whole.weights.lm_head)
@@ -120,7 +137,9 @@ def test_a_head_that_a_config_ties_and_a_file_does_not_stays_its_own(tmp_path: P
     assert torch.equal(load_parts(config_of(folder)).weights.embedding, embedding)
 
 
-def test_a_hub_repository_is_asked_for_the_files_that_are_needed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_repository_is_asked_for_the_files_that_are_needed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = "c0ffee" + "0" * 34
     snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / commit
     in_shards(save_random_target(snapshot, tiny_tokenizer("marked")))
@@ -144,12 +163,17 @@ def test_a_hub_repository_is_asked_for_the_files_that_are_needed_alone(tmp_path:
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_every_kind_starts_from_parts_as_from_the_whole_target(targets: tuple[TargetModel, Path], name: str) -> None:
+def test_every_kind_starts_from_parts_as_from_the_whole_target(
+    targets: tuple[TargetModel, Path], name: str
+) -> None:
     whole, folder = targets
     parts = load_parts(config_of(folder))
     kind, config = recipe(name)
     counts = torch.arange(whole.info.vocab_size)
-    one, other = (new_drafter(kind, config, target.info, target.weights, 3, counts) for target in (whole, parts))
+    one, other = (
+        new_drafter(kind, config, target.info, target.weights, 3, counts)
+        for target in (whole, parts)
+    )
     assert list(one.state_dict()) == list(other.state_dict())
     for key, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
@@ -158,16 +182,19 @@ def test_every_kind_starts_from_parts_as_from_the_whole_target(targets: tuple[Ta
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path]:
     """A whole target of three layers, and its folder."""
-    folder = save_random_target(tmp_path_factory.mktemp("three") / "target", tiny_tokenizer("marked"))
+    folder = save_random_target(
+        tmp_path_factory.mktemp("three") / "target", tiny_tokenizer("marked")
+    )
     return TargetModel.load(config_of(folder)), folder
 
 
-# ---- the same training -----------------------------------------------------------------------------------------------------
+# The same training
 
 
 @pytest.fixture(scope="module", params=["one file", "shards"])
 def micro(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro target with its answers, as one file or as several with an index; and a store of its features."""
+    """A micro target with its answers, as one file or as several with an index; and a store of its
+    features."""
     folder = tmp_path_factory.mktemp("micro")
     plain = micro_run.save_micro_target
     with pytest.MonkeyPatch.context() as patch:
@@ -188,8 +215,15 @@ HEADS: dict[str, dict[str, Any]] = {
 
 def run(micro: Path, out: Path, kind: str, trainer_target: str = "whole", **changes: Any) -> bytes:
     """The weights that a training from the store ends with."""
-    features = {"mode": "store", "path": str(micro / "store"), "format": "fp32", "trainer_target": trainer_target}
-    given = micro_run.settings(micro, kind=kind, head=HEADS[kind], features=features, **{**UNSEEN, **changes})
+    features = {
+        "mode": "store",
+        "path": str(micro / "store"),
+        "format": "fp32",
+        "trainer_target": trainer_target,
+    }
+    given = micro_run.settings(
+        micro, kind=kind, head=HEADS[kind], features=features, **{**UNSEEN, **changes}
+    )
     train(out=out, **given)
     return (out / "best" / "model.safetensors").read_bytes()
 
@@ -213,10 +247,15 @@ def test_training_from_a_store_with_parts_is_training_with_the_whole_target(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     assert run(micro, tmp_path / "parts", kind, "parts") == whole
     [state] = seen
-    assert read_manifest(tmp_path / "parts", "train")["target"] == read_manifest(tmp_path / "whole", "train")["target"]
+    assert (
+        read_manifest(tmp_path / "parts", "train")["target"]
+        == read_manifest(tmp_path / "whole", "train")["target"]
+    )
     read = set(state.files.read_so_far)
     assert read >= {"model.embed_tokens.weight", "lm_head.weight"}
-    assert {name.split(".")[2] for name in read if ".layers." in name} == (set() if kind == "medusa" else {"1"})
+    assert {name.split(".")[2] for name in read if ".layers." in name} == (
+        set() if kind == "medusa" else {"1"}
+    )
     layers = [parameter for name, parameter in state._parameters.items() if ".layers." in name]
     assert layers and all(parameter.device.type == "meta" for parameter in layers)
 
@@ -224,8 +263,12 @@ def test_training_from_a_store_with_parts_is_training_with_the_whole_target(
 @pytest.mark.parametrize("micro", ["shards"], indirect=True)
 def test_a_refresh_with_low_rank_updates_starts_from_parts(micro: Path, tmp_path: Path) -> None:
     run(micro, tmp_path / "old", "distilled")
-    start = RefreshConfig(str(tmp_path / "old" / "best"), lora_rank=2, old_target=str(micro / "target"))
-    ways = [run(micro, tmp_path / way, "distilled", way, refresh=start) for way in ("whole", "parts")]
+    start = RefreshConfig(
+        str(tmp_path / "old" / "best"), lora_rank=2, old_target=str(micro / "target")
+    )
+    ways = [
+        run(micro, tmp_path / way, "distilled", way, refresh=start) for way in ("whole", "parts")
+    ]
     assert ways[0] == ways[1]
 
 
@@ -237,8 +280,17 @@ def test_rows_may_be_rewritten_where_servers_run_the_target(micro: Path, tmp_pat
     made = []
     for way in ("whole", "parts"):
         with serving(target) as server:
-            features = {"mode": "remote", "servers": (server.address,), "format": "fp32", "trainer_target": way}
-            more = {"on_policy": OnPolicyConfig(share=0.5, window=3), "features": features, "head": HEADS["eagle3"]}
+            features = {
+                "mode": "remote",
+                "servers": (server.address,),
+                "format": "fp32",
+                "trainer_target": way,
+            }
+            more = {
+                "on_policy": OnPolicyConfig(share=0.5, window=3),
+                "features": features,
+                "head": HEADS["eagle3"],
+            }
             train(out=tmp_path / way, **micro_run.settings(micro, kind="eagle3", **UNSEEN, **more))
         made.append((tmp_path / way / "best" / "model.safetensors").read_bytes())
     assert made[0] == made[1]
@@ -250,32 +302,52 @@ def test_trainers_of_a_group_hold_parts(micro: Path, tmp_path: Path) -> None:
     features = {"mode": "group", "targets": 1, "format": "fp32", "trainer_target": "parts"}
     pairs = {**UNSEEN, "kind": "medusa", "head": HEADS["medusa"], "features": features}
     output = launch.run(
-        2, "tests.train.micro_run", micro, tmp_path / "group", *(f"{key}={json.dumps(value)}" for key, value in pairs.items())
+        2,
+        "tests.train.micro_run",
+        micro,
+        tmp_path / "group",
+        *(f"{key}={json.dumps(value)}" for key, value in pairs.items()),
     )
     assert "target held in parts" in output, output[-2000:]
     assert (tmp_path / "group" / "best" / "model.safetensors").read_bytes() == whole
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------------
+# Refusals
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval_every": 3}, r"measuring tau decodes with them \(train\.eval_every=0.*Change that, or use"),
+        (
+            {"eval_every": 3},
+            r"measuring tau decodes with them \(train\.eval_every=0.*Change that, or use",
+        ),
         ({"parity": True}, r"the parity check runs them \(train\.parity=false\)"),
-        ({"eval_every": 3, "parity": True}, r"measuring tau .*; the parity check.*Change those, or use .*trainer_target=whole"),
-        ({"features": {"trainer_target": "parts"}}, r"features\.mode=online runs them in every trainer"),
+        (
+            {"eval_every": 3, "parity": True},
+            r"measuring tau .*; the parity check.*Change those, or use .*trainer_target=whole",
+        ),
+        (
+            {"features": {"trainer_target": "parts"}},
+            r"features\.mode=online runs them in every trainer",
+        ),
         ({"engine": {"target_sharding": "zero3"}}, r"engine\.target_sharding divides them"),
     ],
 )
-def test_what_needs_the_layers_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_needs_the_layers_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     features = {"features": {"mode": "store", "trainer_target": "parts"}}
     with pytest.raises(UserError, match=message):
-        train(out=tmp_path / "out", **micro_run.settings(tmp_path, **{**UNSEEN, **features, **changes}))
+        train(
+            out=tmp_path / "out",
+            **micro_run.settings(tmp_path, **{**UNSEEN, **features, **changes}),
+        )
 
 
-def test_files_that_cannot_be_read_in_parts_are_named(targets: tuple[TargetModel, Path], tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_in_parts_are_named(
+    targets: tuple[TargetModel, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "target"
     shutil.copytree(targets[1], folder)
     parts = load_parts(config_of(folder))
@@ -284,18 +356,26 @@ def test_files_that_cannot_be_read_in_parts_are_named(targets: tuple[TargetModel
     tensors = load_file(folder / "model.safetensors")
     lost = {name: value for name, value in tensors.items() if "layers.1.mlp.up" not in name}
     save_file(lost, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"is incomplete: weights \['model\.layers\.1\.mlp\.up_proj\.weight'\]"):
+    with pytest.raises(
+        UserError, match=r"is incomplete: weights \['model\.layers\.1\.mlp\.up_proj\.weight'\]"
+    ):
         load_parts(config_of(folder))
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"cannot be read .*Fetch it again"):
         load_parts(config_of(folder))
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"has neither model\.safetensors nor .*trainer_target=whole"):
+    with pytest.raises(
+        UserError, match=r"has neither model\.safetensors nor .*trainer_target=whole"
+    ):
         load_parts(config_of(folder))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UserError, match=r"packed \(quantised\) weights, which cannot be read in parts"):
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(
+        UserError, match=r"packed \(quantised\) weights, which cannot be read in parts"
+    ):
         load_parts(config_of(folder))
     with pytest.raises(UserError, match=r"features\.trainer_target 'half' is unknown"):
         FeaturesConfig(trainer_target="half")

@@ -1,4 +1,5 @@
-"""A frozen target divided among training processes: the same features, decoding, losses and tau as the whole one."""
+"""A frozen target divided among training processes: the same features, decoding, losses and tau as
+the whole one."""
 
 from __future__ import annotations
 
@@ -21,11 +22,22 @@ from train.run import train
 from train.tracking.tracker import LOG_FILE, read_log
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {"tie_word_embeddings": True},
 }
@@ -33,7 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save_family(folder: Path, family: str, donor: Path) -> Path:
     """A random model of `family` with the micro target's tokenizer."""
-    shutil.copytree(donor, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json"))
+    shutil.copytree(
+        donor,
+        folder,
+        ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json"),
+    )
     plain = json.loads((donor / "config.json").read_text(encoding="utf-8"))
     tokens = {name: plain[name] for name in ("vocab_size", "eos_token_id", "bos_token_id")}
     torch.manual_seed(7)
@@ -52,20 +68,31 @@ def test_every_process_sees_what_it_would_see_with_a_whole_target(tmp_path: Path
 
 def losses(out: Path) -> list[dict[str, Any]]:
     return [
-        {name: line[name] for name in ("step", "loss", "grad_norm", "tau", "accuracy/depth1") if name in line}
+        {
+            name: line[name]
+            for name in ("step", "loss", "grad_norm", "tau", "accuracy/depth1")
+            if name in line
+        }
         for line in read_log(out / LOG_FILE)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_training_on_a_divided_target_has_the_same_curve_and_tau(tmp_path: Path, family: str) -> None:
+def test_a_training_on_a_divided_target_has_the_same_curve_and_tau(
+    tmp_path: Path, family: str
+) -> None:
     folder = prepare(tmp_path / "micro")
     if family != "llama":
         (folder / "target").rename(folder / "donor")
         save_family(folder / "target", family, folder / "donor")
         rebind(folder)
-    changes: dict[str, Any] = {"kind": "eagle3", "head": {"ttt_steps": 2}, "max_steps": 4, "eval_every": 2}
+    changes: dict[str, Any] = {
+        "kind": "eagle3",
+        "head": {"ttt_steps": 2},
+        "max_steps": 4,
+        "eval_every": 2,
+    }
     train(out=tmp_path / "whole", **settings(folder, **changes))
     divided = {**changes, "engine": {"target_sharding": "zero3"}}
     pairs = [f"{key}={json.dumps(value)}" for key, value in divided.items()]
@@ -78,7 +105,8 @@ def test_a_training_on_a_divided_target_has_the_same_curve_and_tau(tmp_path: Pat
 
 
 def rebind(folder: Path) -> None:
-    """Let the answers be those of the target that now lies in `folder`: only its description is checked."""
+    """Let the answers be those of the target that now lies in `folder`: only its description is
+    checked."""
     from inference.target.model import TargetModel
 
     path = folder / "answers" / "manifest.json"
@@ -97,14 +125,19 @@ def test_one_process_holds_it_whole(micro: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"joint": {"mode": "lora"}, "kind": "medusa"}, "joint training changes the target's own weights"),
+        (
+            {"joint": {"mode": "lora"}, "kind": "medusa"},
+            "joint training changes the target's own weights",
+        ),
         ({"on_policy": {"share": 0.5}}, "a different number of times in every process"),
         ({"quantization": "bnb-8bit"}, "packed weights cannot be divided"),
         ({"compile": True}, "a compiled pass holds no messages"),
         ({"tensor_parallel": True, "engine": {}}, "in training every process has rows of its own"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(micro: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_with_it_is_refused(
+    micro: Path, changes: dict[str, Any], message: str
+) -> None:
     from dataclasses import replace
 
     from train.config import TrainingJob
@@ -112,7 +145,9 @@ def test_what_does_not_go_with_it_is_refused(micro: Path, changes: dict[str, Any
     from train.target.sharding import load_target
 
     changes = {"engine": {"target_sharding": "zero3"}, **changes}
-    target = {name: changes.pop(name) for name in ("quantization", "tensor_parallel") if name in changes}
+    target = {
+        name: changes.pop(name) for name in ("quantization", "tensor_parallel") if name in changes
+    }
     if "on_policy" in changes:
         changes["on_policy"] = OnPolicyConfig(**changes["on_policy"])
     compiled = changes.pop("compile", False)

@@ -20,7 +20,8 @@ from train.tracking.energy import EnergyMeter
 
 
 class Told:
-    """A timeline whose marks are told beforehand; the device is behind until it is said how far it has come."""
+    """A timeline whose marks are told beforehand; the device is behind until it is said how far it
+    has come."""
 
     def __init__(self, *marks: float) -> None:
         self.marks, self.done = iter(marks), float("inf")
@@ -84,7 +85,8 @@ def test_the_host_clock_loses_nothing() -> None:
 
 def test_collectives_are_communication_also_when_waited_for() -> None:
     plain = dist.all_reduce
-    join_world("cpu", always=True)  # and stay: DeepSpeed, in other tests of this process, keeps groups of groups
+    # and stay: DeepSpeed, in other tests of this process, keeps groups of groups
+    join_world("cpu", always=True)
     clock = Clock(Told(*range(20)))
     with timing_collectives(clock):
         assert dist.all_reduce is not plain
@@ -93,7 +95,8 @@ def test_collectives_are_communication_also_when_waited_for() -> None:
         work = dist.all_reduce(value, async_op=True)
         work.wait()
         assert work.is_completed()
-        beside = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))  # fetches ahead, say
+        # fetches ahead, say
+        beside = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))
         beside.start()
         beside.join()
     assert dist.all_reduce is plain
@@ -107,7 +110,11 @@ def test_the_peak_is_given_looked_up_or_measured(monkeypatch: pytest.MonkeyPatch
     measured = devices.find_peak(cpu, torch.float32)
     assert measured.flops > 1e8
     assert measured.source.startswith("measured: 1024^3 float32 matrix product")
-    for name, peak in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12)):
+    for name, peak in (
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert devices.find_peak(cuda, torch.bfloat16).flops == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Thing")
@@ -119,7 +126,8 @@ def test_the_peak_is_given_looked_up_or_measured(monkeypatch: pytest.MonkeyPatch
 
 
 def fake_nvml(counter: bool) -> Any:
-    """A stand-in for the library and the card behind it: 250 W, and 100 J between two readings of the counter."""
+    """A stand-in for the library and the card behind it: 250 W, and 100 J between two readings of
+    the counter."""
     nvml = types.ModuleType("pynvml")
     readings = iter(range(0, 1000, 100))
 
@@ -145,7 +153,9 @@ def fake_nvml(counter: bool) -> Any:
 @pytest.mark.parametrize("counter", [True, False])
 def test_energy_is_counted_or_integrated(monkeypatch: pytest.MonkeyPatch, counter: bool) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(counter))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="x"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="x")
+    )
     times = iter([10.0, 12.0, 15.0])
     monkeypatch.setattr(energy.time, "monotonic", lambda: next(times))
     meter = EnergyMeter(torch.device("cuda"))

@@ -1,4 +1,5 @@
-"""What a person sees of a training where there is no terminal: plain lines, seldom, with everything in them."""
+"""What a person sees of a training where there is no terminal: plain lines, seldom, with everything
+in them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
     spent = {"drafter": 2.0, "other": 1.0, "evaluation": 4.0, "setup": 1.0, "flops": 1e6}
     begun = time.perf_counter()
     clock = Clock(Told(0, 10, 11, 14, 15))
-    meter = Meter(CPU, torch.float32, spent, peak_tflops=2e-6, clock=clock, begun=begun)  # at 10: nobody's until here
+    # at 10: nobody's until here
+    meter = Meter(CPU, torch.float32, spent, peak_tflops=2e-6, clock=clock, begun=begun)
     with meter.counting(), clock.part("drafter"):  # from 11 to 14
         torch.ones(8, 16) @ torch.ones(16, 4)
     figures = meter.step()  # at 15
@@ -41,7 +42,9 @@ def test_every_process_hands_out_its_energy_once_and_one_that_cannot_tell_leaves
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(counter=True))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="x"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="x")
+    )
     spent: dict[str, float] = {}
     meter = Meter(CPU, torch.float32, spent, main=False)
     assert meter.own_energy() == [0.0, 1.0]
@@ -70,14 +73,16 @@ def test_a_noisy_probe_does_not_decide_the_peak(monkeypatch: pytest.MonkeyPatch)
     flops, threads = 2 * 1024**3, torch.get_num_threads()
     name = f"measured: 1024^3 float32 matrix product, {threads} threads, highest of"
     assert peak(False) == devices.Peak(flops / 0.2, f"{name} 1 probe")
-    assert devices.find_peak(CPU, torch.float32) == devices.Peak(flops / 0.2, f"{name} 1 probe")  # not measured again
+    # not measured again
+    assert devices.find_peak(CPU, torch.float32) == devices.Peak(flops / 0.2, f"{name} 1 probe")
     assert peak(True) == devices.Peak(flops / 0.1, f"{name} 2 probes")
     assert peak(True) == devices.Peak(flops / 0.1, f"{name} 3 probes")
 
 
 def test_a_meter_looks_at_the_peak_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_probes", {})
-    products = iter([0.9, 0.3, *[0.3] * devices.PROBE_REPEATS])  # one slow product, then a whole probe
+    # one slow product, then a whole probe
+    products = iter([0.9, 0.3, *[0.3] * devices.PROBE_REPEATS])
     monkeypatch.setattr(devices, "_time_product", lambda left, right: next(products))
     meter = Meter(CPU, torch.float32, {})
     assert meter.peak.flops == 2 * 1024**3 / 0.9

@@ -1,4 +1,5 @@
-"""What a step must not do: hold logits of all positions, ask the target for what nobody reads, run it twice."""
+"""What a step must not do: hold logits of all positions, ask the target for what nobody reads, run
+it twice."""
 
 from __future__ import annotations
 
@@ -29,9 +30,14 @@ VOCABULARY, LENGTH = 4000, 256
 def target(tmp_path_factory: pytest.TempPathFactory) -> PlannedTarget:
     folder = tmp_path_factory.mktemp("wide")
     LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=1024,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+    ).save_pretrained(folder)
     return plan_target(TargetConfig(str(folder), device="cpu"))
 
 
@@ -40,7 +46,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> PlannedTarget:
 def test_no_recipe_holds_the_logits_of_all_positions(
     target: PlannedTarget, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tensor of a whole step is far below [T, V]: chunks bound what is as wide as the vocabulary."""
+    """Every tensor of a whole step is far below [T, V]: chunks bound what is as wide as the
+    vocabulary."""
     for module in (losses, attention):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 18)
     kind, config = recipe(name)
@@ -55,18 +62,25 @@ def test_the_target_runs_once_and_gives_only_what_is_asked_for(tmp_path: Path, k
     save_micro_target(tmp_path / "target")
     real = TargetModel.load(TargetConfig(str(tmp_path / "target"), device="cpu"))
     head = get_kind(kind).config_class()
-    drafter = new_drafter(kind, head, real.info, real.weights, 0, torch.ones(real.info.vocab_size)).float()
+    drafter = new_drafter(
+        kind, head, real.info, real.weights, 0, torch.ones(real.info.vocab_size)
+    ).float()
     passes, rows = [], []
     real.decoder.register_forward_hook(lambda module, given, out: passes.append(1))
     real.model.get_output_embeddings().register_forward_hook(
-        lambda module, given, out: rows.append(0 if torch.is_grad_enabled() else given[0].numel() // given[0].shape[-1])
+        lambda module, given, out: rows.append(
+            0 if torch.is_grad_enabled() else given[0].numel() // given[0].shape[-1]
+        )
     )
     length = 48
     mask = torch.arange(length) >= 30
     packed = PackedBatch(
-        torch.randint(10, real.info.vocab_size, (2, length)), torch.arange(length).repeat(2, 1),
-        torch.ones(2, length, dtype=torch.int32), mask.repeat(2, 1), torch.arange(2),
-    )  # fmt: skip
+        torch.randint(10, real.info.vocab_size, (2, length)),
+        torch.arange(length).repeat(2, 1),
+        torch.ones(2, length, dtype=torch.int32),
+        mask.repeat(2, 1),
+        torch.arange(2),
+    )
     batch = OnlineFeatures(real, drafter.needs).batch(packed)
     assert (len(passes), sum(rows)) == (1, 0), "making features takes one pass and no logits"
     assert (batch.taps is None) == (not drafter.needs.taps)

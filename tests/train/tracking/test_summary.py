@@ -1,4 +1,5 @@
-"""What a training says about its cost: summary.json adds up, over sessions too; tau.png; the table, also of a stopped run."""
+"""What a training says about its cost: summary.json adds up, over sessions too; tau.png; the table,
+also of a stopped run."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_what_is_no_summary_is_refused(tmp_path: Path, content: str | None) -> N
         read_summary(tmp_path)
 
 
-def test_the_figures_of_a_training_add_up(micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_a_training_add_up(
+    micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     begun = time.perf_counter()
     manifest = train(out=tmp_path, **settings(micro))
     passed = time.perf_counter() - begun
@@ -87,15 +90,30 @@ def test_the_figures_of_a_training_add_up(micro: Path, tmp_path: Path, capsys: p
     assert read_summary(tmp_path).model_dump(mode="json") == found
     assert found["setup_seconds"] >= LOADING
     assert found["setup_seconds"] + found["wall_seconds"] <= passed
-    assert found["tokens"] == manifest["tokens"] == [line for line in lines if "loss" in line][-1]["tokens"] > 0
+    assert (
+        found["tokens"]
+        == manifest["tokens"]
+        == [line for line in lines if "loss" in line][-1]["tokens"]
+        > 0
+    )
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / manifest["seconds"])
-    assert (found["steps"], found["ended_by"]) == (manifest["steps"], manifest["ended_by"]) == (6, "steps")
+    assert (
+        (found["steps"], found["ended_by"])
+        == (manifest["steps"], manifest["ended_by"])
+        == (6, "steps")
+    )
     for part in ("target", "drafter", "update", "evaluation", "saving"):
         assert found["seconds"][part] > 0, part
     trained = found["wall_seconds"] - found["seconds"]["evaluation"] - found["seconds"]["saving"]
-    assert found["mfu"] == pytest.approx(found["flops"] / (trained * found["peak"]["tflops"] * 1e12))
-    assert re.search(r"measured: .* highest of ([2-9]|\d\d+) probes$", found["peak"]["source"])  # at the start and at the end
-    assert (found["energy_joules"], found["energy_source"]) == (None, "NVML tells of NVIDIA GPUs alone")
+    assert found["mfu"] == pytest.approx(
+        found["flops"] / (trained * found["peak"]["tflops"] * 1e12)
+    )
+    # at the start and at the end
+    assert re.search(r"measured: .* highest of ([2-9]|\d\d+) probes$", found["peak"]["source"])
+    assert (found["energy_joules"], found["energy_source"]) == (
+        None,
+        "NVML tells of NVIDIA GPUs alone",
+    )
     assert [(each["step"], each["tau"]) for each in found["taus"]] == [
         (line["step"], line["tau"]) for line in lines if "tau" in line
     ]
@@ -103,10 +121,13 @@ def test_the_figures_of_a_training_add_up(micro: Path, tmp_path: Path, capsys: p
     shown = capsys.readouterr().err
     assert f"{found['device_hours']:.4g} (1 x {found['device']['name']})" in shown
     assert f"{found['setup_seconds']:,.1f} s before the first step" in shown
-    assert re.search(r"^step 1/6: loss .* tokens/s .* memory", shown, re.MULTILINE)  # no terminal: plain lines
+    # no terminal: plain lines
+    assert re.search(r"^step 1/6: loss .* tokens/s .* memory", shown, re.MULTILINE)
 
 
-def test_the_plot_is_a_picture_and_is_there_only_where_tau_was_measured(micro: Path, tmp_path: Path) -> None:
+def test_the_plot_is_a_picture_and_is_there_only_where_tau_was_measured(
+    micro: Path, tmp_path: Path
+) -> None:
     train(out=tmp_path / "measured", **settings(micro, max_steps=2, eval_every=1, parity=False))
     plot = tmp_path / "measured" / PLOT_FILE
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -138,7 +159,8 @@ def test_a_stopped_run_leaves_its_summary_and_sessions_add_up(
     first, shown = summary_of(tmp_path), capsys.readouterr().err
     require_sums(first)
     assert (first["ended_by"], first["steps"], len(first["taus"])) == ("SIGTERM", 3, 1)
-    assert shown.index("state of step 3 saved") < shown.index("device-hours")  # what may be lost comes first
+    # what may be lost comes first
+    assert shown.index("state of step 3 saved") < shown.index("device-hours")
     assert (tmp_path / PLOT_FILE).is_file()
     snapshot = StateStore(tmp_path / setup.CHECKPOINTS, 2, join_world("cpu")).newest()
     assert snapshot is not None
@@ -149,11 +171,18 @@ def test_a_stopped_run_leaves_its_summary_and_sessions_add_up(
     whole = summary_of(tmp_path)
     require_sums(whole)
     assert (whole["ended_by"], whole["steps"]) == ("steps", 6)
-    tokens = {line["step"]: line["tokens"] for line in read_log(tmp_path / LOG_FILE) if "loss" in line}
-    assert (first["tokens"], whole["tokens"], manifest["tokens"]) == (tokens[3], tokens[6], tokens[6])
+    tokens = {
+        line["step"]: line["tokens"] for line in read_log(tmp_path / LOG_FILE) if "loss" in line
+    }
+    assert (first["tokens"], whole["tokens"], manifest["tokens"]) == (
+        tokens[3],
+        tokens[6],
+        tokens[6],
+    )
     assert whole["setup_seconds"] >= kept["setup"] + LOADING
     for part in PARTS:
         assert whole["seconds"][part] >= kept.get(part, 0.0)
     assert whole["seconds"]["drafter"] > kept["drafter"]
-    assert whole["flops"] == pytest.approx(2 * kept["flops"], rel=0.3)  # three steps each; rows differ in supervised tokens
+    # three steps each; rows differ in supervised tokens
+    assert whole["flops"] == pytest.approx(2 * kept["flops"], rel=0.3)
     assert [each["step"] for each in whole["taus"]] == [2, 4, 6]

@@ -145,7 +145,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_run_killed_before_its_first_save_is_the_same_weights_and_biases_run_again(
     tmp_path: Path,
 ) -> None:
-    # wandb's service of this process, where an earlier test has started it, would take the run for one that still goes on
+    # wandb's service of this process, where an earlier test has started it, would take the run for
+    # one that still goes on
     own = {name: value for name, value in environment().items() if "WANDB_SERVICE" not in name}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], env=own, capture_output=True, timeout=300

@@ -1,7 +1,9 @@
-"""Finds repeated and similar rows among any number of them, with memory for one part of the keys at a time.
+"""Finds repeated and similar rows among any number of them, with memory for one part of the keys at
+a time.
 
-Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each, chosen by the key's highest bits;
-equal keys so meet in one file, which is sorted alone. Signatures lie in one file by row. All is read and written in sequence.
+Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each,
+chosen by the key's highest bits; equal keys so meet in one file, which is sorted alone. Signatures
+lie in one file by row. All is read and written in sequence.
 """
 
 from __future__ import annotations
@@ -51,23 +53,30 @@ class KeyFiles:
                     file.write(part.tobytes())
 
     def forget_from(self, row: int) -> None:
-        """Drop everything of rows from `row` on: what an interrupted run wrote beyond its last complete block."""
+        """Drop everything of rows from `row` on: what an interrupted run wrote beyond its last
+        complete block."""
         for path in self.folder.glob("*.keys"):
             entries = np.fromfile(path, dtype=ENTRY, count=path.stat().st_size // ENTRY.itemsize)
             kept = entries[: int(np.searchsorted(entries["row"], row))]
             with path.open("r+b") as file:
                 file.truncate(len(kept) * ENTRY.itemsize)
 
-    def repeats(self, kind: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        """Per partition: rows whose key an earlier row has, the first such row, and the latest such row before it."""
+    def repeats(
+        self, kind: str
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        """Per partition: rows whose key an earlier row has, the first such row, and the latest such
+        row before it."""
         return [self._find_repeats(self._path(kind, partition)) for partition in range(PARTITIONS)]
 
-    def _find_repeats(self, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _find_repeats(
+        self, path: Path
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         none = np.zeros(0, dtype=np.int64)
         if not path.is_file():
             return none, none, none
         entries = np.fromfile(path, dtype=ENTRY)
-        entries = entries[np.argsort(entries["key"], kind="stable")]  # within a key, rows stay ascending
+        # within a key, rows stay ascending
+        entries = entries[np.argsort(entries["key"], kind="stable")]
         rows, keys = entries["row"].astype(np.int64), entries["key"]
         fresh = np.ones(len(keys), dtype=bool)
         fresh[1:] = keys[1:] != keys[:-1]
@@ -80,12 +89,18 @@ class KeyFiles:
 
 
 def judge(
-    keys: KeyFiles, signatures: Path | None, total: int, near_share: float, held_out: NDArray[np.int64]
+    keys: KeyFiles,
+    signatures: Path | None,
+    total: int,
+    near_share: float,
+    held_out: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
-    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other the first one is kept.
+    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other the first one
+    is kept.
 
-    signatures: the file with a MinHash signature per row, None where similar rows may stay. A similar row is compared with the
-    first and with the latest earlier row of each band that they share.
+    signatures: the file with a MinHash signature per row, None where similar rows may stay. A
+    similar row is compared with the first and with the latest earlier row of each band that they
+    share.
     """
     verdict = np.zeros(total, dtype=np.uint8)
     if signatures is not None:

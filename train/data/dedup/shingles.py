@@ -1,7 +1,9 @@
-"""Texts as sets of hashed shingles: runs of letters and digits, whatever the case, signs and spaces between them.
+"""Texts as sets of hashed shingles: runs of letters and digits, whatever the case, signs and spaces
+between them.
 
-All hashes of a text are computed together, with wrapping 64-bit arithmetic: with prefix sums S of byte_i * p^i, the run of w bytes
-from i has the hash (S[i+w] - S[i]) * p^-i, for p is odd and so has an inverse. They are the same on every machine.
+All hashes of a text are computed together, with wrapping 64-bit arithmetic: with prefix sums S of
+byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i, for p is odd and so has
+an inverse. They are the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ INVERSE = pow(PRIME, -1, 1 << 64)
 SIGNATURE = 64
 """MinHash values of a text."""
 BANDS = 16
-"""Texts that agree in one of so many bands of `SIGNATURE / BANDS` values are compared; above 0.75 hardly any pair escapes."""
+"""Texts that agree in one of so many bands of `SIGNATURE / BANDS` values are compared; above 0.75
+hardly any pair escapes."""
 WIDTH = 12
 """Bytes of a shingle for similarity."""
 LONGEST = 1 << 16
@@ -38,7 +41,8 @@ _powers: dict[int, Hashes] = {}
 
 
 def normalise(text: str) -> Bytes:
-    """Letters and digits of a text in one case, as UTF-8 bytes; compatible forms of a letter count as one."""
+    """Letters and digits of a text in one case, as UTF-8 bytes; compatible forms of a letter count
+    as one."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     content = np.frombuffer(folded.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     return content[_KEPT[content]]
@@ -50,7 +54,9 @@ def shingles(content: Bytes, width: int) -> Hashes:
     if count <= 0:
         return np.zeros(0, dtype=np.uint64)
     sums = np.zeros(len(content) + 1, dtype=np.uint64)
-    np.cumsum((content.astype(np.uint64) + np.uint64(1)) * _powers_of(PRIME, len(content)), out=sums[1:])
+    np.cumsum(
+        (content.astype(np.uint64) + np.uint64(1)) * _powers_of(PRIME, len(content)), out=sums[1:]
+    )
     return mix((sums[width:] - sums[:count]) * _powers_of(INVERSE, count))
 
 
@@ -60,8 +66,8 @@ def whole(content: Bytes) -> int:
 
 
 def signature(content: Bytes) -> NDArray[np.uint32]:
-    """MinHash values [SIGNATURE] of a text's shingles: two texts agree in about as large a share of them as they share shingles
-    (Broder, 1997). A text shorter than a shingle counts as one."""
+    """MinHash values [SIGNATURE] of a text's shingles: two texts agree in about as large a share of
+    them as they share shingles (Broder, 1997). A text shorter than a shingle counts as one."""
     hashes = np.unique(shingles(content[:LONGEST], WIDTH))
     if not len(hashes):
         hashes = np.array([whole(content)], dtype=np.uint64)
@@ -74,7 +80,8 @@ def signature(content: Bytes) -> NDArray[np.uint32]:
 
 
 def band_keys(signatures: NDArray[np.uint32]) -> Hashes:
-    """Keys [n, BANDS] of signatures [n, SIGNATURE]: equal where a band agrees, different for different bands."""
+    """Keys [n, BANDS] of signatures [n, SIGNATURE]: equal where a band agrees, different for
+    different bands."""
     bands = signatures.reshape(len(signatures), BANDS, -1).astype(np.uint64)
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
     for place in range(bands.shape[2]):

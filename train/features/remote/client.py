@@ -1,4 +1,5 @@
-"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere when one fails."""
+"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere when one
+fails."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
-from train.features.remote.wire import ASK_HEADER, FORMAT, KEY_HEADER, Ask, ServerIdentity, key_of, pack_rows
+from train.features.remote.wire import (
+    ASK_HEADER,
+    FORMAT,
+    KEY_HEADER,
+    Ask,
+    ServerIdentity,
+    key_of,
+    pack_rows,
+)
 from train.features.store.batches import Content, Form
 from train.features.store.layout import things_of
 
@@ -37,14 +46,20 @@ class FailureError(Exception):
 
 
 class RemoteClient:
-    """Features from the servers of `config`, for a training with `needs`; safe to use from several threads.
+    """Features from the servers of `config`, for a training with `needs`; safe to use from several
+    threads.
 
-    Asks every server who it is first. Raises `UserError` when none answers, or when one runs another target, tokenizer or
-    precision.
+    Asks every server who it is first. Raises `UserError` when none answers, or when one runs
+    another target, tokenizer or precision.
     """
 
     def __init__(
-        self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec, form: Form
+        self,
+        config: FeaturesConfig,
+        info: TargetInfo,
+        precision: str,
+        needs: FeatureSpec,
+        form: Form,
     ) -> None:
         self.config, self.info, self.precision = config, info, precision
         self.servers = [split_address(text) for text in config.servers]
@@ -53,7 +68,11 @@ class RemoteClient:
         token = os.environ.get(config.token_variable, "")
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
-        self._turn, self._lock, self._stopped = itertools.count(), threading.Lock(), threading.Event()
+        self._turn, self._lock, self._stopped = (
+            itertools.count(),
+            threading.Lock(),
+            threading.Event(),
+        )
         self._greet()
 
     def _greet(self) -> None:
@@ -61,14 +80,15 @@ class RemoteClient:
         silent = []
         for server in self.servers:
             try:
-                self._require_same(server, json.loads(self._request(server, "GET", "/identity", None)))
+                self._require_same(
+                    server, json.loads(self._request(server, "GET", "/identity", None))
+                )
             except (FailureError, ValueError) as failure:
                 silent.append(f"http://{server[0]}:{server[1]}: {failure}")
         if len(silent) == len(self.servers):
             raise UserError(
-                f"no feature server answers ({'; '.join(silent)}). Start one with `headstart features features.serve=true`, "
-                "and name it "
-                "in features.servers."
+                f"no feature server answers ({'; '.join(silent)}). Start one with `headstart "
+                "features features.serve=true`, and name it in features.servers."
             )
         for line in silent:
             logger.warning("a feature server does not answer and is left out for now: %s", line)
@@ -85,13 +105,14 @@ class RemoteClient:
         for name, mine, other in pairs:
             if mine != other:
                 raise UserError(
-                    f"the feature server http://{server[0]}:{server[1]} does not fit this training: its {name} is {other}, but "
-                    f"{mine} "
-                    "is needed. Start it with the training's target and engine.precision."
+                    f"the feature server http://{server[0]}:{server[1]} does not fit this "
+                    f"training: its {name} is {other}, but {mine} is needed. Start it with the "
+                    "training's target and engine.precision."
                 )
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The features of a batch, tried with one server after another; raises `UserError` naming those that failed."""
+        """The features of a batch, tried with one server after another; raises `UserError` naming
+        those that failed."""
         body = pack_rows(packed)
         failures: dict[str, str] = {}
         for attempt in range(self.config.retries + 1):
@@ -108,17 +129,20 @@ class RemoteClient:
                 raise CancelledError
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise UserError(
-            f"no features after {self.config.retries + 1} attempts ({reasons}). Look at these servers, or raise "
-            "features.timeout_seconds and "
-            "features.retries; this command continues from its last saved state."
+            f"no features after {self.config.retries + 1} attempts ({reasons}). Look at these "
+            "servers, or raise features.timeout_seconds and features.retries; this command "
+            "continues from its last saved state."
         )
 
     def stop(self) -> None:
         """Try nothing again."""
         self._stopped.set()
 
-    def _request(self, server: tuple[str, int], method: str, path: str, body: bytes | None) -> bytes:
-        """One request's answer; raises `FailureError` when it may be tried again, `UserError` when that would not help."""
+    def _request(
+        self, server: tuple[str, int], method: str, path: str, body: bytes | None
+    ) -> bytes:
+        """One request's answer; raises `FailureError` when it may be tried again, `UserError` when
+        that would not help."""
         host, port = server
         connection = http.client.HTTPConnection(host, port, timeout=self.config.timeout_seconds)
         try:
@@ -136,7 +160,11 @@ class RemoteClient:
         sentence = error_of(content)
         if answer.status >= http.client.INTERNAL_SERVER_ERROR:
             raise FailureError(f"status {answer.status}, {sentence}")
-        hint = f" Set {self.config.token_variable}." if answer.status == http.client.UNAUTHORIZED else ""
+        hint = (
+            f" Set {self.config.token_variable}."
+            if answer.status == http.client.UNAUTHORIZED
+            else ""
+        )
         raise UserError(f"the feature server http://{host}:{port} refuses: {sentence}{hint}")
 
 
@@ -157,6 +185,7 @@ def split_address(text: str) -> tuple[str, int]:
         host, port = None, None
     if not host or not port or parts.scheme != "http" or parts.path not in ("", "/"):
         raise UserError(
-            f"features.servers: '{text}' is not an address like http://10.0.0.5:8765. For https put a proxy in front of the server."
+            f"features.servers: '{text}' is not an address like http://10.0.0.5:8765. For https "
+            "put a proxy in front of the server."
         )
     return host, port

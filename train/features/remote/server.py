@@ -1,7 +1,9 @@
-"""A feature server: the frozen target behind HTTP, for trainings that run elsewhere (`headstart features features.serve=true`).
+"""A feature server: the frozen target behind HTTP, for trainings that run elsewhere (`headstart
+features features.serve=true`).
 
-It listens on this machine alone unless told otherwise, and then insists on a token. Requests queue for the one target; a request
-that cannot be served is answered with a sentence, and the server goes on.
+It listens on this machine alone unless told otherwise, and then insists on a token. Requests queue
+for the one target; a request that cannot be served is answered with a sentence, and the server goes
+on.
 """
 
 from __future__ import annotations
@@ -38,20 +40,24 @@ IDLE_SECONDS = 60.0
 
 
 class FeatureServer(ThreadingHTTPServer):
-    """Serves `target` on host:port (0: any free port, see `server_address`). dtype: of the features, as in engine.precision.
+    """Serves `target` on host:port (0: any free port, see `server_address`). dtype: of the
+    features, as in engine.precision.
 
-    token: what requests must carry as `Authorization: Bearer <token>`; empty: nothing. Raises `UserError` for an address that
-    cannot be listened on, and for one that others reach without a token.
+    token: what requests must carry as `Authorization: Bearer <token>`; empty: nothing. Raises
+    `UserError` for an address that cannot be listened on, and for one that others reach without a
+    token.
     """
 
     daemon_threads = True
 
-    def __init__(self, target: DescribedTarget, dtype: torch.dtype, host: str, port: int, token: str = "") -> None:
+    def __init__(
+        self, target: DescribedTarget, dtype: torch.dtype, host: str, port: int, token: str = ""
+    ) -> None:
         if host not in LOOPBACK and not token:
             raise UserError(
-                f"features.host '{host}' can be reached by other machines, but no token is set: anybody could use this target. "
-                "Put a "
-                "secret into the environment variable named by features.token_variable, here and where the trainings run."
+                f"features.host '{host}' can be reached by other machines, but no token is set: "
+                "anybody could use this target. Put a secret into the environment variable named "
+                "by features.token_variable, here and where the trainings run."
             )
         self.target, self.dtype, self.token = target, dtype, token
         self.precision = precision_of(dtype, target.dtype)
@@ -62,8 +68,8 @@ class FeatureServer(ThreadingHTTPServer):
             super().__init__((host, port), Handler)
         except OSError as error:
             raise UserError(
-                f"cannot listen on {host}:{port} ({error.strerror or error}). Set features.host and features.port; port 0 "
-                "takes any."
+                f"cannot listen on {host}:{port} ({error.strerror or error}). Set features.host "
+                "and features.port; port 0 takes any."
             ) from error
 
     @property
@@ -75,7 +81,9 @@ class FeatureServer(ThreadingHTTPServer):
     def compute(self, body: bytes, ask: Ask) -> bytes:
         """The answer to a request; raises `UserError` for rows that the target cannot read."""
         packed = unpack_rows(body, self.target.info)
-        form = Form(ask.format, self.target.info.hidden_size, self.target.info.vocab_size, ask.top_logits)
+        form = Form(
+            ask.format, self.target.info.hidden_size, self.target.info.vocab_size, ask.top_logits
+        )
         online = OnlineFeatures(self.target, ask.needs, self.dtype)
         with self._one_at_a_time:
             content = to_cpu(encode_batch(online.batch(packed), ask.taps, form, online.logits))
@@ -115,7 +123,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.headers.get(KEY_HEADER) != self.server.key:
             info = self.server.target.info
             self._refuse(
-                409, f"this server runs '{info.id}', revision {info.revision}, in {self.server.precision}: not what was asked for."
+                409,
+                f"this server runs '{info.id}', revision {info.revision}, in "
+                f"{self.server.precision}: not what was asked for.",
             )
         else:
             self._features(body)
@@ -126,16 +136,23 @@ class Handler(BaseHTTPRequestHandler):
             answer = self.server.compute(body, ask)
         except UserError as error:
             self._refuse(400, str(error))
-        except (RuntimeError, MemoryError) as error:  # out of memory, a lost device: the next request may go well
+        # out of memory, a lost device: the next request may go well
+        except (RuntimeError, MemoryError) as error:
             logger.warning("a request failed: %s", error)
-            self._refuse(500, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+            self._refuse(
+                500,
+                f"{type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else 'no message'}",
+            )
         else:
             self._answer(200, answer, "application/octet-stream")
 
     def _authorise(self) -> bool:
         """Whether the request carries the token; answers it otherwise."""
         given = self.headers.get("Authorization", "").encode()
-        if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+        if self.server.token and not hmac.compare_digest(
+            given, f"Bearer {self.server.token}".encode()
+        ):
             self._refuse(401, "the token is missing or wrong.")
             return False
         return True

@@ -1,12 +1,13 @@
 """What trainers and feature servers say to each other over HTTP.
 
     GET  /identity   -> JSON: `format`, `target` (facts), `precision`, `key`
-    POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key` and, as JSON, what is asked for
-                     -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a store's shard
-                     -> or JSON `error` with a status of 400 and above
+    POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key`
+                     and, as JSON, what is asked for
+                     -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a
+                     store's shard -> or JSON `error` with a status of 400 and above
 
-`key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted with another target refuses.
-Nothing is pickled, and every answer has its length in front.
+`key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted
+with another target refuses. Nothing is pickled, and every answer has its length in front.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ class Ask:
     def to_json(self) -> str:
         """One line."""
         return json.dumps(
-            {"taps": self.taps, "last_hidden": self.last_hidden, "format": self.format, "top_logits": self.top_logits}
+            {
+                "taps": self.taps,
+                "last_hidden": self.last_hidden,
+                "format": self.format,
+                "top_logits": self.top_logits,
+            }
         )
 
     @classmethod
     def from_json(cls, text: str, info: TargetInfo) -> Ask:
-        """Read what came over the wire; raises `UserError` for anything that this target cannot give."""
+        """Read what came over the wire; raises `UserError` for anything that this target cannot
+        give."""
         try:
             content = json.loads(text)
             ask = cls(
@@ -67,13 +74,17 @@ class Ask:
         check_format(ask.format)
         ask.needs.check(info.num_layers)
         if not 0 <= ask.top_logits < info.vocab_size:
-            raise UserError(f"top_logits {ask.top_logits} must lie between 0 and {info.vocab_size - 1}.")
+            raise UserError(
+                f"top_logits {ask.top_logits} must lie between 0 and {info.vocab_size - 1}."
+            )
         return ask
 
 
 def key_of(info: TargetInfo, precision: str) -> str:
     """What two ends must agree on."""
-    text = json.dumps([FORMAT, info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision])
+    text = json.dumps(
+        [FORMAT, info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -88,12 +99,20 @@ class ServerIdentity(TypedDict):
 
 def identity(info: TargetInfo, precision: str) -> ServerIdentity:
     """What a server says of itself."""
-    return {"format": FORMAT, "target": info.to_dict(), "precision": precision, "key": key_of(info, precision)}
+    return {
+        "format": FORMAT,
+        "target": info.to_dict(),
+        "precision": precision,
+        "key": key_of(info, precision),
+    }
 
 
 def pack_rows(packed: PackedBatch) -> bytes:
     """The rows of a request."""
-    parts = {name: getattr(packed, name).to(torch.int32).contiguous() for name in ("tokens", "positions", "segments")}
+    parts = {
+        name: getattr(packed, name).to(torch.int32).contiguous()
+        for name in ("tokens", "positions", "segments")
+    }
     return save(parts)
 
 
@@ -105,14 +124,27 @@ def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"the request holds no rows ({error}).") from error
     shapes = {tuple(part.shape) for part in (tokens, positions, segments)}
-    if len(shapes) != 1 or tokens.dim() != 2 or not tokens.numel() or any(p.dtype != torch.int32 for p in parts.values()):
-        raise UserError("tokens, positions and segments must be int32 of one shape [rows, positions].")
+    if (
+        len(shapes) != 1
+        or tokens.dim() != 2
+        or not tokens.numel()
+        or any(p.dtype != torch.int32 for p in parts.values())
+    ):
+        raise UserError(
+            "tokens, positions and segments must be int32 of one shape [rows, positions]."
+        )
     if int(tokens.min()) < 0 or int(tokens.max()) >= info.vocab_size:
-        raise UserError(f"token ids must lie in 0..{info.vocab_size - 1}, the vocabulary of '{info.id}'.")
+        raise UserError(
+            f"token ids must lie in 0..{info.vocab_size - 1}, the vocabulary of '{info.id}'."
+        )
     limit = info.max_position_embeddings
     if int(positions.min()) < 0 or int(positions.max()) >= limit:
         raise UserError(f"positions must lie in 0..{limit - 1}, which is what '{info.id}' takes.")
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
     return PackedBatch(
-        tokens.long(), positions.long(), segments, nothing, torch.zeros(tokens.shape[0], dtype=torch.int64)
+        tokens.long(),
+        positions.long(),
+        segments,
+        nothing,
+        torch.zeros(tokens.shape[0], dtype=torch.int64),
     )

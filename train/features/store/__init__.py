@@ -1,1 +1,2 @@
-"""Features of the target on disk: written once by `headstart features`, read by every training on the same answers."""
+"""Features of the target on disk: written once by `headstart features`, read by every training on
+the same answers."""

@@ -1,14 +1,17 @@
-"""A training batch taken apart into what is stored or sent, and put together again on the trainer's device.
+"""A training batch taken apart into what is stored or sent, and put together again on the trainer's
+device.
 
-What is stored or sent is `{thing: {part: tensor}}` over the N tokens of the rows that are not padding. Padding's features
-are zeros, which nothing reads.
+What is stored or sent is `{thing: {part: tensor}}` over the N tokens of the rows that are not
+padding. Padding's features are zeros, which nothing reads.
 
-Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits. They take the place of the
-last hidden state, for kinds that read it only to compute the target's distribution: what such a kind picks out of
-`TrainBatch.last_hidden` and hands to `target_logits` is then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens
-is spread evenly over the rest.
+Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits.
+They take the place of the last hidden state, for kinds that read it only to compute the target's
+distribution: what such a kind picks out of `TrainBatch.last_hidden` and hands to `target_logits` is
+then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly over the
+rest.
 
-Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M selected positions.
+Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M
+selected positions.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ LOGIT_ROWS = 1024
 
 @dataclass(frozen=True)
 class Form:
-    """How features are stored or sent. hidden: H; vocab_size: V; top_logits: k, 0 for the last hidden state itself."""
+    """How features are stored or sent. hidden: H; vocab_size: V; top_logits: k, 0 for the last
+    hidden state itself."""
 
     fmt: str
     hidden: int
@@ -85,13 +89,15 @@ def require_finite(name: str, values: Tensor) -> None:
     """Raise `UserError` when the target gave something that is not a number."""
     if not bool(torch.isfinite(values).all()):
         raise UserError(
-            f"the target's {name} holds values that are not finite numbers, so its features cannot be stored. Run it in another "
-            "precision (target.dtype, engine.precision); float16 overflows for some targets."
+            f"the target's {name} holds values that are not finite numbers, so its features "
+            "cannot be stored. Run it in another precision (target.dtype, engine.precision); "
+            "float16 overflows for some targets."
         )
 
 
 def top_of(hidden: Tensor, count: int, logits: Logits) -> dict[str, Tensor]:
-    """hidden [N, H] -> values [N, k] float16 log-probabilities in falling order, ids [N, k] int32, logsumexp [N] float32."""
+    """hidden [N, H] -> values [N, k] float16 log-probabilities in falling order, ids [N, k] int32,
+    logsumexp [N] float32."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in hidden.split(LOGIT_ROWS):
         found = logits(rows).float()
@@ -111,7 +117,8 @@ def decode_batch(
     dtype: torch.dtype,
     logits: Logits,
 ) -> TrainBatch:
-    """`packed` on `device` with the features in `content` (CPU or device), as `OnlineFeatures.batch` gives them."""
+    """`packed` on `device` with the features in `content` (CPU or device), as
+    `OnlineFeatures.batch` gives them."""
     batch = batch_on(packed, device)
     places = real_places(packed).to(device)
 
@@ -136,7 +143,8 @@ def decode_batch(
 
 
 def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
-    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp, in the place of the last hidden state."""
+    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp, in the place
+    of the last hidden state."""
     device = places.device
     values, ids, total = (parts[name].to(device).float() for name in ("values", "ids", "logsumexp"))
     full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=device)
@@ -151,8 +159,8 @@ def top_word(form: Form) -> Logits:
     def word(rows: Tensor) -> Tensor:
         if rows.shape[-1] != 2 * count + 1:
             raise UserError(
-                "this kind computes with the target's last hidden state itself, but the features hold its largest logits instead. "
-                "Set features.top_logits=0."
+                "this kind computes with the target's last hidden state itself, but the features "
+                "hold its largest logits instead. Set features.top_logits=0."
             )
         values, ids, total = rows[..., :count], rows[..., count : 2 * count].long(), rows[..., -1:]
         left = (1.0 - values.exp().sum(-1, keepdim=True)).clamp_min(1e-6)

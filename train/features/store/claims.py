@@ -1,9 +1,11 @@
-"""Several writers, one store: each says in a file which shard it is writing, so that the others take another one.
+"""Several writers, one store: each says in a file which shard it is writing, so that the others
+take another one.
 
-A claim without a sign of life is taken over; its writer's process may be gone, or its machine. Claims are taken, taken over and
-given up by one writer at a time, so that of many that find the same dead claim one gets it. A claim is a courtesy all the same: if
-two writers ever do the same shard (a machine that was thought gone comes back, a file system whose locks end at the machine), both
-write the same bytes, whole, under the same name.
+A claim without a sign of life is taken over; its writer's process may be gone, or its machine.
+Claims are taken, taken over and given up by one writer at a time, so that of many that find the
+same dead claim one gets it. A claim is a courtesy all the same: if two writers ever do the same
+shard (a machine that was thought gone comes back, a file system whose locks end at the machine),
+both write the same bytes, whole, under the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from inference.manifest import STALE_SECONDS, alive
 class Claim:
     """Who says to be writing: host and process, and the seconds since its last sign of life.
 
-    A claim that was not renewed for `STALE_SECONDS` is taken over; that of a process of this machine which has ended, at once.
+    A claim that was not renewed for `STALE_SECONDS` is taken over; that of a process of this
+    machine which has ended, at once.
     """
 
     host: str
@@ -56,7 +59,8 @@ class Claims:
         return self.folder / f"{name}.json"
 
     def take(self, name: str) -> bool:
-        """Claim `name`; False when another writer that is alive has it. Raises `UserError` when the disk refuses the claim."""
+        """Claim `name`; False when another writer that is alive has it. Raises `UserError` when the
+        disk refuses the claim."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.store):
             if self.path(name).exists():
@@ -67,16 +71,20 @@ class Claims:
             return self._create(name)
 
     def _create(self, name: str) -> bool:
-        """Write the claim; False when another machine was faster, where its locks do not reach this one."""
+        """Write the claim; False when another machine was faster, where its locks do not reach this
+        one."""
         token = secrets.token_hex(8)
-        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token}).encode()
+        content = json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+        ).encode()
         try:
             with self.path(name).open("xb") as file:
                 file.write(content)
         except FileExistsError:
             return False
         except OSError as error:
-            self.path(name).unlink(missing_ok=True)  # half of a claim would be respected as a living writer's
+            # half of a claim would be respected as a living writer's
+            self.path(name).unlink(missing_ok=True)
             raise disk_error(self.store, error) from error
         self._own[name] = token
         return True
@@ -95,7 +103,8 @@ class Claims:
                 self.path(name).unlink()
 
     def read(self, name: str) -> Claim | None:
-        """Who holds the claim; None when nobody does, or when it was left half written by a kill long ago."""
+        """Who holds the claim; None when nobody does, or when it was left half written by a kill
+        long ago."""
         path = self.path(name)
         try:
             age = max(0.0, time.time() - path.stat().st_mtime)
@@ -114,7 +123,8 @@ class Claims:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone for a moment; waits for whoever holds it. The system releases it when the process ends."""
+    """Hold the folder alone for a moment; waits for whoever holds it. The system releases it when
+    the process ends."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,6 +136,6 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def disk_error(folder: Path, error: Exception) -> UserError:
     """The error for a write that the disk refused."""
     return UserError(
-        f"the feature store in '{folder}' cannot be written: {error}. What was written is kept: make room, then run the same "
-        "command again; it continues."
+        f"the feature store in '{folder}' cannot be written: {error}. What was written is kept: "
+        "make room, then run the same command again; it continues."
     )

@@ -1,7 +1,9 @@
-"""Stored states and back: bf16, fp32, and three compressed formats with a scale per state or per group.
+"""Stored states and back: bf16, fp32, and three compressed formats with a scale per state or per
+group.
 
-A state is one token's H values of one tap, or its last hidden state. Scales are bfloat16, which holds any size of states; they
-are rounded before the values are divided by them, so that the rounding of a scale adds no error of its own.
+A state is one token's H values of one tap, or its last hidden state. Scales are bfloat16, which
+holds any size of states; they are rounded before the values are divided by them, so that the
+rounding of a scale adds no error of its own.
 
 Legend: N tokens, H hidden, G groups of `size.GROUP` values.
 """
@@ -19,11 +21,13 @@ from train.features.store.size import GROUP, check_format
 FP8 = torch.float8_e4m3fn
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127.0, 7.0
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""int4: shares of a group's largest value that are tried as its end of scale; the one with the least squared error is kept."""
+"""int4: shares of a group's largest value that are tried as its end of scale; the one with the
+least squared error is kept."""
 
 
 def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
-    """The tensors of a format: dtype and values per state of each; 0 stands for one number without a dimension."""
+    """The tensors of a format: dtype and values per state of each; 0 stands for one number without
+    a dimension."""
     check_format(fmt)
     groups = -(-hidden // GROUP)
     return {
@@ -36,10 +40,13 @@ def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
-    """states [N, H] -> the tensors that are stored: `values`, and `scales` where the format has them. On the states' device."""
+    """states [N, H] -> the tensors that are stored: `values`, and `scales` where the format has
+    them. On the states' device."""
     check_format(fmt)
     if fmt in ("fp32", "bf16"):
-        return {"values": states.to(torch.float32 if fmt == "fp32" else torch.bfloat16).contiguous()}
+        return {
+            "values": states.to(torch.float32 if fmt == "fp32" else torch.bfloat16).contiguous()
+        }
     exact = states.float()
     if fmt == "int4":
         return _encode_int4(exact)
@@ -64,13 +71,15 @@ def decode(stored: Mapping[str, Tensor], fmt: str, hidden: int, dtype: torch.dty
 
 
 def _scale(values: Tensor, largest: float) -> Tensor:
-    """bfloat16 scales over the last dimension that take `largest` to the largest value; 1 where all values are 0."""
+    """bfloat16 scales over the last dimension that take `largest` to the largest value; 1 where all
+    values are 0."""
     peak = values.abs().amax(-1)
     return torch.where(peak > 0, peak / largest, torch.ones_like(peak)).to(torch.bfloat16)
 
 
 def _encode_int4(exact: Tensor) -> dict[str, Tensor]:
-    """Two values a byte (the first in the low half), one scale per group, chosen for the least squared error."""
+    """Two values a byte (the first in the low half), one scale per group, chosen for the least
+    squared error."""
     padded = fn.pad(exact, (0, -exact.shape[1] % GROUP))
     groups = padded.unflatten(1, (-1, GROUP))  # [N, G, GROUP]
     best = groups.new_full(groups.shape[:2], float("inf"))

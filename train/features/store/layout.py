@@ -1,14 +1,18 @@
 """What lies in a store's folder, and whose features these are.
 
-    store.json                    what is stored, for which answers and target, and how many shards there will be
-    shards/rows-00012.safetensors one tensor per stored thing: `tap.3.values`, `tap.3.scales`, `last_hidden.values`, ..., over the
+    store.json                    what is stored, for which answers and target, and how many shards
+                                  there will be
+    shards/rows-00012.safetensors one tensor per stored thing: `tap.3.values`, `tap.3.scales`,
+    `last_hidden.values`, ..., over the
                                   tokens of its rows, one after another, padding left out
-    index/rows-00012.json         written after its shard: size, SHA-256, and per row its digest and how many tokens it has
+    index/rows-00012.json         written after its shard: size, SHA-256, and per row its digest and
+                                  how many tokens it has
     claims/rows-00012.json        who is writing a shard now
     manifest.json                 written last
 
-A row is found by the digest of what the target reads (tokens, positions, segments), not by its number: a store can never hand out
-the features of another text, and training may deal rows in any order.
+A row is found by the digest of what the target reads (tokens, positions, segments), not by its
+number: a store can never hand out the features of another text, and training may deal rows in any
+order.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ COMPARED = {
 class Identity:
     """Whose features a store holds, and in which form.
 
-    answers: SHA-256 of the answers' manifest. revision, tokenizer_hash: the target's. precision: in which the target ran
-    (`precision_of`). taps, last_hidden: what is stored; with top_logits the k largest logits stand in for the last hidden state.
+    answers: SHA-256 of the answers' manifest. revision, tokenizer_hash: the target's. precision: in
+    which the target ran (`precision_of`). taps, last_hidden: what is stored; with top_logits the k
+    largest logits stand in for the last hidden state.
     """
 
     answers: str
@@ -64,12 +69,14 @@ class Identity:
     last_hidden: bool
 
     def things(self) -> list[str]:
-        """Names of what is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""
+        """Names of what is stored of a token: `tap.L` in ascending order, then `last_hidden` or
+        `top`."""
         names = [f"tap.{tap}" for tap in self.taps]
         return names + ([TOP] if self.top_logits else [LAST] if self.last_hidden else [])
 
     def differences(self, wanted: Identity) -> list[str]:
-        """In words, how the store differs from what is wanted; features beyond those wanted are no difference."""
+        """In words, how the store differs from what is wanted; features beyond those wanted are no
+        difference."""
         mine, theirs = asdict(self), asdict(wanted)
         found = [
             f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
@@ -86,7 +93,13 @@ def precision_of(features: torch.dtype, target: torch.dtype) -> str:
 
 
 def identity_of(
-    needs: FeatureSpec, info: TargetInfo, answers: str, length: int, precision: str, fmt: str, top_logits: int
+    needs: FeatureSpec,
+    info: TargetInfo,
+    answers: str,
+    length: int,
+    precision: str,
+    fmt: str,
+    top_logits: int,
 ) -> Identity:
     """The identity of a store that serves `needs`."""
     return Identity(
@@ -129,8 +142,9 @@ def read_plan(folder: Path) -> StorePlan:
     path = folder / STORE_FILE
     if not path.is_file():
         raise UserError(
-            f"there is no feature store in '{folder}'. Write one with `headstart features` and the same settings; training can "
-            "begin as soon as that has begun. Or set features.mode=online, or features.path to another folder."
+            f"there is no feature store in '{folder}'. Write one with `headstart features` and "
+            "the same settings; training can begin as soon as that has begun. Or set "
+            "features.mode=online, or features.path to another folder."
         )
     content = read_json(path)
     try:
@@ -139,7 +153,8 @@ def read_plan(folder: Path) -> StorePlan:
         return TypeAdapter(StorePlan).validate_python(content)
     except ValueError as error:
         raise UserError(
-            f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run `headstart features` again."
+            f"'{path}' is not a store's description of format {FORMAT}. Delete '{folder}' and run "
+            "`headstart features` again."
         ) from error
 
 
@@ -203,9 +218,14 @@ def index_path(folder: Path, shard: int) -> Path:
 
 def row_digests(packed: PackedBatch) -> list[str]:
     """Per row of a batch on the CPU, the digest of what the target reads: 32 hexadecimal digits."""
-    parts = [part.to(torch.int32).numpy() for part in (packed.tokens, packed.positions, packed.segments)]
+    parts = [
+        part.to(torch.int32).numpy() for part in (packed.tokens, packed.positions, packed.segments)
+    ]
     stacked = np.stack(parts, 1)  # [b, 3, T]
-    return [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).hexdigest() for row in stacked]
+    return [
+        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).hexdigest()
+        for row in stacked
+    ]
 
 
 def real_places(packed: PackedBatch) -> Tensor:
@@ -215,7 +235,11 @@ def real_places(packed: PackedBatch) -> Tensor:
 
 def tensors_of(content: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """`{thing: {part: tensor}}` under flat names, as safetensors takes it."""
-    return {f"{thing}.{part}": tensor for thing, parts in content.items() for part, tensor in parts.items()}
+    return {
+        f"{thing}.{part}": tensor
+        for thing, parts in content.items()
+        for part, tensor in parts.items()
+    }
 
 
 def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

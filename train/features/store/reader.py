@@ -1,10 +1,12 @@
-"""Reading a store: rows by what the target read, checked on first sight, also while the store is still being written.
+"""Reading a store: rows by what the target read, checked on first sight, also while the store is
+still being written.
 
-Shards are memory-mapped and a row's tokens are cut out of them: no shard is ever held whole. Of a shard that serves several
-kinds only the tensors that this training needs are touched. Each shard's SHA-256 is compared once per process, when it is first
-opened.
+Shards are memory-mapped and a row's tokens are cut out of them: no shard is ever held whole. Of a
+shard that serves several kinds only the tensors that this training needs are touched. Each shard's
+SHA-256 is compared once per process, when it is first opened.
 
-A row that is not there yet is waited for, as long as the writers make progress; the error at the end names them.
+A row that is not there yet is waited for, as long as the writers make progress; the error at the
+end names them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 OPEN_SHARDS = 64
 POLL_SECONDS, NOTICE_SECONDS = 0.25, 60.0
-REMEDY = "Delete it and run `headstart features` with the same settings: it writes only what is missing."
+REMEDY = (
+    "Delete it and run `headstart features` with the same settings: it writes only what is missing."
+)
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,27 @@ class Place:
 class StoreReader:
     """A store opened for reading. Safe to use from several threads.
 
-    wanted: whose features are expected; things: which of them are read (`Identity.things` of the training). wait_seconds: how long
-    a row is waited for without any progress of the writers. say: called with a line about waiting. Raises `UserError` when the store is of
-    other answers, another target or another form.
+    wanted: whose features are expected; things: which of them are read (`Identity.things` of the
+    training). wait_seconds: how long a row is waited for without any progress of the writers. say:
+    called with a line about waiting. Raises `UserError` when the store is of other answers, another
+    target or another form.
     """
 
     def __init__(
-        self, folder: Path, wanted: Identity, wait_seconds: float, say: Callable[[str], None] = logger.warning
+        self,
+        folder: Path,
+        wanted: Identity,
+        wait_seconds: float,
+        say: Callable[[str], None] = logger.warning,
     ) -> None:
         self.folder, self.wait_seconds, self.say = folder, wait_seconds, say
         self.plan = read_plan(folder)
         differences = self.plan.identity.differences(wanted)
         if differences:
             raise UserError(
-                f"the feature store in '{folder}' does not fit this training: {'; '.join(differences)}. Write one with "
-                "`headstart features` and the training's settings, or set features.path to the right folder."
+                f"the feature store in '{folder}' does not fit this training: "
+                f"{'; '.join(differences)}. Write one with `headstart features` and the "
+                "training's settings, or set features.path to the right folder."
             )
         self.things = wanted.things()
         self._lock, self._stopped = threading.RLock(), threading.Event()
@@ -100,7 +110,8 @@ class StoreReader:
         return found
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """The stored tensors of a batch's tokens, one row behind the other, as `encode_batch` made them."""
+        """The stored tensors of a batch's tokens, one row behind the other, as `encode_batch` made
+        them."""
         with self._lock:
             rows = [self.read(self.find(digest)) for digest in row_digests(packed)]
         return join_rows(rows)
@@ -111,7 +122,8 @@ class StoreReader:
         return place if place is not None else self._await(digest)
 
     def _await(self, digest: str) -> Place:
-        """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved for `wait_seconds`."""
+        """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved
+        for `wait_seconds`."""
         claims = Claims(self.folder)
         moved = noticed = time.monotonic()
         signs: dict[str, float] = {}
@@ -121,8 +133,9 @@ class StoreReader:
                 return self._places[digest]
             if self.complete:
                 raise UserError(
-                    f"a row of this training is not in the feature store '{self.folder}': its documents were packed "
-                    "differently. Delete the folder and run `headstart features` with the settings of the training."
+                    f"a row of this training is not in the feature store '{self.folder}': its "
+                    "documents were packed differently. Delete the folder and run `headstart "
+                    "features` with the settings of the training."
                 )
             now = time.monotonic()
             writing = {name: claim for name, claim in claims.all().items() if not claim.stale}
@@ -134,7 +147,8 @@ class StoreReader:
                 raise self._late(writing)
             if now - noticed > NOTICE_SECONDS or noticed == moved:
                 self.say(
-                    f"waiting for features: {len(self._indexed)} of {self.plan.shards} shards are written in '{self.folder}'"
+                    f"waiting for features: {len(self._indexed)} of {self.plan.shards} shards are "
+                    f"written in '{self.folder}'"
                 )
                 noticed = now
             if self._stopped.wait(POLL_SECONDS):
@@ -146,9 +160,9 @@ class StoreReader:
         state = f"{len(self._indexed)} of {self.plan.shards} shards are written"
         said = f"its writers have made no progress ({who})" if who else "nobody is writing it"
         return UserError(
-            f"a row of this training is not yet in the feature store '{self.folder}' ({state}), and for "
-            f"{self.wait_seconds:.0f} s {said}. "
-            "Start `headstart features` with the same settings, which continues the store, and this command again; or raise "
+            f"a row of this training is not yet in the feature store '{self.folder}' ({state}), "
+            f"and for {self.wait_seconds:.0f} s {said}. Start `headstart features` with the same "
+            "settings, which continues the store, and this command again; or raise "
             "features.wait_seconds."
         )
 
@@ -160,9 +174,13 @@ class StoreReader:
             for name in handle.keys():  # noqa: SIM118 - not a dictionary
                 thing, part = name.rsplit(".", 1)
                 if thing in self.things:
-                    found.setdefault(thing, {})[part] = handle.get_slice(name)[place.start : place.stop]
+                    found.setdefault(thing, {})[part] = handle.get_slice(name)[
+                        place.start : place.stop
+                    ]
         except SafetensorError as error:
-            raise damaged(shard_path(self.folder, place.shard), f"it cannot be read ({error})") from error
+            raise damaged(
+                shard_path(self.folder, place.shard), f"it cannot be read ({error})"
+            ) from error
         return found
 
     def _handle(self, shard: int) -> Any:
@@ -191,7 +209,9 @@ class StoreReader:
 def check_shard(path: Path, index: ShardIndex) -> None:
     """Raise `UserError` unless a shard has the size and the SHA-256 that its index names."""
     if not path.is_file():
-        raise UserError(f"'{path}' is in the feature store's index but is not there. {rewrite(path)}")
+        raise UserError(
+            f"'{path}' is in the feature store's index but is not there. {rewrite(path)}"
+        )
     size = path.stat().st_size
     if size != index.bytes:
         raise damaged(path, f"it has {size} bytes, but was written with {index.bytes}")
@@ -203,7 +223,9 @@ def check_shard(path: Path, index: ShardIndex) -> None:
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a shard that is not what was written."""
-    return UserError(f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}")
+    return UserError(
+        f"the feature shard '{path}' was changed or damaged since it was written: {what}. {REMEDY}"
+    )
 
 
 def rewrite(path: Path) -> str:
@@ -216,7 +238,8 @@ def join_rows(rows: Sequence[Content]) -> Content:
     if len(rows) == 1:
         return rows[0]
     return {
-        thing: {part: _cat([row[thing][part] for row in rows]) for part in parts} for thing, parts in rows[0].items()
+        thing: {part: _cat([row[thing][part] for row in rows]) for part in parts}
+        for thing, parts in rows[0].items()
     }
 
 

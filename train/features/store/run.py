@@ -1,6 +1,8 @@
-"""`write_features(...)`: from a folder of answers to a store of the target's features, in as many processes as are started.
+"""`write_features(...)`: from a folder of answers to a store of the target's features, in as many
+processes as are started.
 
-What is stored, how much that is, and whether there is room, is said and checked before the first byte is written.
+What is stored, how much that is, and whether there is room, is said and checked before the first
+byte is written.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ from train.processes import terminable
 class StoreJob:
     """What is to be stored.
 
-    heads: name, kind and configuration of every drafter that the store shall serve. answers: the folder of generated answers.
-    dtype, sequence_length, batch_rows, seed: the training's engine.dtype, train.sequence_length, micro_batch and seed.
-    local_rank: this process's place on its machine, which picks its GPU.
+    heads: name, kind and configuration of every drafter that the store shall serve. answers: the
+    folder of generated answers. dtype, sequence_length, batch_rows, seed: the training's
+    engine.dtype, train.sequence_length, micro_batch and seed. local_rank: this process's place on
+    its machine, which picks its GPU.
     """
 
     heads: tuple[tuple[str, str, Any], ...]
@@ -65,12 +68,15 @@ class StoreJob:
 
 
 def write_features(
-    job: StoreJob, provenance: Mapping[str, object] | None = None, say: Callable[[str], None] = print
+    job: StoreJob,
+    provenance: Mapping[str, object] | None = None,
+    say: Callable[[str], None] = print,
 ) -> StoreManifest:
-    """Write what is missing of the store and return its manifest; waits for what other processes are writing.
+    """Write what is missing of the store and return its manifest; waits for what other processes
+    are writing.
 
-    Raises `UserError` for drafters that read nothing of the target, for another store in the folder, for a quota or a disk that
-    is too small, and when the disk refuses a write.
+    Raises `UserError` for drafters that read nothing of the target, for another store in the
+    folder, for a quota or a disk that is too small, and when the disk refuses a write.
     """
     target = TargetModel.load(replace(job.target, device=device_of(job)))
     needs = needs_of(job.heads, target.info)
@@ -87,19 +93,27 @@ def write_features(
     )
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
     shard_bytes = int(job.features.shard_mib * MIB)
-    plan = make_plan(data, identity, per_token, target.info.hidden_size, shard_bytes, target.info.to_dict())
+    plan = make_plan(
+        data, identity, per_token, target.info.hidden_size, shard_bytes, target.info.to_dict()
+    )
     for line in size_table(job.heads, target.info, job.features.top_logits):
         say(line)
     say(
-        f"{data.report.tokens:,} tokens in {len(data)} rows x {per_token:,.0f} bytes ({job.features.format}: "
-        f"{', '.join(identity.things())}) = {gib(plan.estimated_bytes)} in {plan.shards} shards under '{job.folder}'"
+        f"{data.report.tokens:,} tokens in {len(data)} rows x {per_token:,.0f} bytes "
+        f"({job.features.format}: {', '.join(identity.things())}) = {gib(plan.estimated_bytes)} "
+        f"in {plan.shards} shards under '{job.folder}'"
     )
     plan = open_store(job.folder, plan, int(job.features.quota_gib * GIB))
     if job.features.verify:
         dropped = drop_damaged(job.folder, plan)
-        say(f"checked every shard: {', '.join(dropped) + ' damaged, written again' if dropped else 'none is damaged'}")
+        say(
+            "checked every shard: "
+            f"{', '.join(dropped) + ' damaged, written again' if dropped else 'none is damaged'}"
+        )
         plan = open_store(job.folder, plan, 0)
-    online = OnlineFeatures(target, FeatureSpec(plan.identity.taps, plan.identity.last_hidden), job.dtype)
+    online = OnlineFeatures(
+        target, FeatureSpec(plan.identity.taps, plan.identity.last_hidden), job.dtype
+    )
     order = row_order(len(data), job.seed)
     writer = Writer(
         job.folder, plan, data, order, online.batch, form, online.logits, job.batch_rows, say
@@ -118,7 +132,8 @@ def device_of(job: StoreJob) -> str:
 
 
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
-    """The union of what the drafters read in training; raises `UserError` when that is nothing, or cannot be had of this target."""
+    """The union of what the drafters read in training; raises `UserError` when that is nothing, or
+    cannot be had of this target."""
     specs = [spec_of(kind, config, info) for _, kind, config in heads]
     union = FeatureSpec(
         taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
@@ -128,7 +143,8 @@ def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> Featu
     union.check(info.num_layers)
     if not slots(union):
         raise UserError(
-            f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in training, so there is nothing to store."
+            f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in "
+            "training, so there is nothing to store."
         )
     return union
 
@@ -137,14 +153,19 @@ def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:
     """What one drafter reads in training."""
     found = get_kind(kind)
     if not found.trainable:
-        raise UserError(f"head '{kind}' has no weights to train, so there is nothing to store for it.")
+        raise UserError(
+            f"head '{kind}' has no weights to train, so there is nothing to store for it."
+        )
     with torch.device("meta"):
         needs: FeatureSpec = found.drafter_class(config, info).needs
     return needs
 
 
-def size_table(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo, top_logits: int) -> list[str]:
-    """Bytes per token of every head in every format, as lines of text; the union's last, where there are several heads."""
+def size_table(
+    heads: tuple[tuple[str, str, Any], ...], info: TargetInfo, top_logits: int
+) -> list[str]:
+    """Bytes per token of every head in every format, as lines of text; the union's last, where
+    there are several heads."""
     specs = [(name, spec_of(kind, config, info)) for name, kind, config in heads]
     if len(specs) > 1:
         specs.append(("all of them", needs_of(heads, info)))

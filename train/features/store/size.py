@@ -1,4 +1,5 @@
-"""What stored features weigh: bytes per token of every format, and of a whole store before its first byte is written.
+"""What stored features weigh: bytes per token of every format, and of a whole store before its
+first byte is written.
 
 The formats (H: hidden size; one slot: one tap, or the last hidden state, of one token):
 
@@ -20,7 +21,8 @@ GROUP = 32
 """Values of one slot that share a scale in int4: 4.5 bits a value, 28.1% of bf16."""
 SCALE_BYTES = 2
 ROW_ENTRY_BYTES, SHARD_HEADER_BYTES, TENSOR_HEADER_BYTES = 56, 700, 90
-"""Of a row's line in the index, and of a shard's entries in the index, the manifest and its own header."""
+"""Of a row's line in the index, and of a shard's entries in the index, the manifest and its own
+header."""
 
 
 def check_format(fmt: str) -> None:
@@ -30,7 +32,8 @@ def check_format(fmt: str) -> None:
 
 
 def slots(needs: FeatureSpec) -> int:
-    """How many states of H values one token has: its taps, and the last hidden state, from which logits follow too."""
+    """How many states of H values one token has: its taps, and the last hidden state, from which
+    logits follow too."""
     return len(needs.taps) + int(needs.last_hidden or needs.logits)
 
 
@@ -48,20 +51,23 @@ def slot_bytes(hidden: int, fmt: str) -> int:
 
 
 def top_bytes(top: int) -> int:
-    """Bytes of the `top` largest logits of one token: a bfloat16 value and an int32 id each, and a float32 logsumexp."""
+    """Bytes of the `top` largest logits of one token: a bfloat16 value and an int32 id each, and a
+    float32 logsumexp."""
     return 6 * top + 4 if top else 0
 
 
 def bytes_per_token(needs: FeatureSpec, info: TargetInfo, fmt: str, top_logits: int = 0) -> float:
     """Bytes on disk of one token's features, files' headers excluded (see `store_bytes` for those).
 
-    top_logits: the target's k largest logits are stored in place of the last hidden state; 0: they are not.
+    top_logits: the target's k largest logits are stored in place of the last hidden state; 0: they
+    are not.
     """
     states = len(needs.taps) if top_logits else slots(needs)
     return float(states * slot_bytes(info.hidden_size, fmt) + top_bytes(top_logits))
 
 
 def store_bytes(per_token: float, tokens: int, rows: int, shards: int, tensors: int) -> int:
-    """Bytes of a whole store of `tokens` tokens (padding is not stored) in `rows` rows, with `tensors` tensors in each shard."""
+    """Bytes of a whole store of `tokens` tokens (padding is not stored) in `rows` rows, with
+    `tensors` tensors in each shard."""
     headers = shards * (SHARD_HEADER_BYTES + tensors * TENSOR_HEADER_BYTES)
     return round(per_token * tokens) + rows * ROW_ENTRY_BYTES + headers

@@ -37,7 +37,7 @@ class Ended:
     token: int | None
 
 
-# ---- answers -------------------------------------------------------------------------------------
+# Answers
 
 
 class _Completions(BaseModel):
@@ -88,7 +88,7 @@ def _read_end(finish: Any, stop: Any, same_prompt: bool) -> Ended:
     return Ended(str(finish), stop if isinstance(stop, int) else None)
 
 
-# ---- protocols -----------------------------------------------------------------------------------
+# Protocols
 
 
 class OpenAI:
@@ -164,7 +164,7 @@ def _sampling(decode: DecodeConfig) -> Json:
     return {**given, "logit_bias": biases} if biases else given
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# Checks
 
 
 def completion_of(

@@ -208,7 +208,7 @@ class ServerPool:
         facts = self.target
         return completion_of(request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size)
 
-    # ---- the check before the start --------------------------------------------------------------
+    # The check before the start
 
     def _connect(self, address: str) -> Server:
         """The server at an address, after a look at its protocol, its model and its tokenizer."""
@@ -260,7 +260,7 @@ class ServerPool:
                 time.sleep(self._backoff(attempt) if error.wait is None else error.wait)
         raise AssertionError("unreachable")
 
-    # ---- HTTP ------------------------------------------------------------------------------------
+    # HTTP
 
     def _ask(self, url: str, body: Json | None = None) -> Json:
         """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""

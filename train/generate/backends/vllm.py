@@ -1,4 +1,5 @@
-"""Sampling with vLLM in this process: `sampling.backend=vllm`, where vLLM is installed. Prompts and answers are token ids."""
+"""Sampling with vLLM in this process: `sampling.backend=vllm`, where vLLM is installed. Prompts and
+answers are token ids."""
 
 from __future__ import annotations
 
@@ -77,6 +78,7 @@ def _vllm() -> Any:
         return importlib.import_module("vllm")
     except ImportError as error:
         raise UserError(
-            f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install it in this environment, or start "
-            "`vllm serve` in one of its own and give its address: sampling.server=http://host:8000."
+            f"sampling.backend is 'vllm', but vLLM cannot be imported here ({error}). Install it "
+            "in this environment, or start `vllm serve` in one of its own and give its address: "
+            "sampling.server=http://host:8000."
         ) from error

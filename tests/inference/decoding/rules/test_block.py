@@ -1,5 +1,5 @@
-"""Block verification: the law of its texts exactly and over several passes, and that it keeps more than
-rejection sampling.
+"""Block verification: the law of its texts exactly and over several passes, and that it keeps more
+than rejection sampling.
 """
 
 from __future__ import annotations
@@ -38,18 +38,23 @@ CHAIN = TokenTree.chain(3)
 
 
 def kept_together(chain: Chain) -> Tensor:
-    """How likely block verification keeps exactly i drafts [R, N], by the chances that the rule computes."""
+    """How likely block verification keeps exactly i drafts [R, N], by the chances that the rule
+    computes."""
     chance = torch.nn.functional.pad(
         chances(chain, granted(chain.p_drafted, chain.q_drafted)), (1, 0), value=1.0
     )
-    longer = torch.nn.functional.pad((1 - chance).flip(1).cumprod(1).flip(1)[:, 1:], (0, 1), value=1.0)
+    longer = torch.nn.functional.pad(
+        (1 - chance).flip(1).cumprod(1).flip(1)[:, 1:], (0, 1), value=1.0
+    )
     return chance * longer
 
 
 def rests(chain: Chain) -> Tensor:
     """What follows when i drafts are kept [R, N, V], as the rule computes it."""
     shares, rows = granted(chain.p_drafted, chain.q_drafted), len(chain.drafted)
-    return torch.stack([chain.rest(torch.full((rows,), i), shares) for i in range(chain.p.shape[1])], 1)
+    return torch.stack(
+        [chain.rest(torch.full((rows,), i), shares) for i in range(chain.p.shape[1])], 1
+    )
 
 
 def mean_kept(stops: Tensor, weight: Tensor) -> float:
@@ -76,7 +81,9 @@ def test_a_wrong_chance_or_rest_breaks_the_law() -> None:
     for chance in (shares[:, 1:], (chain.p_drafted / chain.q_drafted).clamp(max=1)):
         longer = torch.nn.functional.pad((1 - chance).flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
         wrong = torch.nn.functional.pad(chance, (1, 0), value=1.0) * longer
-        assert (exact_law(toy, settings, chain, weight, wrong, rests(chain)) - law).abs().sum() > 0.01
+        assert (
+            exact_law(toy, settings, chain, weight, wrong, rests(chain)) - law
+        ).abs().sum() > 0.01
     unshared = torch.stack([chain.rest(torch.full((len(weight),), i)) for i in range(4)], 1)
     assert (exact_law(toy, settings, chain, weight, stops, unshared) - law).abs().sum() > 0.01
 
@@ -92,7 +99,9 @@ def test_it_keeps_more_than_rejection_sampling() -> None:
     for seed in range(40):
         toy = Toy.random(vocab=3, seed=seed, apart=0.5 + seed / 20)
         chain, weight = all_chains(toy, 3, SamplingSettings(0.7, top_k=seed % 3))
-        gains.append(mean_kept(kept_together(chain), weight) - mean_kept(kept_one_by_one(chain), weight))
+        gains.append(
+            mean_kept(kept_together(chain), weight) - mean_kept(kept_one_by_one(chain), weight)
+        )
     assert min(gains) > -1e-12 and max(gains) > 0.05
 
 
@@ -108,7 +117,9 @@ def test_measured_it_keeps_more_of_the_same_drafts() -> None:
 
 @pytest.mark.parametrize("drafted", [None, 3], ids=["whole", "reduced"])
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
-def test_texts_of_several_passes_follow_the_target(settings: SamplingSettings, drafted: int | None) -> None:
+def test_texts_of_several_passes_follow_the_target(
+    settings: SamplingSettings, drafted: int | None
+) -> None:
     toy = Toy.random(drafted=drafted)
     found = decode(toy, BlockVerification(), CHAIN, settings)
     assert p_value(found.text, toy.law(settings, 3)) > 1e-4
@@ -117,13 +128,18 @@ def test_texts_of_several_passes_follow_the_target(settings: SamplingSettings, d
 
 @pytest.mark.parametrize("noise", [UnkeyedByPass, CoinIsDraft, ResidualIsDraft])
 def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
-    """Also noise that comes back in the next pass: the rule stopped where it did because of drafts it then
-    dropped.
+    """Also noise that comes back in the next pass: the rule stopped where it did because of drafts
+    it then dropped.
     """
     toy, settings = Toy.random(vocab=8, seed=1, apart=1.5), SamplingSettings(1.0)
     law = toy.law(settings, 2)
     assert p_value(decode(toy, BlockVerification(), CHAIN, settings, tokens=2).text, law) > 1e-4
-    assert p_value(decode(toy, BlockVerification(), CHAIN, settings, tokens=2, noise_type=noise).text, law) < CLEAR
+    assert (
+        p_value(
+            decode(toy, BlockVerification(), CHAIN, settings, tokens=2, noise_type=noise).text, law
+        )
+        < CLEAR
+    )
 
 
 def test_noise_that_is_not_keyed_by_the_pass_is_refused() -> None:
@@ -137,17 +153,23 @@ def test_noise_that_is_not_keyed_by_the_pass_is_refused() -> None:
 def test_a_wrong_chance_is_noticed_when_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, settings = Toy.random(), SamplingSettings(1.0)
     monkeypatch.setattr(block, "chances", lambda chain, shares: shares[:, 1:])
-    assert p_value(decode(toy, BlockVerification(), CHAIN, settings).text, toy.law(settings, 3)) < CLEAR
+    assert (
+        p_value(decode(toy, BlockVerification(), CHAIN, settings).text, toy.law(settings, 3))
+        < CLEAR
+    )
 
 
 def one_pass(toy: Toy, settings: SamplingSettings, coin: float) -> tuple[Tensor, Tensor]:
-    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the verdict."""
+    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the
+    verdict."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(5, (2_000, 4), generator=generator)
     proposal = Proposal(tokens, CHAIN, toy.drafter[tokens])
     positions = (START + CHAIN.depth).expand(2_000, -1)
     seeds = torch.arange(2_000)
-    noise = coins_of(coin)(settings, seeds, 5, BlockVerification().drafts, True, torch.full((2_000,), START))
+    noise = coins_of(coin)(
+        settings, seeds, 5, BlockVerification().drafts, True, torch.full((2_000,), START)
+    )
     verdict = BlockVerification().judge(proposal, toy.target[tokens], positions, noise)
     assert consistent(verdict, proposal)
     return Chain.of(proposal, toy.target[tokens], settings).p_drafted == 0, verdict.accepted
@@ -166,4 +188,5 @@ def test_a_perfect_draft_is_always_kept() -> None:
     toy = Toy.random()
     toy.drafter = toy.target
     assert (one_pass(toy, SamplingSettings(0.7), HIGHEST)[1] == 3).all()
-    assert (one_pass(toy, SamplingSettings(0.7), 1.0)[1] == 0).all()  # the control: no coin may show 1
+    # the control: no coin may show 1
+    assert (one_pass(toy, SamplingSettings(0.7), 1.0)[1] == 0).all()

@@ -1,5 +1,5 @@
-"""The rules in the real loop: a transformer of eight tokens, real drafters, thousands of seeds, against the
-exact law of its texts.
+"""The rules in the real loop: a transformer of eight tokens, real drafters, thousands of seeds,
+against the exact law of its texts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def small_target() -> TargetModel:
 
 
 def law(settings: SamplingSettings) -> Tensor:
-    """Probability of every text of TOKENS tokens behind the prompt [V ** n], by the model's own forward."""
+    """Probability of every text of TOKENS tokens behind the prompt [V ** n], by the model's own
+    forward."""
     model = random_model(vocab_size=VOCAB)
     texts, joint = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     for _ in range(TOKENS):
@@ -49,7 +50,9 @@ def law(settings: SamplingSettings) -> Tensor:
 def sampled(rule: str, **shape: Any) -> Tensor:
     """Texts [SEEDS, TOKENS] of as many seeds."""
     target = small_target()
-    config = DecodeConfig(temperature=1.0, rule=rule, batch_size=500, max_new_tokens=TOKENS, **shape)
+    config = DecodeConfig(
+        temperature=1.0, rule=rule, batch_size=500, max_new_tokens=TOKENS, **shape
+    )
     engine = Engine(target, drafter_of("eagle3", target), config)
     requests = [Request(seed, PROMPT, seed, TOKENS) for seed in range(SEEDS)]
     return torch.tensor([completion.tokens for completion in engine.run(requests)])
@@ -76,8 +79,8 @@ def test_coins_tossed_with_the_drafts_noise_are_noticed(
 
 
 def test_the_loop_keys_noise_by_the_pass() -> None:
-    """What block verification rests on: the noise is told the roots, and the loop moves the very tensor that
-    it was told.
+    """What block verification rests on: the noise is told the roots, and the loop moves the very
+    tensor that it was told.
     """
     target = small_target()
     engine = Engine(

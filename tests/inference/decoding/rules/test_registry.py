@@ -1,5 +1,5 @@
-"""What every rule owes the loop: found by name, the right shapes, `match` where nothing is weighed, no
-question to the device.
+"""What every rule owes the loop: found by name, the right shapes, `match` where nothing is weighed,
+no question to the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from heads.nn.drafting.plan import make_plan
 from inference.decoding import config as decode_config
 from inference.decoding.rules.base import Rule
 from inference.decoding.rules.match import Match
-from inference.decoding.rules.names import CHAINS_ONLY, LOSSY, PROMISES, RULES, TEXT, promise, rule_text
+from inference.decoding.rules.names import (
+    CHAINS_ONLY,
+    LOSSY,
+    PROMISES,
+    RULES,
+    TEXT,
+    promise,
+    rule_text,
+)
 from inference.decoding.rules.registry import check_shape, get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise, Stream
@@ -59,10 +67,13 @@ def test_rules_are_found_by_name() -> None:
     assert set(RULES) == set(decode_config.RULES)
     assert [name for name in RULES if PROMISES[name] == TEXT] == ["match"]
     assert {promise(name, 0.0) for name in RULES} == {TEXT}
-    assert promise("newer", 0.0) == LOSSY and "LOSSY" in rule_text("newer", 1.0)  # of a later version: nothing is promised
+    # of a later version: nothing is promised
+    assert promise("newer", 0.0) == LOSSY and "LOSSY" in rule_text("newer", 1.0)
     assert get_rule("match", CHAIN).drafts is Stream.TARGET
     assert get_rule("match", CHAIN, share_noise=False).drafts is None
-    with pytest.raises(UserError, match=r"'blok' is unknown. Did you mean 'block'\? Allowed: block, match"):
+    with pytest.raises(
+        UserError, match=r"'blok' is unknown. Did you mean 'block'\? Allowed: block, match"
+    ):
         get_rule("blok", CHAIN)
 
 
@@ -77,7 +88,9 @@ def test_trees_are_refused_by_rules_for_chains(name: str) -> None:
 
 
 @CASES
-def test_verdicts_are_consistent_and_ask_the_device_for_nothing(name: str, shape: DraftShape) -> None:
+def test_verdicts_are_consistent_and_ask_the_device_for_nothing(
+    name: str, shape: DraftShape
+) -> None:
     for settings in (SamplingSettings(0.8, top_k=4, top_p=0.9, min_p=0.01), SamplingSettings(0.0)):
         rule = get_rule(name, shape)
         proposal, logits, positions, noise = proposed(rule, shape, settings)
@@ -96,18 +109,26 @@ def test_at_temperature_0_every_rule_is_match(name: str, shape: DraftShape) -> N
     proposal, logits, positions, noise = proposed(rule, shape, SamplingSettings(0.0))
     assert proposal.logits is None  # nothing is weighed, so nothing is kept
     found, expected = (r.judge(proposal, logits, positions, noise) for r in (rule, Match()))
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(
+        found.accepted, expected.accepted
+    )
     assert torch.equal(found.refused, expected.refused) and torch.equal(found.path, expected.path)
 
 
-@pytest.mark.parametrize(("name", "shape"), [case for case in cases() if case[0] not in ("match", "typical")])
+@pytest.mark.parametrize(
+    ("name", "shape"), [case for case in cases() if case[0] not in ("match", "typical")]
+)
 def test_certain_drafts_are_matched(name: str, shape: DraftShape) -> None:
     """Drafts without logits: the text is what plain decoding with the same seed says."""
     rule = get_rule(name, shape)
     proposal, logits, positions, noise = proposed(rule, shape, SamplingSettings(0.9))
     proposal.logits = None
-    found, expected = (r.judge(proposal, logits, positions, noise) for r in (rule, Match(share=False)))
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.accepted, expected.accepted)
+    found, expected = (
+        r.judge(proposal, logits, positions, noise) for r in (rule, Match(share=False))
+    )
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(
+        found.accepted, expected.accepted
+    )
 
 
 @pytest.mark.parametrize("with_logits", [False, True])
@@ -122,16 +143,22 @@ def test_a_root_alone_is_followed_by_one_token(name: str, with_logits: bool) -> 
     noise = SharedNoise(
         SamplingSettings(1.0), torch.arange(ROWS), VOCAB, rule.drafts, rule.keeps_logits, roots
     )
-    proposal = Proposal(torch.zeros(ROWS, 1, dtype=torch.int64), root, logits if with_logits else None)
+    proposal = Proposal(
+        torch.zeros(ROWS, 1, dtype=torch.int64), root, logits if with_logits else None
+    )
     verdict = rule.judge(proposal, logits, roots[:, None], noise)
     assert verdict.tokens.shape == verdict.path.shape == (ROWS, 1) and not verdict.path.any()
-    assert not verdict.accepted.any() and not verdict.refused.any() and len(verdict.tokens.unique()) > 2
+    assert (
+        not verdict.accepted.any()
+        and not verdict.refused.any()
+        and len(verdict.tokens.unique()) > 2
+    )
 
 
 @CASES
 def test_rows_that_are_idle_do_no_harm(name: str, shape: DraftShape) -> None:
-    """Whatever stands in a row that nobody decodes, its verdict points into the tree and other rows do not
-    feel it.
+    """Whatever stands in a row that nobody decodes, its verdict points into the tree and other rows
+    do not feel it.
     """
     rule = get_rule(name, shape)
     proposal, logits, positions, noise = proposed(rule, shape, SamplingSettings(1.0))
@@ -143,7 +170,9 @@ def test_rows_that_are_idle_do_no_harm(name: str, shape: DraftShape) -> None:
         proposal.logits[::3] = torch.nan
     verdict = rule.judge(proposal, logits, positions, noise)
     assert int(verdict.path.min()) >= 0 and int(verdict.path.max()) < proposal.tree.num_nodes
-    assert int(verdict.accepted.min()) >= 0 and int(verdict.accepted.max()) <= proposal.tree.max_depth
+    assert (
+        int(verdict.accepted.min()) >= 0 and int(verdict.accepted.max()) <= proposal.tree.max_depth
+    )
     assert int(verdict.tokens.min()) >= 0 and int(verdict.tokens.max()) < VOCAB
     decoded = torch.arange(ROWS) % 3 != 0
     assert torch.equal(verdict.tokens[decoded], expected.tokens[decoded])

@@ -1,5 +1,5 @@
-"""Rejection sampling of chains: the law of its texts exactly and over several passes, what it keeps, and its
-edges.
+"""Rejection sampling of chains: the law of its texts exactly and over several passes, what it
+keeps, and its edges.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ def test_the_law_is_the_targets_by_enumeration(settings: SamplingSettings) -> No
     chain, weight = all_chains(toy, 3, settings)
     law = exact_law(toy, settings, chain, weight, kept_one_by_one(chain), rests(chain))
     assert torch.allclose(law, toy.law(settings, 4), atol=1e-13)
-    wrong = exact_law(toy, settings, chain, weight, kept_one_by_one(chain), chain.p)  # replaced from p
+    # replaced from p
+    wrong = exact_law(toy, settings, chain, weight, kept_one_by_one(chain), chain.p)
     assert (wrong - toy.law(settings, 4)).abs().sum() > 0.02
 
 
 @pytest.mark.parametrize("drafted", [None, 3], ids=["whole", "reduced"])
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
-def test_texts_of_several_passes_follow_the_target(settings: SamplingSettings, drafted: int | None) -> None:
+def test_texts_of_several_passes_follow_the_target(
+    settings: SamplingSettings, drafted: int | None
+) -> None:
     toy = Toy.random(drafted=drafted)
     found = decode(toy, Rejection(), CHAIN, settings)
     assert p_value(found.text, toy.law(settings, 3)) > 1e-4
@@ -83,7 +86,10 @@ def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
     toy, settings = Toy.random(vocab=8, seed=1, apart=1.5), SamplingSettings(1.0)
     law = toy.law(settings, 2)
     assert p_value(decode(toy, Rejection(), CHAIN, settings, tokens=2).text, law) > 1e-4
-    assert p_value(decode(toy, Rejection(), CHAIN, settings, tokens=2, noise_type=noise).text, law) < CLEAR
+    assert (
+        p_value(decode(toy, Rejection(), CHAIN, settings, tokens=2, noise_type=noise).text, law)
+        < CLEAR
+    )
 
 
 def test_a_wrong_q_is_noticed() -> None:
@@ -112,22 +118,29 @@ def test_q_is_kept_in_the_precision_that_drafts_were_drawn_in() -> None:
     law = exact.law(settings, 3)
     assert p_value(decode(rounded, Rejection(), CHAIN, settings).text, law) > 1e-4
     assert p_value(decode(exact, Rejection(), CHAIN, settings, tamper=round_q).text, law) < CLEAR
-    assert p_value(decode(rounded, Rejection(), CHAIN, settings, tamper=unround_q).text, law) < CLEAR
+    assert (
+        p_value(decode(rounded, Rejection(), CHAIN, settings, tamper=unround_q).text, law) < CLEAR
+    )
 
 
 def test_a_draft_is_kept_with_one_minus_the_total_variation() -> None:
     toy, settings, rows = Toy.random(), SamplingSettings(0.7), 100_000
     chain, weight = all_chains(toy, 1, settings)
     expected = float(torch.minimum(chain.p[0, 0], chain.q[0, 0]).sum())
-    assert float((weight * kept_one_by_one(chain)[:, 1]).sum()) == pytest.approx(expected, abs=1e-12)
+    assert float((weight * kept_one_by_one(chain)[:, 1]).sum()) == pytest.approx(
+        expected, abs=1e-12
+    )
     found = decode(toy, Rejection(), TokenTree.chain(1), settings, rows=rows, tokens=1)
-    assert found.accepted[0] == pytest.approx(expected, abs=5 * (expected * (1 - expected) / rows) ** 0.5)
+    assert found.accepted[0] == pytest.approx(
+        expected, abs=5 * (expected * (1 - expected) / rows) ** 0.5
+    )
 
 
 def one_pass(
     toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the verdict."""
+    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the
+    verdict."""
     rows, found = 2_000, {}
 
     def look(proposal: Proposal) -> None:
@@ -149,7 +162,8 @@ def test_what_the_target_cannot_say_is_never_kept() -> None:
         impossible, accepted = one_pass(toy, settings, coins_of(coin))
         kept = torch.arange(2) < accepted[:, None]
         assert impossible.any() and not (impossible & kept).any()
-    impossible, accepted = one_pass(toy, settings, coins_of(JUST_BELOW))  # the control: `<=` keeps them
+    # the control: `<=` keeps them
+    impossible, accepted = one_pass(toy, settings, coins_of(JUST_BELOW))
     assert (impossible & (torch.arange(2) < accepted[:, None])).any()
 
 
@@ -159,5 +173,6 @@ def test_a_perfect_draft_is_always_kept() -> None:
     for noise_type in (SharedNoise, coins_of(HIGHEST)):
         _, accepted = one_pass(toy, SamplingSettings(0.7), noise_type)
         assert (accepted == 2).all()
-    _, accepted = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))  # the control: no coin may show 1
+    # the control: no coin may show 1
+    _, accepted = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))
     assert (accepted == 0).all()

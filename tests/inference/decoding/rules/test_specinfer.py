@@ -1,5 +1,5 @@
-"""Recursive rejection on trees: the law of its texts exactly and over several passes, the walk against a
-loop, and its edges.
+"""Recursive rejection on trees: the law of its texts exactly and over several passes, the walk
+against a loop, and its edges.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ Weigh = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
 def with_replacement(
     p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`tries` as if every child had been drawn from the whole of q: wrong for children that differ."""
+    """`tries` as if every child had been drawn from the whole of q: wrong for children that
+    differ."""
     found = [tries(p, scores, tokens[:, :1], there[:, :1])]
     for k in range(1, tokens.shape[1]):
         found.append(tries(found[-1][2], scores, tokens[:, k : k + 1], there[:, k : k + 1]))
     return torch.cat([f[0] for f in found], 1), torch.cat([f[1] for f in found], 1), found[-1][2]
 
 
-# --- one node, by enumeration -------------------------------------------------------------------------------
+# One node, by enumeration
 
 
 def node_law(
     toy: Toy, settings: SamplingSettings, count: int, weigh: Weigh = tries
 ) -> tuple[Tensor, Tensor, float]:
-    """One node with `count` children, in float64: the target's p [V], the law [V] of the token behind it, and
-    how likely a child is kept. Every ordered choice of children is weighed as a row of its own.
+    """One node with `count` children, in float64: the target's p [V], the law [V] of the token
+    behind it, and how likely a child is kept. Every ordered choice of children is weighed as a row
+    of its own.
     """
     vocab = len(toy.target)
     p = shape_logits(toy.target[:1].double(), settings).softmax(-1)
@@ -116,12 +118,14 @@ def test_more_children_keep_more_and_one_child_is_rejection_sampling() -> None:
         assert kept[3] > kept[0] + 0.01
 
 
-# --- texts --------------------------------------------------------------------------------------------------
+# Texts
 
 
 @pytest.mark.parametrize("drafted", [None, 3], ids=["whole", "reduced"])
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
-def test_texts_of_several_passes_follow_the_target(settings: SamplingSettings, drafted: int | None) -> None:
+def test_texts_of_several_passes_follow_the_target(
+    settings: SamplingSettings, drafted: int | None
+) -> None:
     toy = Toy.random(drafted=drafted, apart=1.5)
     found = decode(toy, SpecInfer(TREE), TREE, settings)
     assert p_value(found.text, toy.law(settings, 3)) > 1e-4
@@ -145,7 +149,9 @@ def test_wrong_weights_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert proposal.logits is not None
         proposal.logits = proposal.logits * settings.temperature
 
-    assert p_value(decode(toy, SpecInfer(TREE), TREE, settings, tamper=untempered).text, law) < CLEAR
+    assert (
+        p_value(decode(toy, SpecInfer(TREE), TREE, settings, tamper=untempered).text, law) < CLEAR
+    )
     monkeypatch.setattr(specinfer, "tries", with_replacement)
     assert p_value(decode(toy, SpecInfer(TREE), TREE, settings).text, law) < CLEAR
 
@@ -165,7 +171,7 @@ def test_on_a_chain_it_is_rejection_sampling() -> None:
     assert one.accepted == other.accepted and one.refused == other.refused
 
 
-# --- dynamic trees ------------------------------------------------------------------------------------------
+# Dynamic trees
 
 
 @pytest.mark.parametrize("ranking", list(Ranking))
@@ -176,12 +182,15 @@ def test_texts_of_dynamic_trees_follow_the_target(ranking: Ranking) -> None:
     assert rule.drafts is None and not rule.keeps_logits
     found = decode(toy, rule, shape, settings, rows=20_000)
     assert p_value(found.text, toy.law(settings, 3)) > 1e-4
-    assert torch.equal(found.text, decode(toy, Match(share=False), shape, settings, rows=20_000).text)
+    assert torch.equal(
+        found.text, decode(toy, Match(share=False), shape, settings, rows=20_000).text
+    )
 
 
 @pytest.mark.parametrize(("ranking", "nodes"), [(Ranking.PROBABILITY, 3), (Ranking.PERTURBED, 4)])
 def test_weighing_dynamic_trees_by_q_would_be_wrong(ranking: Ranking, nodes: int) -> None:
-    """Why they are not: sampled drafts decide by their scores which siblings and children are in the tree."""
+    """Why they are not: sampled drafts decide by their scores which siblings and children are in
+    the tree."""
     toy, settings, rows = Toy.random(vocab=3, seed=1, apart=2), SamplingSettings(1.0), 120_000
     shape = DynamicShape(nodes, 2, 2, ranking)
     seeds, roots = torch.arange(rows), torch.full((rows,), START)
@@ -205,14 +214,14 @@ def test_weighing_dynamic_trees_by_q_would_be_wrong(ranking: Ranking, nodes: int
     assert p_value(text, toy.law(settings, 2)) < CLEAR
 
 
-# --- the walk, and edges ------------------------------------------------------------------------------------
+# The walk, and edges
 
 
 def slow_walk(
     tokens: list[int], parents: list[int], p: Tensor, q: Tensor, coins: Tensor
 ) -> tuple[list[int], bool, Tensor]:
-    """Path, whether drafts were refused behind it, and what the next token is drawn from [V]; p, q [N, V],
-    coins [N, K].
+    """Path, whether drafts were refused behind it, and what the next token is drawn from [V]; p, q
+    [N, V], coins [N, K].
     """
     path = [0]
     while True:
@@ -248,7 +257,9 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
             orders = [torch.randperm(vocab, generator=generator).tolist() for _ in range(nodes)]
             for i in range(1, nodes):
                 tokens[row, i] = orders[parents[i]].pop()
-        logits, own = (torch.randn(rows, nodes, vocab, generator=generator).double() for _ in range(2))
+        logits, own = (
+            torch.randn(rows, nodes, vocab, generator=generator).double() for _ in range(2)
+        )
         noise = SharedNoise(
             settings, torch.arange(rows), vocab, Stream.DRAFT, True, torch.full((rows,), START)
         )
@@ -262,9 +273,14 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
             noise.gumbel(positions + 1, stream=Stream.RESIDUAL),
         )
         for row in range(rows):
-            path, refused, rest = slow_walk(tokens[row].tolist(), parents, p[row], q[row], coins[row])
+            path, refused, rest = slow_walk(
+                tokens[row].tolist(), parents, p[row], q[row], coins[row]
+            )
             assert verdict.path[row].tolist() == path + [0] * (tree.max_depth + 1 - len(path))
-            assert int(verdict.accepted[row]) == len(path) - 1 and bool(verdict.refused[row]) == refused
+            assert (
+                int(verdict.accepted[row]) == len(path) - 1
+                and bool(verdict.refused[row]) == refused
+            )
             assert int(verdict.tokens[row, len(path) - 1]) == int(
                 (rest.log() + gumbel[row, path[-1]]).argmax()
             )
@@ -275,8 +291,8 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
 def one_pass(
     toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
 ) -> tuple[Proposal, Tensor, Tensor]:
-    """A proposal, whether the target can say each of its nodes behind its parent [B, N], and which nodes were
-    kept [B, N].
+    """A proposal, whether the target can say each of its nodes behind its parent [B, N], and which
+    nodes were kept [B, N].
     """
     rows = 2_000
     rule, roots = SpecInfer(TREE), torch.full((rows,), START)
@@ -297,7 +313,8 @@ def test_what_the_target_cannot_say_is_never_kept() -> None:
     for coin in (0.0, HIGHEST):
         _, possible, kept = one_pass(toy, settings, coins_of(coin))
         assert not possible.all() and not (kept & ~possible).any()
-    _, possible, kept = one_pass(toy, settings, coins_of(JUST_BELOW))  # the control: `<=` keeps them
+    # the control: `<=` keeps them
+    _, possible, kept = one_pass(toy, settings, coins_of(JUST_BELOW))
     assert (kept & ~possible).any()
 
 
@@ -307,7 +324,8 @@ def test_a_perfect_draft_is_always_kept() -> None:
     for noise_type in (SharedNoise, coins_of(HIGHEST)):
         _, _, kept = one_pass(toy, SamplingSettings(0.7), noise_type)
         assert kept[:, [1, 4, 7]].all()  # the best child, its best child, and so on
-    _, _, kept = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))  # the control: no coin may show 1
+    # the control: no coin may show 1
+    _, _, kept = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))
     assert not kept[:, 1].any()
 
 
@@ -318,16 +336,22 @@ def test_a_repeated_sibling_changes_nothing() -> None:
     p_child, q_child, rest = tries(p, q, torch.tensor([[1, 1, 3]]), there)
     p_alone, q_alone, rest_alone = tries(p, q, torch.tensor([[1, 3]]), there[:, :2])
     assert p_child[0].tolist() == [p_alone[0, 0], 0, p_alone[0, 1]]
-    assert q_child[0].tolist() == [q_alone[0, 0], 1, q_alone[0, 1]] and torch.equal(rest, rest_alone)
+    assert q_child[0].tolist() == [q_alone[0, 0], 1, q_alone[0, 1]] and torch.equal(
+        rest, rest_alone
+    )
 
 
 def test_a_drafter_that_is_almost_sure_still_weighs_its_second_draft() -> None:
     """q is 1 at the first child to float32's precision, and beyond its range at the second."""
     p = torch.tensor([[0.2, 0.5, 0.3]])
     scores = torch.tensor([[150.0, 0.0, -1.0]])
-    p_child, q_child, rest = tries(p, scores, torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool))
+    p_child, q_child, rest = tries(
+        p, scores, torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool)
+    )
     second = torch.tensor([0.0, -1.0]).softmax(-1)
-    assert torch.allclose(p_child, torch.tensor([[0.2, 0.625]])) and torch.allclose(q_child[0, 1], second[0])
+    assert torch.allclose(p_child, torch.tensor([[0.2, 0.625]])) and torch.allclose(
+        q_child[0, 1], second[0]
+    )
     assert torch.allclose(rest, torch.tensor([[0.0, 0.0, 1.0]]))
     # nothing left to draw from: the child is no draw from q and is passed over
     p_child, _, rest = tries(
@@ -343,7 +367,9 @@ def test_children_are_listed_in_the_order_they_were_drawn() -> None:
     table, widths = children_of(TREE)
     assert widths == (3, 2, 2)
     assert (
-        table[0].tolist() == [1, 2, 3] and table[1].tolist() == [4, 5, 0] and table[8].tolist() == [0, 0, 0]
+        table[0].tolist() == [1, 2, 3]
+        and table[1].tolist() == [4, 5, 0]
+        and table[8].tolist() == [0, 0, 0]
     )
     assert children_of(TokenTree.chain(0))[1] == () and children_of(TokenTree.chain(2))[1] == (1, 1)
 

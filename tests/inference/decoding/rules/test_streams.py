@@ -1,5 +1,5 @@
-"""The streams of noise beside the target's: independent of each other and from pass to pass, and never
-touching the target's.
+"""The streams of noise beside the target's: independent of each other and from pass to pass, and
+never touching the target's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def test_the_targets_noise_does_not_know_about_passes() -> None:
 
 
 def test_seeds_of_streams_are_valid_and_differ() -> None:
-    """Non-negative 63-bit numbers, also for the largest seed; all different over roots and streams."""
+    """Non-negative 63-bit numbers, also for the largest seed; all different over roots and
+    streams."""
     roots = torch.arange(5_000)
     for seed in (0, 123_456_789_012_345, (1 << 63) - 1):
         seeds = torch.full_like(roots, seed)
@@ -80,7 +81,8 @@ def test_coins_are_uniform_and_never_0_or_1() -> None:
     assert coins.dtype == torch.float64 and float(coins.min()) > 0 and float(coins.max()) < 1
     for column in coins[:, 0].unbind(1):
         counts = torch.bincount((column * 64).long(), minlength=64).double()
-        assert float(((counts - ROWS / 64) ** 2 / (ROWS / 64)).sum()) < 135  # 63 degrees of freedom: 1e-6
+        # 63 degrees of freedom: 1e-6
+        assert float(((counts - ROWS / 64) ** 2 / (ROWS / 64)).sum()) < 135
     assert abs(float(torch.corrcoef(coins[:, 0].T)[0, 1])) < 0.025
 
 

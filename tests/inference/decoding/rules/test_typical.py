@@ -1,4 +1,5 @@
-"""Typical acceptance: its threshold and its walk against a loop, its name as a lossy rule, and its edges."""
+"""Typical acceptance: its threshold and its walk against a loop, its name as a lossy rule, and its
+edges."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.inference.decoding.rules.toys import CLEAR, START, Toy, consistent, d
 TREE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
 
 
-def slow_path(tokens: list[int], tree: TokenTree, p: Tensor, epsilon: float, delta: float) -> list[int]:
+def slow_path(
+    tokens: list[int], tree: TokenTree, p: Tensor, epsilon: float, delta: float
+) -> list[int]:
     """The longest path of kept drafts, of equally long ones the likeliest; p [N, V]."""
     parents = tree.parents[0].tolist()
     paths: dict[int, tuple[list[int], float]] = {0: ([0], 0.0)}
@@ -36,7 +39,9 @@ def slow_path(tokens: list[int], tree: TokenTree, p: Tensor, epsilon: float, del
 @pytest.mark.parametrize(
     "tree", [TREE, TokenTree.chain(3), TokenTree.chain(0)], ids=["tree", "chain", "root"]
 )
-@pytest.mark.parametrize("settings", [SamplingSettings(1.0), SamplingSettings(0.7, top_k=3)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [SamplingSettings(1.0), SamplingSettings(0.7, top_k=3)], ids=str
+)
 def test_the_path_equals_a_loop(tree: TokenTree, settings: SamplingSettings) -> None:
     generator, rows, vocab = torch.Generator().manual_seed(1), 300, 6
     tokens = torch.randint(vocab, (rows, tree.num_nodes), generator=generator)
@@ -70,7 +75,8 @@ def test_it_is_lossy_and_says_so() -> None:
 def test_what_the_target_cannot_say_is_never_kept() -> None:
     toy, settings = Toy.random(), SamplingSettings(1.0, top_k=1)
     found = decode(toy, Typical(), TREE, settings, rows=100)
-    assert p_value(found.text, toy.law(settings, 3)) == 1.0  # one text is left, and it is the target's
+    # one text is left, and it is the target's
+    assert p_value(found.text, toy.law(settings, 3)) == 1.0
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.3), (0.09, 0.0), (1.5, 0.3), (0.09, -1.0)])

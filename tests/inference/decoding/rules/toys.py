@@ -1,7 +1,8 @@
-"""A target and a drafter that are two tables (next token given the last one), decoded with the real drafting,
-noise and rules.
+"""A target and a drafter that are two tables (next token given the last one), decoded with the real
+drafting, noise and rules.
 
-The law of their texts can be written down, so that what comes out over several passes can be held against it.
+The law of their texts can be written down, so that what comes out over several passes can be held
+against it.
 
 Legend: B rows, N nodes, D deepest level, V vocabulary, V' its drafted part, n tokens of text.
 """
@@ -26,13 +27,14 @@ from inference.decoding.sampling.noise import SharedNoise, Stream, stream_seeds
 
 START = 5  # position of the first root
 CLEAR = 1e-9
-"""Wrong laws must be at most this likely; right ones must be above 1e-4, and their seeds are fixed."""
+"""Wrong laws must be at most this likely; right ones must be above 1e-4, and their seeds are
+fixed."""
 
 
 @dataclass
 class Toy:
-    """target [V, V] logits of the next token given the last one; drafter [V, V'] likewise; token_ids [V'] or
-    None.
+    """target [V, V] logits of the next token given the last one; drafter [V, V'] likewise;
+    token_ids [V'] or None.
     """
 
     target: Tensor
@@ -40,7 +42,9 @@ class Toy:
     token_ids: Tensor | None = None
 
     @classmethod
-    def random(cls, vocab: int = 5, drafted: int | None = None, seed: int = 0, apart: float = 1.0) -> Toy:
+    def random(
+        cls, vocab: int = 5, drafted: int | None = None, seed: int = 0, apart: float = 1.0
+    ) -> Toy:
         """Random tables; apart: how far the drafter's logits are from the target's."""
         generator = torch.Generator().manual_seed(seed)
         target = torch.randn(vocab, vocab, generator=generator) * 1.2
@@ -50,7 +54,9 @@ class Toy:
         ids = torch.randperm(vocab, generator=generator)[:drafted]
         return cls(target, drafter[:, ids], ids)
 
-    def propose(self, plan: Any, root: Tensor, root_position: Tensor, noise: SharedNoise) -> Proposal:
+    def propose(
+        self, plan: Any, root: Tensor, root_position: Tensor, noise: SharedNoise
+    ) -> Proposal:
         """Draft behind root [B] with the code that real drafters use."""
 
         def step(place: Any, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +64,14 @@ class Toy:
 
         carry = torch.zeros(root.shape[0], 1, 1)
         return grow(
-            plan, root, root_position, self.drafter[root][:, None], carry, step, noise, self.token_ids
+            plan,
+            root,
+            root_position,
+            self.drafter[root][:, None],
+            carry,
+            step,
+            noise,
+            self.token_ids,
         )
 
     def law(self, settings: SamplingSettings, tokens: int) -> Tensor:
@@ -72,8 +85,8 @@ class Toy:
 
 @dataclass
 class Decoded:
-    """text [B, n]; accepted, tested [passes] mean drafts kept per row, and the share of rows that refused
-    one.
+    """text [B, n]; accepted, tested [passes] mean drafts kept per row, and the share of rows that
+    refused one.
     """
 
     text: Tensor
@@ -93,8 +106,8 @@ def decode(
     noise_type: type[SharedNoise] = SharedNoise,
     tamper: Callable[[Proposal], None] | None = None,
 ) -> Decoded:
-    """Decode n tokens behind token 0 in every row, pass by pass. tamper: spoils proposals for negative
-    controls.
+    """Decode n tokens behind token 0 in every row, pass by pass. tamper: spoils proposals for
+    negative controls.
     """
     plan, width = make_plan(shape), tokens + shape.max_depth + 1
     lengths, root = torch.full((rows,), START), torch.zeros(rows, dtype=torch.int64)
@@ -109,7 +122,8 @@ def decode(
             proposal, toy.target[proposal.tokens], lengths[:, None] + proposal.tree.depth, noise
         )
         place = torch.arange(verdict.tokens.shape[1])
-        # what was not committed is overwritten by the next pass; rows that are done run on into the last slot
+        # what was not committed is overwritten by the next pass; rows that are done run on into the
+        # last slot
         slots = (lengths[:, None] - START + place).clamp(max=width - 1)
         text.scatter_(1, slots, verdict.tokens)
         found.accepted.append(float(verdict.accepted.double().mean()))
@@ -121,8 +135,8 @@ def decode(
 
 
 def p_value(text: Tensor, law: Tensor) -> float:
-    """How likely counts as far from `law` [V ** n] as those of text [B, n] are (chi-square; rare texts are
-    counted as one).
+    """How likely counts as far from `law` [V ** n] as those of text [B, n] are (chi-square; rare
+    texts are counted as one).
     """
     vocab = round(len(law) ** (1 / text.shape[1]))
     index = torch.zeros_like(text[:, 0])
@@ -169,7 +183,9 @@ class ResidualIsDraft(SharedNoise):
     def gumbel(
         self, positions: Tensor, token_ids: Tensor | None = None, stream: Stream = Stream.TARGET
     ) -> Tensor:
-        return super().gumbel(positions, token_ids, Stream.DRAFT if stream is Stream.RESIDUAL else stream)
+        return super().gumbel(
+            positions, token_ids, Stream.DRAFT if stream is Stream.RESIDUAL else stream
+        )
 
 
 def coins_of(value: float) -> type[SharedNoise]:
@@ -187,7 +203,8 @@ JUST_BELOW = -1e-30  # no coin: against it, `<` decides about p = 0 as `<=` woul
 
 
 def all_chains(toy: Toy, depth: int, settings: SamplingSettings) -> tuple[Chain, Tensor]:
-    """Every chain of drafts behind token 0, weighed in float64, and how likely it is drafted [R]."""
+    """Every chain of drafts behind token 0, weighed in float64, and how likely it is drafted
+    [R]."""
     vocab = len(toy.target)
     drafted = torch.cartesian_prod(*[torch.arange(vocab)] * depth).reshape(-1, depth)
     tokens = torch.cat([torch.zeros(len(drafted), 1, dtype=torch.int64), drafted], 1)
@@ -200,8 +217,9 @@ def all_chains(toy: Toy, depth: int, settings: SamplingSettings) -> tuple[Chain,
 def exact_law(
     toy: Toy, settings: SamplingSettings, chain: Chain, weight: Tensor, stops: Tensor, rests: Tensor
 ) -> Tensor:
-    """The law [V ** N] of the first N tokens, when a rule keeps i drafts of chain r with probability stops
-    [R, N] and draws the next token from rests [R, N, V]; what comes after that follows the target.
+    """The law [V ** N] of the first N tokens, when a rule keeps i drafts of chain r with
+    probability stops [R, N] and draws the next token from rests [R, N, V]; what comes after that
+    follows the target.
     """
     p = shape_logits(toy.target.double(), settings).softmax(-1)
     vocab, nodes = len(p), stops.shape[1]

@@ -1,4 +1,5 @@
-"""A drafter checkpoint with its measured report, made by hand: what the card and the push start from."""
+"""A drafter checkpoint with its measured report, made by hand: what the card and the push start
+from."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def write_checkpoint(folder: Path, seed: int = 0) -> str:
     """Write config.json and random weights to `folder`; returns the weights' hash."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    save_file({"weight": torch.randn(64, 200, generator=generator)}, str(folder / "model.safetensors"))
+    save_file(
+        {"weight": torch.randn(64, 200, generator=generator)}, str(folder / "model.safetensors")
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     return file_sha256(folder / "model.safetensors")
 
@@ -50,7 +53,11 @@ def write_measured(folder: Path, digest: str, *entries: dict[str, Any], **change
 
 
 def build(
-    checkpoint: Path, reports: Sequence[Path], out: Path, config: PushConfig, engines: Mapping[str, Path] | None = None
+    checkpoint: Path,
+    reports: Sequence[Path],
+    out: Path,
+    config: PushConfig,
+    engines: Mapping[str, Path] | None = None,
 ) -> Path:
     """The Hub folder that a push with `config` would build."""
     return build_folder(Sources(checkpoint, reports, engines or {}), out, config)
@@ -62,8 +69,10 @@ def write_export(folder: Path, digest: str, engine: str = "vllm") -> Path:
     save_file({"fc.weight": torch.ones(3, 5)}, str(folder / "model.safetensors"))
     (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     told = {
-        "engine": engine, "source": {"checkpoint": str(folder.parent / "best"), "sha256": digest},
-        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 4}, "serve": f"serve {folder}",
-    }  # fmt: skip
+        "engine": engine,
+        "source": {"checkpoint": str(folder.parent / "best"), "sha256": digest},
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 4},
+        "serve": f"serve {folder}",
+    }
     (folder / EXPORT_FILE).write_text(json.dumps(told), encoding="utf-8")
     return folder

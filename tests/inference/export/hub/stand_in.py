@@ -1,6 +1,8 @@
-"""A small stand-in for the Hugging Face Hub on loopback: what huggingface_hub asks of it to create a repository and commit.
+"""A small stand-in for the Hugging Face Hub on loopback: what huggingface_hub asks of it to create
+a repository and commit.
 
-It can be told to fail: a transfer that is cut off, an error status for a path, an answer that is no JSON, a file that was swapped.
+It can be told to fail: a transfer that is cut off, an error status for a path, an answer that is no
+JSON, a file that was swapped.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class HubStandIn:
         self.failures: dict[str, int] = {}
         """Part of a path -> status to answer with."""
         self.cut_download = ""
-        """The file whose connection is closed behind its first `CUT` bytes, however often it is asked for."""
+        """The file whose connection is closed behind its first `CUT` bytes, however often it is
+        asked for."""
         self.public = False
         """Reading needs no token."""
         self.sent: dict[str, int] = {}
@@ -48,7 +51,9 @@ class HubStandIn:
         self.collections: dict[str, dict[str, Any]] = {}
         """Slug -> title, owner, private and items."""
         self.no_json = False
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
@@ -75,7 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/api/collections"):
             slug = path.removeprefix("/api/collections").lstrip("/")
             known = self.hub.collections
-            entries = [{k: v for k, v in shown(key, value).items() if k != "position"} for key, value in known.items()]
+            entries = [
+                {k: v for k, v in shown(key, value).items() if k != "position"}
+                for key, value in known.items()
+            ]
             self.answer(200, shown(slug, known[slug]) if slug else entries)
         else:
             self.model_info(path.removeprefix("/api/models/").split("/revision/"))
@@ -85,7 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.download(self.path)
 
     def do_PUT(self) -> None:
-        """A large file; its address carries no token, like the signed addresses of the Hub's storage."""
+        """A large file; its address carries no token, like the signed addresses of the Hub's
+        storage."""
         self.hub.requests.append(f"PUT {self.path}")
         self.hub.uploads_started += 1
         if self.hub.cut_uploads:
@@ -111,7 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/validate-yaml":
             self.validate_card(json.loads(body)["content"])
         elif "/preupload/" in path:
-            self.preupload(path.removeprefix("/api/models/").split("/preupload/")[0], json.loads(body))
+            self.preupload(
+                path.removeprefix("/api/models/").split("/preupload/")[0], json.loads(body)
+            )
         elif path.endswith("/info/lfs/objects/batch"):
             self.lfs_batch(json.loads(body))
         elif path.startswith("/api/collections"):
@@ -121,10 +132,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.answer(404, {"error": f"the stand-in does not know {path}"})
 
-    # ---- what the Hub does ---------------------------------------------------------------------------------
+    # What the Hub does
 
     def admitted(self, path: str) -> bool:
-        """Check the token and the planted failures; answers and returns False when there is nothing more to do."""
+        """Check the token and the planted failures; answers and returns False when there is nothing
+        more to do."""
         self.hub.requests.append(f"{self.command} {path}")
         token = (self.headers.get("authorization") or "").removeprefix("Bearer ")
         if self.hub.no_json:
@@ -139,7 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(status, {"error": "planted"})
                 return False
         if token == READ_TOKEN and path != "/api/validate-yaml" and self.command == "POST":
-            self.answer(403, {"error": "You don't have the rights to create a model under this namespace"})
+            self.answer(
+                403, {"error": "You don't have the rights to create a model under this namespace"}
+            )
             return False
         return True
 
@@ -147,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         repo = f"{request['organization']}/{request['name']}"
         if repo in self.hub.repos:
             self.answer(
-                409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{repo}"}
+                409,
+                {"error": "You already created this model repo", "url": f"{self.hub.url}/{repo}"},
             )
             return
         self.hub.repos[repo] = {}
@@ -159,7 +174,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repo not in self.hub.repos:
             self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         elif revision not in ("main", COMMIT):
-            self.answer(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
+            self.answer(
+                404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"}
+            )
         else:
             files = [{"rfilename": name} for name in [".gitattributes", *self.hub.repos[repo]]]
             self.answer(200, {"id": repo, "sha": COMMIT, "siblings": files})
@@ -168,7 +185,11 @@ class _Handler(BaseHTTPRequestHandler):
         repo, name = path.lstrip("/").split(f"/resolve/{COMMIT}/")
         content = self.hub.repos[repo][unquote(name)]
         begin = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        headers = {
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "Accept-Ranges": "bytes",
+        }
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
         part = content[begin:]
@@ -197,7 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def validate_card(self, card: str) -> None:
         wrong = (
-            [{"message": '"license" must be one of the known ones'}] if "license: nonsense" in card else []
+            [{"message": '"license" must be one of the known ones'}]
+            if "license: nonsense" in card
+            else []
         )
         self.answer(400 if wrong else 200, {"errors": wrong, "warnings": []})
 
@@ -217,7 +240,9 @@ class _Handler(BaseHTTPRequestHandler):
         for item in request["objects"]:
             entry = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.hub.objects:
-                entry["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{item['oid']}", "header": {}}}
+                entry["actions"] = {
+                    "upload": {"href": f"{self.hub.url}/storage/{item['oid']}", "header": {}}
+                }
             objects.append(entry)
         self.answer(200, {"transfer": "basic", "objects": objects})
 
@@ -233,10 +258,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repos[repo] = files
         oid = hashlib.sha1(body).hexdigest()
         self.answer(
-            200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{oid}", "commitOid": oid, "hookOutput": ""}
+            200,
+            {
+                "commitUrl": f"{self.hub.url}/{repo}/commit/{oid}",
+                "commitOid": oid,
+                "hookOutput": "",
+            },
         )
 
-    # ---- HTTP ----------------------------------------------------------------------------------------------
+    # HTTP
 
     def body(self) -> bytes:
         """The request's body, with a length or in chunks."""
@@ -253,7 +283,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, json.dumps(content).encode(), "application/json", headers)
 
     def send(
-        self, status: int, content: bytes, kind: str, headers: dict[str, str] | None = None, cut: int | None = None
+        self,
+        status: int,
+        content: bytes,
+        kind: str,
+        headers: dict[str, str] | None = None,
+        cut: int | None = None,
     ) -> None:
         self.send_response(status)
         for name, value in {
@@ -273,15 +308,26 @@ class _Handler(BaseHTTPRequestHandler):
 
 def shown(slug: str, collection: dict[str, Any]) -> dict[str, Any]:
     """A collection as the Hub describes it."""
-    items = [{"_id": str(i), "id": item, "type": "model", "position": i} for i, item in enumerate(collection["items"])]
+    items = [
+        {"_id": str(i), "id": item, "type": "model", "position": i}
+        for i, item in enumerate(collection["items"])
+    ]
     return {
-        "slug": slug, "title": collection["title"], "owner": {"name": slug.split("/")[0]}, "items": items,
-        "lastUpdated": "2026-11-21T00:00:00.000Z", "position": 0, "private": collection["private"], "theme": "blue", "upvotes": 0,
-    }  # fmt: skip
+        "slug": slug,
+        "title": collection["title"],
+        "owner": {"name": slug.split("/")[0]},
+        "items": items,
+        "lastUpdated": "2026-11-21T00:00:00.000Z",
+        "position": 0,
+        "private": collection["private"],
+        "theme": "blue",
+        "upvotes": 0,
+    }
 
 
 def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    """A stand-in that this process takes for the Hub, with a good token. Wrap it in `pytest.fixture`."""
+    """A stand-in that this process takes for the Hub, with a good token. Wrap it in
+    `pytest.fixture`."""
     stand_in = HubStandIn()
     monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
     monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)

@@ -36,7 +36,13 @@ def written(
     report: dict[str, Any] | None = None, about: PushConfig = ABOUT, **config: Any
 ) -> tuple[dict[str, Any], str]:
     """(front matter, text) of a card."""
-    text = card({"greedy": parse_report(report or report_of(DIGEST))}, DIGEST, {**CONFIG, **config}, about, ["speedup.png"])
+    text = card(
+        {"greedy": parse_report(report or report_of(DIGEST))},
+        DIGEST,
+        {**CONFIG, **config},
+        about,
+        ["speedup.png"],
+    )
     _, matter, body = text.split("---\n", 2)
     return yaml.safe_load(matter), body
 
@@ -53,7 +59,9 @@ def test_front_matter() -> None:
 
 
 def test_a_licence_is_never_made_up_and_a_local_target_is_no_hub_id(tmp_path: Path) -> None:
-    matter, _ = written(about=PushConfig("someone/x"), target={**CONFIG["target"], "id": str(tmp_path)})
+    matter, _ = written(
+        about=PushConfig("someone/x"), target={**CONFIG["target"], "id": str(tmp_path)}
+    )
     assert "license" not in matter and "base_model" not in matter
     matter, _ = written(
         about=PushConfig("someone/x", base_model="meta/llama"),
@@ -89,7 +97,8 @@ def test_the_statement_on_losslessness_follows_the_measurement() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_card_states_what_the_measured_rule_promises(rule: str) -> None:
-    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the card claims no more."""
+    """Lossy: refused, or labelled. Distribution kept: the other texts are no mismatches, and the
+    card claims no more."""
     counts = {"identical": 0, "mismatches": 64} if rule != "match" else {}
     report = report_of(DIGEST, {"lossless": counts})
     report["settings"] |= {"rule": rule, "temperature": 1.0}
@@ -107,14 +116,17 @@ def test_the_card_states_what_the_measured_rule_promises(rule: str) -> None:
 
 
 def test_a_report_that_lacks_the_drafter_is_refused() -> None:
-    with pytest.raises(UserError, match=r"greedy did not measure this drafter.*it measured: eagle3, ngram"):
+    with pytest.raises(
+        UserError, match=r"greedy did not measure this drafter.*it measured: eagle3, ngram"
+    ):
         written(report_of("e" * 64))
 
 
 def test_the_code_on_the_card_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a real measurement: push folder, card, and the card's own lines give the text of plain decoding."""
+    """From a real measurement: push folder, card, and the card's own lines give the text of plain
+    decoding."""
     path = save_random_target(tmp_path / "target", tiny_tokenizer("marked"))
     target = TargetModel.load(TargetConfig(path=str(path)))
     drafter = new_drafter("medusa", MedusaConfig(num_heads=2), target.info, target.weights, seed=1)
@@ -127,7 +139,10 @@ def test_the_code_on_the_card_runs(
     )  # three prompts on a busy machine: no statement on speed
     measure(BenchConfig(warmup_prompts=1), target, [arm], prompts, tmp_path / "measured")
     folder = build(
-        tmp_path / "best", [tmp_path / "measured"], tmp_path / "hub", PushConfig(repo="someone/medusa")
+        tmp_path / "best",
+        [tmp_path / "measured"],
+        tmp_path / "hub",
+        PushConfig(repo="someone/medusa"),
     )
     text = (folder / "README.md").read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]

@@ -1,4 +1,5 @@
-"""Pulling from a stand-in of the Hub on loopback: what arrives is what was pushed, whatever happens on the way."""
+"""Pulling from a stand-in of the Hub on loopback: what arrives is what was pushed, whatever happens
+on the way."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ def pushed(hub: HubStandIn, tmp_path: Path) -> Path:
     """The folder that was pushed: a checkpoint and an export for vLLM."""
     digest = write_checkpoint(tmp_path / "best")
     report = write_measured(tmp_path, digest)
-    sources = Sources(tmp_path / "best", [report], {"vllm": write_export(tmp_path / "made" / "vllm", digest)})
-    push(PushConfig(repo=REPO, dry_run=False), sources, tmp_path / "hub", console=Console(quiet=True))
+    sources = Sources(
+        tmp_path / "best", [report], {"vllm": write_export(tmp_path / "made" / "vllm", digest)}
+    )
+    push(
+        PushConfig(repo=REPO, dry_run=False), sources, tmp_path / "hub", console=Console(quiet=True)
+    )
     hub.repos[REPO][".gitattributes"] = b"*.safetensors filter=lfs"  # as the Hub adds it
     return tmp_path / "hub"
 
 
 def fetched(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def refused(config: PullConfig, out: Path) -> str:
@@ -49,20 +58,28 @@ def refused(config: PullConfig, out: Path) -> str:
 
 @pytest.mark.parametrize("what", ["headstart", "vllm", "all"])
 def test_what_arrives_is_what_was_pushed(pushed: Path, tmp_path: Path, what: str) -> None:
-    out = pull(PullConfig(repo=REPO, what=what), tmp_path / "out" / "it", console=Console(quiet=True))
+    out = pull(
+        PullConfig(repo=REPO, what=what), tmp_path / "out" / "it", console=Console(quiet=True)
+    )
     whole = fetched(pushed)
     kept = {
-        name for name in whole
-        if what == "all" or name == "manifest.json" or (name.startswith("vllm/") if what == "vllm" else "/" not in name)
-    }  # fmt: skip
+        name
+        for name in whole
+        if what == "all"
+        or name == "manifest.json"
+        or (name.startswith("vllm/") if what == "vllm" else "/" not in name)
+    }
     assert fetched(out) == {name: whole[name] for name in kept}
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["it"], "nothing is left beside it"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["it"], (
+        "nothing is left beside it"
+    )
 
 
 def test_after_a_cut_download_only_what_is_missing_is_fetched(
     hub: HubStandIn, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)  # what is written at once: 10 MB otherwise
+    # what is written at once: 10 MB otherwise
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.cut_download = "report.json"
     message = refused(OURS, tmp_path / "out")
     assert "connection" in message and "pull again to go on" in message
@@ -70,23 +87,34 @@ def test_after_a_cut_download_only_what_is_missing_is_fetched(
     hub.cut_download = ""
     hub.sent.clear()
     pull(OURS, tmp_path / "out", console=Console(quiet=True))
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (pushed / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        pushed / "model.safetensors"
+    ).read_bytes()
     assert set(hub.sent) == {"report.json", "speedup.png", "step_time.png"}
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
 @pytest.mark.parametrize("place", ["/api/models", "/resolve/"])
-def test_a_hub_that_fails_leaves_no_folder(hub: HubStandIn, pushed: Path, tmp_path: Path, place: str, status: int) -> None:
+def test_a_hub_that_fails_leaves_no_folder(
+    hub: HubStandIn, pushed: Path, tmp_path: Path, place: str, status: int
+) -> None:
     hub.failures[place] = status
     message = refused(OURS, tmp_path / "out")
-    wanted = {401: "does not accept", 403: "no read access", 429: "limits how often", 500: "HTTP 500"}[status]
+    wanted = {
+        401: "does not accept",
+        403: "no read access",
+        429: "limits how often",
+        500: "HTTP 500",
+    }[status]
     assert wanted in message
     hub.failures.clear()
     pull(OURS, tmp_path / "out", console=Console(quiet=True))
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_file_that_is_not_what_was_published_is_refused(hub: HubStandIn, pushed: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_was_published_is_refused(
+    hub: HubStandIn, pushed: Path, tmp_path: Path
+) -> None:
     weights = bytearray(hub.repos[REPO]["model.safetensors"])
     weights[-1] ^= 1
     hub.repos[REPO]["model.safetensors"] = bytes(weights)
@@ -94,10 +122,14 @@ def test_a_file_that_is_not_what_was_published_is_refused(hub: HubStandIn, pushe
 
 
 def test_what_is_not_there_is_named(hub: HubStandIn, pushed: Path, tmp_path: Path) -> None:
-    assert "there is no repository 'someone/other'" in refused(PullConfig(repo="someone/other"), tmp_path / "out")
+    assert "there is no repository 'someone/other'" in refused(
+        PullConfig(repo="someone/other"), tmp_path / "out"
+    )
     assert "pull.revision=v9" in refused(PullConfig(repo=REPO, revision="v9"), tmp_path / "out")
     asked = PullConfig(repo=REPO, what="vlm")
-    assert "holds no 'vlm'. Did you mean 'vllm'? Allowed: all, headstart, vllm." in refused(asked, tmp_path / "out")
+    assert "holds no 'vlm'. Did you mean 'vllm'? Allowed: all, headstart, vllm." in refused(
+        asked, tmp_path / "out"
+    )
     hub.repos["someone/foreign"] = {"model.safetensors": b"", "config.json": b"{}"}
     assert "`headstart import`" in refused(PullConfig(repo="someone/foreign"), tmp_path / "out")
     with pytest.raises(UserError, match="must look like 'user/name'; given: 'eagle3'"):
@@ -119,8 +151,13 @@ def test_a_public_drafter_needs_no_token(
 ) -> None:
     hub.public = True
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    out = pull(PullConfig(repo=REPO, revision=COMMIT), tmp_path / "out", console=Console(quiet=True))
-    listed = {entry["file"]: entry["sha256"] for entry in json.loads((out / "manifest.json").read_text())["files"]}
+    out = pull(
+        PullConfig(repo=REPO, revision=COMMIT), tmp_path / "out", console=Console(quiet=True)
+    )
+    listed = {
+        entry["file"]: entry["sha256"]
+        for entry in json.loads((out / "manifest.json").read_text())["files"]
+    }
     assert file_sha256(out / "config.json") == listed["config.json"]
     assert GOOD_TOKEN not in "".join(hub.requests)
 

@@ -1,4 +1,5 @@
-"""Pushing: against a stand-in of the Hub on loopback, when everything works and when it does not."""
+"""Pushing: against a stand-in of the Hub on loopback, when everything works and when it does
+not."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refused(hub: HubStandIn, folder: Path, config: PushConfig = REAL) -> str:
-    """The message of an upload that fails; the repository must hold nothing, the token must not be told."""
+    """The message of an upload that fails; the repository must hold nothing, the token must not be
+    told."""
     with pytest.raises(UserError) as caught:
         upload(config, folder, hub.url)
     assert not any(hub.repos.values()), "something was published"
@@ -228,9 +230,10 @@ def test_offline_mode_is_named(
 def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built: Path) -> None:
     """A fresh process, as the command line is one: HF_ENDPOINT and HF_TOKEN, nothing else."""
     code = (
-        "import os, sys; from pathlib import Path; from inference.export.hub.config import PushConfig; "
-        "from inference.export.hub.push import upload; "
-        "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2]), os.environ['HF_ENDPOINT']))"
+        "import os, sys; from pathlib import Path; from inference.export.hub.config import "
+        "PushConfig; from inference.export.hub.push import upload; "
+        "print(upload(PushConfig(repo=sys.argv[1]), Path(sys.argv[2]), "
+        "os.environ['HF_ENDPOINT']))"
     )
     environment = {
         k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -247,7 +250,7 @@ def test_the_environment_alone_decides_where_a_push_goes(hub: HubStandIn, built:
     assert GOOD_TOKEN not in done.stdout + done.stderr
 
 
-# ---- what is not even built --------------------------------------------------------------------------------
+# What is not even built
 
 
 def test_a_drafter_without_a_measured_report_is_refused(
@@ -345,7 +348,9 @@ def test_building_again_replaces_only_what_was_built(
     with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
         build(measured[0], [measured[1]], mine, REAL)
     (out / "chapter2.md").write_text("more of it", encoding="utf-8")
-    with pytest.raises(UserError, match=r"holds files that stage 'push' did not write: chapter2\.md"):
+    with pytest.raises(
+        UserError, match=r"holds files that stage 'push' did not write: chapter2\.md"
+    ):
         build(measured[0], [measured[1]], out, REAL)
     assert (out / "chapter2.md").read_text(encoding="utf-8") == "more of it"
     assert (mine / "chapter1.md").read_text(encoding="utf-8") == "years of work"
@@ -360,7 +365,7 @@ def test_repository_names_are_checked(measured: tuple[Path, Path], tmp_path: Pat
         push(PushConfig(), Sources(measured[0], [measured[1]], {}), tmp_path / "hub")
 
 
-# ---- engines' folders, collections ---------------------------------------------------------------------------
+# Engines' folders, collections
 
 
 def test_an_engines_folder_goes_along_and_the_card_says_how_to_serve_it(
@@ -431,9 +436,15 @@ def test_a_collection_that_fails_leaves_the_push(
 
 @pytest.mark.parametrize(
     ("place", "status"),
-    [*(("/commit/", status) for status in (401, 403, 409, 429, 500, 502)),
-     *((place, status) for place in ("repos/create", "/preupload/", "info/lfs") for status in (409, 429))],
-)  # fmt: skip
+    [
+        *(("/commit/", status) for status in (401, 403, 409, 429, 500, 502)),
+        *(
+            (place, status)
+            for place in ("repos/create", "/preupload/", "info/lfs")
+            for status in (409, 429)
+        ),
+    ],
+)
 def test_whatever_breaks_the_repository_is_untouched_and_one_line_says_why(
     hub: HubStandIn, built: Path, place: str, status: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""The loss split: its terms multiply to the measured speedup, and each says what a slow count by hand says."""
+"""The loss split: its terms multiply to the measured speedup, and each says what a slow count by
+hand says."""
 
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ from inference.measure.breakdown.counts import (
     expected_tau,
     ones,
 )
-from inference.measure.breakdown.observe import BONUS, CORRECTED, DRAFTED, FIRST, State, Watched, watch
+from inference.measure.breakdown.observe import (
+    BONUS,
+    CORRECTED,
+    DRAFTED,
+    FIRST,
+    State,
+    Watched,
+    watch,
+)
 from inference.measure.breakdown.split import TERMS, Measured, best_tree, split
 from inference.measure.breakdown.transcripts import read_transcripts
 from inference.measure.config import BenchConfig
@@ -71,14 +80,20 @@ def target() -> TargetModel:
 def prompts() -> list[Prompt]:
     generator = torch.Generator().manual_seed(5)
     return [
-        Prompt(f"{domain}-{i}", domain, tokens=tuple(torch.randint(3, VOCAB, (5 + i,), generator=generator).tolist()))
+        Prompt(
+            f"{domain}-{i}",
+            domain,
+            tokens=tuple(torch.randint(3, VOCAB, (5 + i,), generator=generator).tolist()),
+        )
         for domain in ("code", "prose")
         for i in range(4)
     ]
 
 
 def made(target: TargetModel, kind: str) -> Any:
-    return new_drafter(kind, CONFIGS[kind], target.info, target.weights, seed=1, token_counts=torch.arange(VOCAB))
+    return new_drafter(
+        kind, CONFIGS[kind], target.info, target.weights, seed=1, token_counts=torch.arange(VOCAB)
+    )
 
 
 def requests_of(target: TargetModel, decode: DecodeConfig) -> list[Request]:
@@ -90,18 +105,33 @@ def scripted(target: TargetModel, decode: DecodeConfig, sort: type[Fake] = Somet
     return sort({c.request.tokens: [*c.request.tokens, *c.tokens] for c in plain}, VOCAB)
 
 
-# ---- a whole measurement -----------------------------------------------------------------------------------------
+# A whole measurement
 
 
 @pytest.fixture(scope="module", params=["greedy", "sampled", "tree"])
-def measured(request: pytest.FixtureRequest, target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    decode = {"greedy": CHAIN, "sampled": replace(CHAIN, temperature=1.0), "tree": TREE}[request.param]
-    arms = [Arm(kind, made(target, kind), decode) for kind in CONFIGS if request.param != "tree" or kind != "ngram"]
+def measured(
+    request: pytest.FixtureRequest, target: TargetModel, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    decode = {"greedy": CHAIN, "sampled": replace(CHAIN, temperature=1.0), "tree": TREE}[
+        request.param
+    ]
+    arms = [
+        Arm(kind, made(target, kind), decode)
+        for kind in CONFIGS
+        if request.param != "tree" or kind != "ngram"
+    ]
     config = BenchConfig(
         prompts_per_domain=3,
         compare_noise=False,
         repeats=2,
-        lost=LostConfig(enabled=True, prompts_per_domain=2, temperatures=(0.5,), transcripts=1, candidates=3, repeats=3),
+        lost=LostConfig(
+            enabled=True,
+            prompts_per_domain=2,
+            temperatures=(0.5,),
+            transcripts=1,
+            candidates=3,
+            repeats=3,
+        ),
     )
     out = tmp_path_factory.mktemp(request.param)
     (out / "transcripts.json").write_text("of an earlier measurement")
@@ -146,8 +176,12 @@ def test_the_tables_cover_depths_positions_and_temperatures(measured: Path) -> N
         assert set(arm["depths"]) == {"all", "code", "prose"}
         assert all(len(rows) == entry["draft"]["depth"] for rows in arm["depths"].values())
         first = arm["depths"]["all"][0]
-        assert first["tested"] == sum(arm["depths"][name][0]["tested"] for name in ("code", "prose"))
-        assert sum(row["tested"] for row in arm["depths"]["all"]) == sum(row["tested"] for row in arm["positions"])
+        assert first["tested"] == sum(
+            arm["depths"][name][0]["tested"] for name in ("code", "prose")
+        )
+        assert sum(row["tested"] for row in arm["depths"]["all"]) == sum(
+            row["tested"] for row in arm["positions"]
+        )
         assert [row["temperature"] for row in arm["temperatures"]] == sorted({own, 0.5})
         if "calibration" in arm:
             assert sum(cell["count"] for cell in arm["calibration"]["bins"]) == sum(
@@ -162,7 +196,9 @@ def test_the_report_and_its_markdown_name_every_term(measured: Path) -> None:
     assert "| sample (rest) |" in text and "| clock (rest) |" in text
 
 
-def test_transcripts_hold_the_answers_of_plain_decoding(measured: Path, target: TargetModel) -> None:
+def test_transcripts_hold_the_answers_of_plain_decoding(
+    measured: Path, target: TargetModel
+) -> None:
     report = read_report(measured).to_dict()
     decode = replace(CHAIN, temperature=report["settings"]["temperature"])
     plain = Engine(target, None, replace(decode, shape="none")).run(requests_of(target, decode))
@@ -177,27 +213,35 @@ def test_transcripts_hold_the_answers_of_plain_decoding(measured: Path, target: 
             assert token["by"] in (DRAFTED, CORRECTED, BONUS)
 
 
-def test_a_measurement_without_them_leaves_no_old_transcripts(target: TargetModel, tmp_path: Path) -> None:
+def test_a_measurement_without_them_leaves_no_old_transcripts(
+    target: TargetModel, tmp_path: Path
+) -> None:
     (tmp_path / "transcripts.json").write_text("of an earlier measurement")
     arm = Arm("scripted", scripted(target, CHAIN), CHAIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("inference.measure.metrics.require_speedup_within_tau", lambda *given: None)
-        measure(BenchConfig(prompts_per_domain=1), target, [arm], prompts(), tmp_path, console=QUIET)
+        measure(
+            BenchConfig(prompts_per_domain=1), target, [arm], prompts(), tmp_path, console=QUIET
+        )
     assert read_report(tmp_path).lost is None
     assert read_transcripts(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 1, "answers": [{"tokens": [{"by": "x"}]}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"format": 1}', '{"format": 1, "answers": [{"tokens": [{"by": "x"}]}]}']
+)
 def test_a_broken_transcript_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "transcripts.json").write_text(content)
     with pytest.raises(UserError, match="holds no transcripts"):
         read_transcripts(tmp_path)
 
 
-# ---- what is watched ---------------------------------------------------------------------------------------------
+# What is watched
 
 
-@pytest.mark.parametrize("decode", [CHAIN, replace(CHAIN, temperature=1.0), TREE], ids=["greedy", "sampled", "tree"])
+@pytest.mark.parametrize(
+    "decode", [CHAIN, replace(CHAIN, temperature=1.0), TREE], ids=["greedy", "sampled", "tree"]
+)
 @pytest.mark.parametrize("kind", ["early_exit", "eagle3", "scripted"])
 def test_watching_changes_nothing(target: TargetModel, decode: DecodeConfig, kind: str) -> None:
     def drafter() -> Any:
@@ -211,13 +255,23 @@ def test_watching_changes_nothing(target: TargetModel, decode: DecodeConfig, kin
         assert answer.finish == done.finish
         by_pass = [[s for s in answer.states if s.number == n + 1] for n in range(len(done.passes))]
         assert [len(states) for states in by_pass] == [record.committed for record in done.passes]
-        assert [sum(s.by == DRAFTED for s in states) for states in by_pass] == [p.accepted for p in done.passes]
-        assert [any(s.by == CORRECTED for s in states) for states in by_pass] == [p.rejected for p in done.passes]
+        assert [sum(s.by == DRAFTED for s in states) for states in by_pass] == [
+            p.accepted for p in done.passes
+        ]
+        assert [any(s.by == CORRECTED for s in states) for states in by_pass] == [
+            p.rejected for p in done.passes
+        ]
 
 
 def test_distributions_are_those_of_the_target_along_the_answer(target: TargetModel) -> None:
     decode = replace(CHAIN, temperature=1.0)
-    answer = watch(target, made(target, "early_exit"), decode, requests_of(target, decode)[:1], candidates=VOCAB)[0]
+    answer = watch(
+        target,
+        made(target, "early_exit"),
+        decode,
+        requests_of(target, decode)[:1],
+        candidates=VOCAB,
+    )[0]
     text = [*answer.request.tokens, *answer.tokens]
     logits = random_model().float()(torch.tensor([text])).logits[0]
     for place, state in enumerate(answer.states[1:], start=1):
@@ -229,31 +283,55 @@ def test_distributions_are_those_of_the_target_along_the_answer(target: TargetMo
             assert state.overlap == pytest.approx(common, abs=1e-5)
 
 
-def test_at_temperature_0_the_overlap_is_agreement_and_the_rank_says_the_same(target: TargetModel) -> None:
-    for answer in watch(target, made(target, "early_exit"), CHAIN, requests_of(target, CHAIN), candidates=5):
+def test_at_temperature_0_the_overlap_is_agreement_and_the_rank_says_the_same(
+    target: TargetModel,
+) -> None:
+    for answer in watch(
+        target, made(target, "early_exit"), CHAIN, requests_of(target, CHAIN), candidates=5
+    ):
         for state in answer.states:
             if state.tested:
-                assert state.overlap == (state.by == DRAFTED) == (state.rank == 0) == (state.draft[0][0] == state.token)
+                assert (
+                    state.overlap
+                    == (state.by == DRAFTED)
+                    == (state.rank == 0)
+                    == (state.draft[0][0] == state.token)
+                )
 
 
 def test_what_lies_outside_the_draft_vocabulary_is_missed(target: TargetModel) -> None:
     drafter = made(target, "eagle3")
-    inside = set(drafter.token_ids.tolist()) if hasattr(drafter, "token_ids") else set(range(VOCAB - 40, VOCAB))
-    seen = [state for answer in watch(target, drafter, CHAIN, requests_of(target, CHAIN)) for state in answer.states[1:]]
+    inside = (
+        set(drafter.token_ids.tolist())
+        if hasattr(drafter, "token_ids")
+        else set(range(VOCAB - 40, VOCAB))
+    )
+    seen = [
+        state
+        for answer in watch(target, drafter, CHAIN, requests_of(target, CHAIN))
+        for state in answer.states[1:]
+    ]
     assert [state.missed for state in seen] == [float(state.token not in inside) for state in seen]
     assert any(state.missed for state in seen)
     assert not any(state.missed and state.by == DRAFTED for state in seen)
 
 
-# ---- the arithmetic ----------------------------------------------------------------------------------------------
+# The arithmetic
 
 
 def figures(target: TargetModel, sort: type[Fake], decode: DecodeConfig) -> tuple[Measured, Any]:
-    """An arm that takes 2 ms to verify and 1 ms to draft, against plain steps of 1 ms and 0.5 ms of host."""
+    """An arm that takes 2 ms to verify and 1 ms to draft, against plain steps of 1 ms and 0.5 ms of
+    host."""
     requests, names = requests_of(target, decode), [prompt.id for prompt in prompts()]
     domains = [prompt.domain for prompt in prompts()]
-    arm = sorted(Engine(target, scripted(target, decode, sort), decode).run(requests), key=lambda c: c.request.index)
-    plain = sorted(Engine(target, None, replace(decode, shape="none")).run(requests), key=lambda c: c.request.index)
+    arm = sorted(
+        Engine(target, scripted(target, decode, sort), decode).run(requests),
+        key=lambda c: c.request.index,
+    )
+    plain = sorted(
+        Engine(target, None, replace(decode, shape="none")).run(requests),
+        key=lambda c: c.request.index,
+    )
 
     def totals(done: Any, verify: float, draft: float) -> Totals:
         outcomes = []
@@ -267,14 +345,18 @@ def figures(target: TargetModel, sort: type[Fake], decode: DecodeConfig) -> tupl
     watched = watch(target, scripted(target, decode, sort), decode, requests)
     counts = count(watched, names, domains, decode.tree().max_depth)
     nodes = decode.tree().num_nodes
-    return Measured(totals(arm, 0.002, 0.001), totals(plain, 0.001, 0.0), 1, nodes, widening=1.5), counts
+    return Measured(
+        totals(arm, 0.002, 0.001), totals(plain, 0.001, 0.0), 1, nodes, widening=1.5
+    ), counts
 
 
 def factors(found: LossSplit) -> dict[str, float]:
     return {term.name: term.factor for term in found.terms}
 
 
-def test_a_drafter_that_is_always_right_loses_nothing_to_acceptance_but_the_ends(target: TargetModel) -> None:
+def test_a_drafter_that_is_always_right_loses_nothing_to_acceptance_but_the_ends(
+    target: TargetModel,
+) -> None:
     measured, counts = figures(target, AlwaysRight, CHAIN)
     found = factors(split(measured, counts))
     tokens, passes = measured.arm.committed, measured.arm.passes
@@ -298,11 +380,14 @@ def test_the_time_terms_by_hand(target: TargetModel) -> None:
     assert found["drafting"] == pytest.approx(2.0 / 3.0)
     assert found["commit"] == pytest.approx(1.0)
     assert found["host"] == pytest.approx(1.0)  # as much as in a plain step
-    assert found["clock"] == pytest.approx(3.0 / 3.5)  # the verification took 1 ms more, the curves explain half
+    # the verification took 1 ms more, the curves explain half
+    assert found["clock"] == pytest.approx(3.0 / 3.5)
 
 
 @pytest.mark.parametrize("decode", [CHAIN, TREE], ids=["chain", "tree"])
-def test_the_samples_own_rates_give_its_tau_but_for_cut_answers(target: TargetModel, decode: DecodeConfig) -> None:
+def test_the_samples_own_rates_give_its_tau_but_for_cut_answers(
+    target: TargetModel, decode: DecodeConfig
+) -> None:
     measured, counts = figures(target, SometimesRight, decode)
     rates = Rates.of(counts, ones(counts))
     kept = measured.arm.reached.sum(0) / measured.arm.passes.sum()
@@ -331,6 +416,8 @@ def test_calibration_by_hand() -> None:
     request = Request(0, (1,), 0, 9)
     counts = count([Watched(request, states)] * 2, ["a", "b"], ["x", "x"], 2)
     bins = calibration_bins(counts)
-    assert calibration_gap(counts, draws(counts, 0)).ece == pytest.approx((abs(0.95 + 0.91 - 1) + 0.12) / 3)
+    assert calibration_gap(counts, draws(counts, 0)).ece == pytest.approx(
+        (abs(0.95 + 0.91 - 1) + 0.12) / 3
+    )
     assert bins[9].to_dict() == {"count": 4, "confidence": pytest.approx(0.93), "accepted": 0.5}
     assert bins[1].count == 2 and bins[5].count == 0
