@@ -46,7 +46,7 @@ test: $(NEEDS)
 
 check: $(NEEDS)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check --quiet .
+	$(PYTHON) -m ruff format --check --quiet heads inference train scripts tests conf
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 

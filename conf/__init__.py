@@ -1,1 +1,4 @@
-"""The Hydra configuration: one root YAML per stage, one folder per group. A package so that it is found from any directory."""
+"""The Hydra configuration: base.yaml, roots of stages that differ from it, one folder per group.
+
+It is a package so that it is found from any directory.
+"""

@@ -24,10 +24,12 @@ def test_the_install_resolves_from_the_public_index(
     """uv reads metadata only: nothing large is downloaded, and pip's configuration is not read."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LOCAL_SETTINGS)}
     done = subprocess.run(
-        [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--quiet"]
-        + ["pyproject.toml", "--extra", "dev", "-c", "constraints.txt"]
-        + ["--python-platform", platform, "--python-version", python]
-        + ["--output-file", str(tmp_path / "resolved.txt")],
+        [
+            *(sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--quiet"),
+            *("pyproject.toml", "--extra", "dev", "-c", "constraints.txt"),
+            *("--python-platform", platform, "--python-version", python),
+            *("--output-file", str(tmp_path / "resolved.txt")),
+        ],
         cwd=REPOSITORY,
         env={**environment, "MACOSX_DEPLOYMENT_TARGET": "14.0"},
         capture_output=True,

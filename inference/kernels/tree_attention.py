@@ -130,10 +130,10 @@ def _seen(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    query, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc, scale,
-    softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim: tl.constexpr,
-    block_d: tl.constexpr, block_v: tl.constexpr, block_n: tl.constexpr, masked: tl.constexpr,
-    windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
+    query, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
+    scale, softcap, window, key_s, value_s, word_count, head_dim: tl.constexpr, value_dim:
+    tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr, block_n: tl.constexpr, masked:
+    tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
 ):
     # fmt: on
     """Take block_n slots into a running softmax to the base 2: peak [M], total [M], acc [M, Dv]."""
@@ -167,7 +167,8 @@ def _tile(  # type: ignore[no-untyped-def]
         scores = tl.where(scores < 0, -bent, bent) * softcap
     if masked:
         seen = _seen(
-            words, depth, slot, start, length, node, valid, position, window, written, word_count, block_n, windowed
+            words, depth, slot, start, length, node, valid, position, window, written, word_count,
+            block_n, windowed
         )
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -187,11 +188,12 @@ def _tile(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
-    query, keys, values, lengths, words, depth, partial, log_sums, scale, softcap, window, query_b, query_h,
-    query_n, key_b, key_h, key_s, value_b, value_h, value_s, words_b, depth_b, word_count, nodes, capacity,
-    key_heads, groups: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
-    block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr,
-    windowed: tl.constexpr, capped: tl.constexpr, upcast: tl.constexpr,
+    query, keys, values, lengths, words, depth, partial, log_sums, scale, softcap, window, query_b,
+    query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, words_b, depth_b, word_count,
+    nodes, capacity, key_heads, groups: tl.constexpr, head_dim: tl.constexpr, value_dim:
+    tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr, block_m: tl.constexpr, block_n:
+    tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, upcast:
+    tl.constexpr,
 ) -> None:
     # fmt: on
     """Program (row block, row and key/value head, split): weights-and-values [M, Dv] of one split,
@@ -227,7 +229,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, block_d)
     v = tl.arange(0, block_v)
     query += b * query_b
-    query_at = query + (h * groups + row % groups)[:, None] * query_h + node[:, None] * query_n + d[None, :]
+    head_at = (h * groups + row % groups)[:, None] * query_h
+    query_at = query + head_at + node[:, None] * query_n + d[None, :]
     rows = tl.load(query_at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
     if upcast:
         rows = rows.to(tl.float32)
@@ -240,34 +243,36 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     if windowed:
         for start in tl.range(first, tl.minimum(edge, plain), block_n, num_stages=1):
             peak, total, acc = _tile(
-                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total,
-                acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d,
-                block_v, block_n, True, True, capped, upcast)
+                rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+                total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
+                block_d, block_v, block_n, True, True, capped, upcast)
     for start in tl.range(edge, plain, block_n):
         peak, total, acc = _tile(
-            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
-            scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
-            block_n, False, False, capped, upcast)
+            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+            total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
+            block_d, block_v, block_n, False, False, capped, upcast)
     for start in tl.range(tl.maximum(first, plain), stop, block_n, num_stages=1):
         peak, total, acc = _tile(
-            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak, total, acc,
-            scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim, block_d, block_v,
-            block_n, True, windowed, capped, upcast)
+            rows, keys, values, words, depth, start, stop, length, node, valid, position, peak,
+            total, acc, scale, softcap, window, key_s, value_s, word_count, head_dim, value_dim,
+            block_d, block_v, block_n, True, windowed, capped, upcast)
     # fmt: on
     # a row that saw nothing here: zeros, and no weight later
     divisor = tl.where(total > 0, total, 1.0)
     place = (head.to(tl.int64) * tl.num_programs(2) + split) * nodes * groups + row
     at = partial + place[:, None] * value_dim + v[None, :]
     tl.store(at, acc / divisor[:, None], mask=valid[:, None] & (v < value_dim)[None, :])
-    tl.store(log_sums + place, tl.where(total > 0, peak + tl.log2(divisor), float("-inf")), mask=valid)
+    log_sum = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
+    tl.store(log_sums + place, log_sum, mask=valid)
 
 
 # fmt: off
 @triton.jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    partial, log_sums, sinks, out, lengths, depth, window, depth_b, nodes, capacity, key_heads, splits,
-    groups: tl.constexpr, value_dim: tl.constexpr, block_v: tl.constexpr, block_r: tl.constexpr,
-    block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk: tl.constexpr,
+    partial, log_sums, sinks, out, lengths, depth, window, depth_b, nodes, capacity, key_heads,
+    splits, groups: tl.constexpr, value_dim: tl.constexpr, block_v: tl.constexpr, block_r:
+    tl.constexpr, block_s: tl.constexpr, split_size: tl.constexpr, windowed: tl.constexpr, sunk:
+    tl.constexpr,
 ) -> None:
     # fmt: on
     """Program (block of R query rows, row and key/value head): the splits' results, weighted by
@@ -284,7 +289,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     start = 0
     reached = tl.zeros([block_r], tl.int32)  # the first split that a row sees into
     if windowed:  # splits before the window were never written
-        position = length + tl.load(depth + b * depth_b + node, mask=valid, other=1 << 30).to(tl.int32)
+        node_depth = tl.load(depth + b * depth_b + node, mask=valid, other=1 << 30)
+        position = length + node_depth.to(tl.int32)
         reached = tl.maximum(position - window + 1, 0) // split_size
         start = tl.min(reached)
     first = tl.program_id(1).to(tl.int64) * splits * nodes * groups
@@ -314,7 +320,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.exp2(sink - base)
         acc = acc * shrink[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = out + ((b.to(tl.int64) * nodes + node) * key_heads * groups + head)[:, None] * value_dim + v[None, :]
+    out_row = (b.to(tl.int64) * nodes + node) * key_heads * groups + head
+    at = out + out_row[:, None] * value_dim + v[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=valid[:, None] & (v < value_dim)[None, :])
 
 
@@ -344,15 +351,18 @@ def tree_attention(
     rows, heads, nodes, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     groups = heads // key_heads
-    launch = launch or launch_config(nodes * groups, head_dim, query.dtype, _shared_memory(query.device))
+    shared = _shared_memory(query.device)
+    launch = launch or launch_config(nodes * groups, head_dim, query.dtype, shared)
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
     assert keys.stride(3) == 1 and values.stride(3) == 1, "each key and value must be contiguous"
     assert split_size % launch.block_n == 0, (split_size, launch.block_n)
-    assert depth.shape[1] == nodes and words.shape[1:] == (nodes, -(-nodes // 32)), (words.shape, depth.shape)
+    fitting = depth.shape[1] == nodes and words.shape[1:] == (nodes, -(-nodes // 32))
+    assert fitting, (words.shape, depth.shape)
     query = query if query.stride(3) == 1 else query.contiguous()
     words, depth, lengths = words.contiguous(), depth.contiguous(), lengths.contiguous()
     splits = triton.cdiv(capacity, split_size)
-    partial = query.new_empty(rows, key_heads, splits, nodes * groups, value_dim, dtype=torch.float32)
+    shape = (rows, key_heads, splits, nodes * groups, value_dim)
+    partial = query.new_empty(shape, dtype=torch.float32)
     log_sums = query.new_empty(rows, key_heads, splits, nodes * groups, dtype=torch.float32)
     out = query.new_empty(rows, nodes, heads, value_dim)
     # both factors take the scores to the base 2, in which the kernels take their exponentials
@@ -362,7 +372,8 @@ def tree_attention(
     block_v = max(16, triton.next_power_of_2(value_dim))
     _split_kernel[(triton.cdiv(nodes * groups, launch.block_m), rows * key_heads, splits)](
         *(query, keys, values, lengths, words, depth, partial, log_sums, scale, bend, window or 0),
-        *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], words_b, depth_b, words.shape[2]),
+        *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3]),
+        *(words_b, depth_b, words.shape[2]),
         *(nodes, capacity, key_heads),
         groups=groups,
         head_dim=head_dim,
@@ -380,7 +391,8 @@ def tree_attention(
         num_stages=launch.num_stages,
     )
     _combine_kernel[(triton.cdiv(nodes * groups, launch.block_r), rows * key_heads)](
-        *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths, depth, window or 0, depth_b),
+        *(partial, log_sums, log_sums if sinks is None else sinks, out, lengths, depth),
+        *(window or 0, depth_b),
         *(nodes, capacity, key_heads, splits),
         groups=groups,
         value_dim=value_dim,

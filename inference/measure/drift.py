@@ -70,14 +70,12 @@ def measure_drift(
     answers, others = (
         greedy_answers(target, requests, batch_size) for target in (original, changed)
     )
-    sums = np.array(
-        [
-            [*_compare(original, changed, request.tokens, answers[request.index]), len(answers[request.index]),
-             answers[request.index] == others[request.index], 1]
-            for request in requests
-        ],
-        dtype=np.float64,
-    )  # fmt: skip  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
+    rows = []
+    for request in requests:
+        answer = answers[request.index]
+        compared = _compare(original, changed, request.tokens, answer)
+        rows.append([*compared, len(answer), answer == others[request.index], 1])
+    sums = np.array(rows, dtype=np.float64)  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
     kl, agreeing, tokens, identical, prompts = sums.sum(0)
     drawn = resample_weights(len(requests), seed=0) @ sums
     return Drift(

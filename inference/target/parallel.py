@@ -111,10 +111,10 @@ def require_divisible(config: Any, size: int) -> None:
     for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
         if isinstance(count, int) and count % size:
             allowed = [n for n in range(2, count + 1) if not count % n and not (heads or n) % n]
+            possible = f"possible: {', '.join(map(str, allowed))}"
             raise UserError(
                 f"a {config.model_type} target with {count} {name} cannot be split over {size} "
-                "processes; "
-                f"{'possible: ' + ', '.join(map(str, allowed)) if allowed else 'it cannot be split at all'}."
+                f"processes; {possible if allowed else 'it cannot be split at all'}."
             )
 
 

@@ -38,10 +38,10 @@ class MaskReport:
     sample: str
 
     def __str__(self) -> str:
+        style = f"[{SUPERVISED_STYLE}]{SUPERVISED_STYLE}[/]"
         return (
-            f"loss mask: {self.supervised} of {self.tokens} tokens supervised ({self.share:.1%}) in "
-            f"{self.documents} documents; "
-            f"a sample, what is learned in [{SUPERVISED_STYLE}]{SUPERVISED_STYLE}[/]:\n{self.sample}"
+            f"loss mask: {self.supervised} of {self.tokens} tokens supervised ({self.share:.1%}) "
+            f"in {self.documents} documents; a sample, what is learned in {style}:\n{self.sample}"
         )
 
 

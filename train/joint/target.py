@@ -32,9 +32,9 @@ tags: [headstart, speculative-decoding, merged-lora]
 ---
 # A changed {name}
 
-**This is not {original}.** Its layers were trained together with a drafter (kind `{kind}`) and the updates are merged into the
-weights, so its answers differ from the original's. Speculative decoding with the drafter is lossless with respect to this model
-only.
+**This is not {original}.** Its layers were trained together with a drafter (kind `{kind}`) and the
+updates are merged into the weights, so its answers differ from the original's. Speculative decoding
+with the drafter is lossless with respect to this model only.
 
 | | |
 |---|---|
@@ -43,13 +43,14 @@ only.
 | updates | LoRA of rank {rank}, alpha {alpha:g}, on {modules} |
 | drafter's weight in the updates' gradient | {heads_weight:g} |
 
-Drift from the original, on {prompts} held-out prompts and {tokens} tokens of the original's greedy answers, with 95% intervals over
-prompts:
+Drift from the original, on {prompts} held-out prompts and {tokens} tokens of the original's greedy
+answers, with 95% intervals over prompts:
 
 | | |
 |---|---|
 | mean KL(original \\|\\| this) per token | {kl:.4f} [{kl_low:.4f}, {kl_high:.4f}] nats |
-| same next token, given the original's answer | {agreement:.1%} [{agreement_low:.1%}, {agreement_high:.1%}] |
+| same next token, given the original's answer | {agreement:.1%} \
+[{agreement_low:.1%}, {agreement_high:.1%}] |
 | greedy answers that are identical | {identical:.1%} [{identical_low:.1%}, {identical_high:.1%}] |
 
 Measure what matters for your use before you serve it.
