@@ -28,7 +28,6 @@ from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
 from heads.api.config import Fraction, NonNegativeInt, PositiveInt, UnitInterval, config
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.nn import init, losses
@@ -44,26 +43,15 @@ from heads.nn.drafting.growth import fill
 from heads.nn.drafting.plan import Plan, last_valid
 from heads.nn.feature.base import layer_shape, sum_by_state
 from heads.nn.feature.parallel import Anchors, anchored_attention
-from heads.nn.feature.taps import TapDrafter, look_at_itself
+from heads.nn.feature.taps import TapConfig, TapDrafter, look_at_itself
 from heads.nn.rope import Rope, look_up
 
 
 @config("head")
 @dataclass(frozen=True)
-class Config:
+class Config(TapConfig):
     """Configuration of P-EAGLE. Sizes of 0 are taken from the target."""
 
-    taps: tuple[int, ...] = ()
-    """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
-    tap_norm: bool = True
-    """RMSNorm each tap before they are fused (EAGLE-3.1)."""
-    norm_before_fc: bool = False
-    """RMSNorm all taps as one vector before they are fused, instead of each (excludes
-    `tap_norm`)."""
-    norm_before_residual: bool = False
-    """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
-    qk_norm: bool = False
-    """RMSNorm on every query and key head, as in Qwen3."""
     own_embedding: bool = False
     """An embedding of its own, trained, started from the target's (V * H weights), as the library
     `speculators` trains it."""
@@ -92,12 +80,6 @@ class Config:
     hard_label_weight: UnitInterval = 0.0
     """Share of the loss taken against the sampled token instead of the target's distribution (0 to
     1)."""
-
-    def __post_init__(self) -> None:
-        if self.norm_before_fc and self.tap_norm:
-            raise UserError(
-                "head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false."
-            )
 
 
 @dataclass

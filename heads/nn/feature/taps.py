@@ -10,6 +10,7 @@ vocabulary, n taps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
+from heads.api.config import config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -33,6 +35,30 @@ def look_at_itself(attn: Attention) -> None:
     keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
     groups = attn.q_proj.out_features // attn.k_proj.out_features
     init.copy(attn.q_proj.weight, keys.repeat_interleave(groups, 0).flatten(0, 1))
+
+
+@config("head")
+@dataclass(frozen=True)
+class TapConfig:
+    """Which layers of the target a drafter reads, and how they are normalised."""
+
+    taps: tuple[int, ...] = ()
+    """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
+    tap_norm: bool = True
+    """RMSNorm each tap before they are fused (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """RMSNorm all taps as one vector before they are fused, instead of each (excludes
+    `tap_norm`)."""
+    norm_before_residual: bool = False
+    """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
+    qk_norm: bool = False
+    """RMSNorm on every query and key head, as in Qwen3."""
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.tap_norm:
+            raise UserError(
+                "head.norm_before_fc and head.tap_norm exclude each other: set head.tap_norm=false."
+            )
 
 
 class TapDrafter(FeatureDrafter):
