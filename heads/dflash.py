@@ -5,13 +5,13 @@ the committed positions into keys and values of its own (KV injection) and lets 
 attend to them and to each other; slot 0 holds the embedding of the root, the last committed token,
 every other slot the same mask embedding. The shared, frozen LM head reads one drafted token from
 every slot. The state is a cache of the features' keys and values, which only grows: what is refused
-was never written (methods.md, section 3). Options make the published methods of it: the mask inside
+was never written (DFlash, 2602.06036). Options make the published methods of it: the mask inside
 the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and
 a confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector
 (DFlash 2), states conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare).
 Dependent slots are drafted level by level along every path of a tree from the same pass, so their
-trees are conditioned on parents (PC-Tree). Parameter names are those of serving engines
-(serving-formats.md, 3.6).
+trees are conditioned on parents (PC-Tree). Parameter names are those of serving engines (vLLM and
+SGLang).
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R
 supervised (block, depth) pairs, H hidden, V vocabulary, n taps, W width of a committed run, S cache

@@ -3,7 +3,7 @@ layers, or a smaller model of the target's family.
 
 It sees tokens only; nothing of the target's inner states is needed to draft. It is trained against
 the target's full distribution with forward KL, reverse KL, JSD, TV, the LK losses, plain cross
-entropy on the target's answers, or any mix of them (methods.md, 4), on all supervised tokens or on
+entropy on the target's answers, or any mix of them, on all supervised tokens or on
 those that a reference drafter has shown to be learnable (AdaSPEC). Parameter names are Hugging
 Face's for Llama, so that an export is an ordinary checkpoint.
 

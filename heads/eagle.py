@@ -7,12 +7,12 @@ Row t joins the embedding of token t+1 and f_t (2H to H) and its output stands f
 which token t+2 is drafted; deeper tokens continue from that output. EAGLE-2 is the same weights
 with a dynamic tree (`decode=dynamic`).
 
-Loss (Li et al., 2401.15077; methods.md 2.4): SmoothL1 between the output and the target's feature,
-plus a tenth of the cross entropy against the target's distribution, with uniform noise on the
-features that are read. The paper trains one step (`align_steps=1`). HASS (2408.15766; methods.md
-2.9) trains the same layer on what it meets when it drafts: `align_steps` steps in its harmonised
-context, which is that of `heads.nn.feature.chain`, and a top-K distillation loss. Parameter names:
-serving-formats.md, 3.1.
+Loss (Li et al., 2401.15077): SmoothL1 between the output and the target's feature, plus a tenth of
+the cross entropy against the target's distribution, with uniform noise on the features that are
+read. The paper trains one step (`align_steps=1`). HASS (2408.15766) trains the same layer on what
+it meets when it drafts: `align_steps` steps in its harmonised context, which is that of
+`heads.nn.feature.chain`, and a top-K distillation loss. Parameter names are those of the published
+checkpoints, which vLLM and SGLang load.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
 """

@@ -6,8 +6,8 @@ predicts token t+2; deeper drafted tokens take the drafter's own output in the p
 unrolls the same thing (training-time test): step k sees the true context of step 0 and its own
 chain of earlier steps, so that the drafter is trained on what it meets when it serves. Loss: sum
 over steps of decay^k times the cross entropy against the target's full distribution, restricted to
-the draft vocabulary (methods.md, 2.6 and 2.7). Parameter names are those of serving engines
-(serving-formats.md, 3.2).
+the draft vocabulary (EAGLE-3, 2503.01840; 3.1, 2605.09992). Parameter names are those of serving
+engines (vLLM and SGLang).
 
 Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, n taps.
 """

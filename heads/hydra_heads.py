@@ -7,7 +7,7 @@ these k+1 vectors to one, a linear map plus SiLU of another one; residual blocks
 follow. All start so that every head begins at the target's own prediction. Behind them stands the
 target's frozen LM head or an own one. Hydra++ is a set of options: several blocks, the target's
 distribution as label, and a decoder layer of its own (`prefix_layer`) over the target's true
-states, so that the heads read the whole text and not one position alone (methods.md, 2.2). Loss:
+states, so that the heads read the whole text and not one position alone (2402.05109). Loss:
 sum over heads of decay^k times cross entropy.
 
 Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, W width of a

@@ -4,7 +4,7 @@ proposal.
 Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
 target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero
 at the start so that training begins at the target's own prediction, followed by the target's frozen
-LM head or an own one (methods.md, 2.1). Loss: sum over heads of decay^k times cross entropy.
+LM head or an own one (2401.10774). Loss: sum over heads of decay^k times cross entropy.
 
 Legend: B rows, T positions, M selected positions, K heads, H hidden, V vocabulary, D depth of the
 tree.

@@ -4,14 +4,14 @@ embedding, one block deeper per token.
     h' = W [RMSNorm(emb(x_{t+k})); RMSNorm(h^{k-1}_t)],  h^k = RMSNorm(Block(h')),  token t+k+1 from
                                                          the target's LM head
 
-with h^0 the target's last hidden state (after its final norm, as engines hand it over). Two forms
-(methods.md, 2.10): DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one
-block that is recursed. Here both are trained on a frozen target and share its embedding and LM
-head. Loss: sum over depths of beta^(k-1), normalised to sum to one, times the cross entropy; beta =
-1 is DeepSeek's 1/D, beta = 0.6 is FastMTP's. The recursed block is trained in the context that it
-drafts in (`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is
-recursed. Parameter names of the recursed form are those of engines (serving-formats.md, 3.8); own
-blocks carry their number behind `mtp`.
+with h^0 the target's last hidden state (after its final norm, as engines hand it over). Two forms:
+DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one block that is
+recursed. Here both are trained on a frozen target and share its embedding and LM head. Loss: sum
+over depths of beta^(k-1), normalised to sum to one, times the cross entropy; beta = 1 is DeepSeek's
+1/D, beta = 0.6 is FastMTP's. The recursed block is trained in the context that it drafts in
+(`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is recursed.
+Parameter names of the recursed form are those of engines (MiMo in vLLM and SGLang); own blocks
+carry their number behind `mtp`.
 
 Legend: B rows, T positions, M selected states, D depths, H hidden, V vocabulary.
 """

@@ -4,7 +4,7 @@ tokens.
 No weights and no target states: the drafter searches prompt and answer so far for the longest run
 of tokens, at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of
 that length the most recent one wins; what followed it is proposed. Pays when the answer copies its
-prompt (methods.md, 5).
+prompt (prompt lookup decoding).
 
 Legend: B rows, N nodes, S slots of history.
 """

@@ -5,8 +5,8 @@ The network is that of `distilled`, and may start from one. It reads [.. x_t, MA
 output at x_t gives the first drafted token, the output at mask k the one k places further, so that
 drafting K tokens costs one pass instead of K. The tokens do not see each other, only their places;
 a tree is filled from the independent distributions. All masks are one token of the vocabulary, told
-apart by position, so that a drafter trained for K tokens can draft more (methods.md, 2.10). Serving
-engines read the mask's id as `pard_token` (serving-formats.md, `draft_model` with
+apart by position, so that a drafter trained for K tokens can draft more (PARD, 2504.18583). Serving
+engines read the mask's id as `pard_token` (vLLM: method `draft_model` with
 `parallel_drafting`).
 
 Training runs the true tokens and, beside them, masks behind every place, with a falling share of

@@ -2,11 +2,11 @@
 
 The last true row predicts the first token as in EAGLE-3. The rows behind it know neither their
 token nor the target's state: a learnt `mask_hidden` stands in for the fused taps and a learnt
-embedding for the token (Hui et al., 2602.01469; methods.md 2.9). So the drafter runs once per
+embedding for the token (Hui et al., 2602.01469). So the drafter runs once per
 verification, whatever the depth, and can afford several layers. The first layer reads embedding and
 feature side by side as EAGLE-3's does; the others are plain decoder layers. Training:
 `heads.nn.feature.parallel`; the loss is EAGLE-3's, the cross entropy against the target's
-distribution on the draft vocabulary. Parameter names: serving-formats.md, 3.5, but for
+distribution on the draft vocabulary. Parameter names are those of vLLM, but for
 `mask_embedding`: engines read it as the mask token's row of an own embedding, which here is the
 target's, frozen.
 

@@ -24,8 +24,7 @@ class OptimConfig:
     """AdamW (decoupled weight decay) and gradient clipping."""
 
     lr: PositiveFloat = 1e-3
-    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4
-    (methods.md)."""
+    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean and of the running square of the gradient (each in [0, 1))."""
     eps: PositiveFloat = 1e-8

@@ -2,7 +2,7 @@
 that has changed since.
 
 A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter
-learnt from, and acceptance falls (methods.md, 4: staleness). A short training on its new answers
+learnt from, and acceptance falls. A short training on its new answers
 brings it back. With `lora_rank` only low-rank updates of the drafter's linear layers are trained
 (LoRA, 2106.09685, through peft): less optimiser state, and what was learnt stays near. Updates are
 merged wherever weights leave the training, so that what comes out is an ordinary checkpoint of the

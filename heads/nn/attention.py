@@ -192,7 +192,7 @@ class GrowingFrame:
 def chained_attention(
     query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None
 ) -> Tensor:
-    """Attention of a later step of a training-time test (EAGLE-3, methods.md 2.6) -> [B, T, h * D].
+    """Attention of a later step of a training-time test (EAGLE-3, 2503.01840) -> [B, T, h * D].
 
     query [B, T, h, D] at step k; keys[0], values[0] [B, T, g, D] are step 0's: seen causally (or by
     `mask` [B, 1, T, T]); keys[j] of steps 1..k: row t sees row t only, its own chain. Equal to one

@@ -1,11 +1,11 @@
 """Distilling the target's next-token distribution into a drafter: a weighted mix of divergences
 over many predictions.
 
-The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461;
-methods.md, 4). The LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself.
-A reference drafter can pick the tokens that are worth learning (AdaSPEC, 2510.19779): of two
-drafters of one size, the one that was distilled before shows which tokens can be learnt at all, and
-the share of tokens on which the training drafter is furthest behind it is kept.
+The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461). The
+LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter
+can pick the tokens that are worth learning (AdaSPEC, 2510.19779): of two drafters of one size, the
+one that was distilled before shows which tokens can be learnt at all, and the share of tokens on
+which the training drafter is furthest behind it is kept.
 
 Legend: B rows, T positions, M predictions, R outputs, K depths, H hidden of the drafter, V
 vocabulary.

@@ -3,8 +3,8 @@ positions.
 
 Every loss maps logits to one value per position [M]; callers add them up. All are computed in
 float32 (float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
-vocabulary-wide float32 tensors to a chunk of positions at a time. Formulas: methods.md, 1.1 (TV)
-and 4.
+vocabulary-wide float32 tensors to a chunk of positions at a time. TV is one minus
+the acceptance rate (Leviathan et al., 2211.17192); each divergence names its source.
 
 Legend: M positions, V vocabulary. p is the target's distribution, q the drafter's.
 """
@@ -151,7 +151,7 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
     """Generalised JSD(beta) = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q,
     per position [M].
 
-    0 < beta < 1; 0.5 is the symmetric one (generalised knowledge distillation, methods.md 4).
+    0 < beta < 1; 0.5 is the symmetric one (generalised knowledge distillation, 2306.13649).
     """
     log_q, log_p = _log_softmax(logits), _log_softmax(target_logits)
     weights = log_p.new_tensor([beta, 1.0 - beta]).log()
@@ -178,7 +178,7 @@ def acceptance_rate(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 @full_precision
 def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha; methods.md 4). Gradients
+    """-log sum min(p, q) per position [M] (LK losses, 2602.23881: L_alpha). Gradients
     do not vanish where p and q hardly overlap, as those of TV do.
     """
     smallest = torch.minimum(_log_softmax(logits), _log_softmax(target_logits.detach()))

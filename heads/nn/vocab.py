@@ -1,7 +1,7 @@
 """A reduced draft vocabulary: the tokens a target says most often, and the maps between the two
 numberings.
 
-The maps are stored as serving engines read them (serving-formats.md, 3.2): `d2t[i]` is the OFFSET
+The maps are stored as vLLM and SGLang read them for EAGLE-3: `d2t[i]` is the OFFSET
 target id minus draft id, `t2d[j]` says whether target token j is in the draft vocabulary; draft ids
 are in ascending order of target ids.
 

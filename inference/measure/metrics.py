@@ -332,8 +332,8 @@ def require_speedup_within_tau(name: str, arm: Totals, baseline: Totals, seed: i
 
 
 def summarise(arm: Totals, baseline: Totals, seed: int = 0) -> dict[str, Any]:
-    """The measured numbers of one entry of `drafters` in report.json (DESIGN section 4), all but
-    its descriptions.
+    """The measured numbers of one entry of `drafters` in report.json (`inference.report.model`),
+    all but its descriptions.
     """
     arm = arm.like(baseline)
     estimate, (ratio, ratio_ci95) = tau_estimate(arm, seed), speedup(arm, baseline, seed)

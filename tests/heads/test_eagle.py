@@ -160,7 +160,7 @@ def test_trees_and_pieces(target: MicroTarget) -> None:
 
 
 def test_weights_are_those_that_engines_load(target: MicroTarget) -> None:
-    """serving-formats.md, 3.1: no bias, no norm before attention, no final norm, no head."""
+    """vLLM and SGLang: no bias, no norm before attention, no final norm, no head."""
     names = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
     names |= {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     drafter = make(target)

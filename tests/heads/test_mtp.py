@@ -128,7 +128,7 @@ def test_outputs_and_loss_equal_the_definition(target: MicroTarget, form: dict, 
 
 
 def test_fastmtp_weights_are_the_published_ones(target: MicroTarget) -> None:
-    """0.51, 0.31 and 0.18 for three depths (methods.md, 2.10)."""
+    """0.51, 0.31 and 0.18 for three depths."""
     drafter = make(target, shared=True, beta=0.6)
     batch = packed_batch(target, drafter.needs, PACKED)
     output = drafter.loss(batch)
@@ -170,7 +170,7 @@ def test_own_blocks_draft_no_deeper_than_they_are(target: MicroTarget) -> None:
 
 
 def test_weights_of_the_recursed_form_are_those_that_engines_load(target: MicroTarget) -> None:
-    """serving-formats.md, 3.8."""
+    """The names that vLLM and SGLang load (docs/serving.md)."""
     layer = {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
     layer |= {f"mtp.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     layer |= {

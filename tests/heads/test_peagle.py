@@ -202,7 +202,7 @@ def test_drafting_runs_no_layer(target: MicroTarget) -> None:
 
 
 def test_weights_are_those_that_engines_load(target: MicroTarget) -> None:
-    """serving-formats.md, 3.5; formats/peagle.json."""
+    """The names that vLLM and SGLang load (docs/serving.md)."""
     state = make(target, num_layers=2).state_dict()
     assert state["mask_hidden"].shape == (1, 1, 3 * 16)
     assert state["layers.0.self_attn.q_proj.weight"].shape == (16, 32)

@@ -1,5 +1,5 @@
 """Training a drafter and its target's layers together: Medusa-2's objective for any trainable kind
-(2401.10774, section 2.2.2; methods.md, 2.1).
+(2401.10774, section 2.2.2).
 
     L = KL(p_original || p_updated) + lambda(step) * (the drafter's own loss, on the updated
     target's features)

@@ -3,7 +3,7 @@ past and itself.
 
 A block stands behind a place t of the sequence, the last position whose true states it may see: its
 queries attend to the context up to t within t's document, and to the block's own slots. Nothing of
-another block and nothing behind t is visible (methods.md, 3.1). Two ways to compute the same:
+another block and nothing behind t is visible (DFlash, 2602.06036). Two ways to compute the same:
 exactly with dense scores (the CPU, float64), and with flex attention on CUDA, which skips what is
 masked.
 

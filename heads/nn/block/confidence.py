@@ -1,6 +1,6 @@
 """A drafter's own estimate that a draft will be accepted, and its calibration.
 
-The head (DSpark, methods.md 3.5) reads a slot's state and, where the drafter has a table of them,
+The head (DSpark, 2607.05147) reads a slot's state and, where the drafter has a table of them,
 the parent's row; it is trained on 1 - TV(p, q), the chance of acceptance under the rule. What it
 says is then calibrated on recorded drafts by sequential temperature scaling: depth by depth a
 temperature is fitted such that the PRODUCT of the confidences up to there, the chance that a chain

@@ -3,9 +3,8 @@ sublayer.
 
 Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part
 that the input decides per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t,
-group(c)]) * x[i - t, c] (methods.md, 3.8). One projection of the sublayer's input gives the kernels
-of both of its sides. It starts as the identity. Parameter names are those of serving engines
-(serving-formats.md, 3.6).
+group(c)]) * x[i - t, c]. One projection of the sublayer's input gives the kernels of both of its
+sides. It starts as the identity. Parameter names are those of serving engines (vLLM and SGLang).
 
 Legend: N blocks, b slots, H hidden, C = H / group size.
 """

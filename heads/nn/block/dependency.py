@@ -4,7 +4,7 @@ The backbone gives every slot k a state h_k and base logits U_k that know nothin
 drafted in between. A dependency adds what the drafted prefix says; x_0 is the root, x_{k-1} the
 parent of the token at depth k:
 
-* markov (DSpark, methods.md 3.5): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k;
+* markov (DSpark, 2607.05147): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k;
   W1[x]]); rnn: a gated state over W1[x_0] .. W1[x_{k-1}] and the h.
 * gru (Domino, 3.4): U_k + V SiLU(W [h_k; GRU over the embeddings of x_0 .. x_{k-1}]), from the
   second depth on.
@@ -14,7 +14,7 @@ parent of the token at depth k:
 Each reads tokens into a carry (`read`), which is cheap, and turns a carry into logits (`logits`),
 which costs a vocabulary. Training reads along the true tokens, drafting level by level along every
 path of a tree; both use the same two functions. Parameter names are those of serving engines where
-there are any (serving-formats.md, 3.6).
+there are any (vLLM and SGLang).
 
 Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is
 [M, K] in training and [B, P] in drafting.

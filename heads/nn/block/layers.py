@@ -3,10 +3,10 @@ keys and values.
 
 Every layer forms keys and values of the context (normalised features of the target, no norm of its
 own before them) beside those of the block's slots, with the same projections or with separate ones
-(methods.md, 3.1 and 3.9). Layers may start from layers of the target: the weight of a layer's first
-norm is folded into the projections behind it, so that the features, which carry no such weight,
-meet the projections as the target's own states did. Parameter names are those of serving engines
-(serving-formats.md, 3.6).
+(DFlash, 2602.06036; DFlare). Layers may start from layers of the target: the weight of a layer's
+first norm is folded into the projections behind it, so that the features, which carry no such
+weight, meet the projections as the target's own states did. Parameter names are those of serving
+engines (vLLM and SGLang).
 
 Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/value heads, D head
 size.
@@ -103,7 +103,7 @@ class BlockLayer(nn.Module):
 
 
 class LayerFusion(nn.Module):
-    """A mixture of the taps for every draft layer (DFlare, methods.md 3.9): softmax weights over
+    """A mixture of the taps for every draft layer (DFlare): softmax weights over
     the normalised taps."""
 
     def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:

@@ -2,7 +2,7 @@
 
 A mix of cross entropy against the answer's token, KL and total variation against the target's
 distribution, and the LK losses. Depths weigh exp(-(k - 1) / gamma), all the same, or by D-PACE
-(methods.md, 3.11): by how much the expected accepted length would grow with the log-probability of
+(2605.18810): by how much the expected accepted length would grow with the log-probability of
 the right token at that depth,
 
     w_k = d / d log c_k  sum over m of prod over j <= m of c_j  =  sum over m >= k of prod over j <=

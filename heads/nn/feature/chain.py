@@ -4,7 +4,7 @@
 Row t reads the token at t+1 and the target's feature at t, stands at position t and predicts token
 t+2. The next drafted step takes the layer's own output in the feature's place, one position on. In
 training, step k sees the true rows of the first step up to its own, and its own chain of earlier
-steps (EAGLE-3's training-time test, methods.md 2.6). HASS's harmonised context (2.9) is the same
+steps (EAGLE-3's training-time test, 2503.01840). HASS's harmonised context (2408.15766) is the same
 thing counted from the other end: for a prediction k tokens ahead, the k-1 most recent rows are the
 drafter's own and all before them the target's. In drafting, a committed row is always computed from
 the target's true feature.

@@ -5,8 +5,8 @@ Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t
 row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its
 own anchor up to itself. A row of mask rows per position would multiply the work by the depths, so
 training keeps fewer anchors the deeper it goes (COD, conditional drop: a share r^j of them, never
-less than a floor; methods.md 2.9 and 2.10). What is kept at one depth is kept at all before it,
-because the mask rows of an anchor read each other.
+less than a floor; PARD, 2504.18583; P-EAGLE, 2602.01469). What is kept at one depth is kept at all
+before it, because the mask rows of an anchor read each other.
 
 Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g
 key/value heads, D head size.

@@ -1,7 +1,7 @@
 """What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an own
 LM head over a reduced vocabulary.
 
-Parameter names are those of serving engines (serving-formats.md, 3.2): `fc_norm.{i}`, `fc`, `norm`,
+Parameter names are those of serving engines (vLLM and SGLang): `fc_norm.{i}`, `fc`, `norm`,
 `lm_head`, `d2t`, `t2d`.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary, V' draft
