@@ -49,8 +49,18 @@ def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
+@dataclass(frozen=True)
+class RuleOptions:
+    """The settings of all rules. share_noise: `match` alone; epsilon, delta: `typical` alone."""
+
+    share_noise: bool = True
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+
 class Rule(Protocol):
-    """One acceptance rule.
+    """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
+    drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
 
     lossless: whether what is committed follows the target's distribution. drafts: the noise stream
     that drafts are drawn with (None: no noise). keeps_logits: whether it needs `Proposal.logits`.

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.rules.base import Verdict
+from heads.api.tree import DraftShape
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import Chain, weighs
 from inference.decoding.sampling.noise import SharedNoise, Stream
@@ -80,3 +81,8 @@ def chances(chain: Chain, shares: Tensor) -> Tensor:
     # 0 / 0 is s = 1 with p = q: nothing speaks against the draft
     inner = torch.where(whole > 0, left / torch.where(whole > 0, whole, 1.0), 1.0)
     return torch.cat([inner[:, :-1], share[:, -1:]], 1)
+
+
+def make(shape: DraftShape, options: RuleOptions) -> Rule:
+    """The rule for drafts of `shape`."""
+    return BlockVerification()

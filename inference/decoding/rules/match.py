@@ -12,7 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.rules.base import Verdict, tested, without_dead
+from heads.api.tree import DraftShape
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict, tested, without_dead
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.commit import ACCEPT_WALK
 
@@ -39,3 +40,8 @@ class Match:
         return Verdict(
             found.path, found.accepted, tested(found.has_children, found.accepted, proposal), tokens
         )
+
+
+def make(shape: DraftShape, options: RuleOptions) -> Rule:
+    """The rule for drafts of `shape`."""
+    return Match(options.share_noise)

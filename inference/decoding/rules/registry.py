@@ -1,16 +1,14 @@
-"""The rules by name."""
+"""The rules by name: rule `x` is module `x` of this package, which offers `make`."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from heads.api.errors import UserError, suggest
 from heads.api.tree import DraftShape
-from inference.decoding.rules.base import Rule
-from inference.decoding.rules.block import BlockVerification
-from inference.decoding.rules.match import Match
+from inference.decoding.rules.base import Rule, RuleOptions
 from inference.decoding.rules.names import CHAINS_ONLY, RULES
-from inference.decoding.rules.rejection import Rejection
-from inference.decoding.rules.specinfer import SpecInfer
-from inference.decoding.rules.typical import Typical
 
 __all__ = ["CHAINS_ONLY", "RULES", "check_shape", "get_rule"]
 
@@ -29,15 +27,9 @@ def get_rule(
     `UserError` for an unknown name, with a suggestion, and for a shape that the rule cannot judge.
     """
     check_shape(name, shape)
-    if name == "match":
-        return Match(share_noise)
-    if name == "rejection":
-        return Rejection()
-    if name == "block":
-        return BlockVerification()
-    if name == "specinfer":
-        return SpecInfer(shape)
-    return Typical(epsilon, delta)
+    module: Any = import_module(f"inference.decoding.rules.{name}")
+    rule: Rule = module.make(shape, RuleOptions(share_noise, epsilon, delta))
+    return rule
 
 
 def check_shape(name: str, shape: DraftShape) -> None:

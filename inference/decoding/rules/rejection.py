@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Proposal
-from inference.decoding.rules.base import Verdict
+from heads.api.tree import DraftShape
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import Chain, weighs
 from inference.decoding.sampling.noise import SharedNoise, Stream
@@ -48,3 +49,8 @@ class Rejection:
         kept = coins * chain.q_drafted < chain.p_drafted
         accepted = kept.to(torch.int64).cumprod(1).sum(1)
         return chain.verdict(accepted, positions, noise)
+
+
+def make(shape: DraftShape, options: RuleOptions) -> Rule:
+    """The rule for drafts of `shape`."""
+    return Rejection()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
-from inference.decoding.rules.base import Verdict
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import (
     at_node,
@@ -147,3 +147,8 @@ def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
     padded = [below + [0] * (most - len(below)) for below in children]
     table = torch.tensor(padded, dtype=torch.int64, device=tree.parents.device)
     return table.reshape(len(parents), most), tuple(widths)
+
+
+def make(shape: DraftShape, options: RuleOptions) -> Rule:
+    """The rule for drafts of `shape`."""
+    return SpecInfer(shape)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from heads.api.drafter import Proposal
 from heads.api.errors import UserError
+from heads.api.tree import DraftShape
 from inference.decoding.rules.accept import walk
-from inference.decoding.rules.base import Verdict, tested
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict, tested
 from inference.decoding.rules.match import Match
 from inference.decoding.rules.weights import committed, target_probabilities
 from inference.decoding.sampling.noise import SharedNoise, Stream
@@ -86,3 +87,8 @@ class Typical:
         chance = torch.where(depth == depth.amax(1, keepdim=True), chance, float("-inf"))
         best = chance.argmax(1)[:, None, None].expand(-1, 1, kept.shape[1])
         return above.gather(1, best)[:, 0]
+
+
+def make(shape: DraftShape, options: RuleOptions) -> Rule:
+    """The rule for drafts of `shape`."""
+    return Typical(options.epsilon, options.delta)
