@@ -1,7 +1,7 @@
 """Triton kernels that commit a verification: the walk along accepted nodes, and the compaction of
 all layers' keys and values.
 
-Meaning: `reference_commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
+Meaning: `reference/commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
 and each layer's compaction four, at 3-10 us a launch; here the walk is one launch and the
 compaction one per group of equal layers. Neither computes anything: the results are equal to the
 references' bit by bit.
@@ -56,7 +56,7 @@ def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
 def compact(
     keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor | None = None
 ) -> None:
-    """See `reference_commit.compact`. Rows of keys and values must be contiguous (last stride
+    """See `reference.commit.compact`. Rows of keys and values must be contiguous (last stride
     1)."""
     assert keys.stride(-1) == 1 and values.stride(-1) == 1, "each key and value must be contiguous"
     layers, rows, heads, _, key_size = keys.shape

@@ -130,12 +130,10 @@ def report(device: torch.device | str) -> list[dict[str, str]]:
 
 
 def all_ops() -> Iterator[Op]:
-    """Every operation of this package, in order of their names; imports the modules that declare
-    them."""
-    package = importlib.import_module("inference.kernels")
+    """Every operation, in order of their names; imports the modules that declare them."""
+    package = importlib.import_module("inference.kernels.reference")
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name.startswith("reference"):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+        importlib.import_module(f"{package.__name__}.{module.name}")
     yield from (OPS[name] for name in sorted(OPS))
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of the position-keyed noise: the noise itself, and temperature, noise and argmax
 in one pass over the logits.
 
-Meaning: `reference_noise.py`. In plain torch a sampled pick writes and reads some twenty tensors of
+Meaning: `reference/noise.py`. In plain torch a sampled pick writes and reads some twenty tensors of
 [B, N, V]; here the logits are read once and two numbers per program are written. The vocabulary is
 split over programs and a second kernel takes the best of their bests; which one that is does not
 depend on the split, because a larger score wins and of equal ones the lower column.
@@ -42,7 +42,7 @@ def noise_pick(
     temperature: float,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """See `reference_noise.noise_pick`; logits float16, bfloat16 or float32."""
+    """See `reference.noise.noise_pick`; logits float16, bfloat16 or float32."""
     rows, nodes, vocab = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     noisy = seeds is not None and temperature != 0
@@ -76,7 +76,7 @@ def noise_pick(
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """See `reference_noise.gumbel_noise`."""
+    """See `reference.noise.gumbel_noise`."""
     return noise_and_bits(seeds, positions, token_ids)[0]
 
 
@@ -109,7 +109,7 @@ def noise_and_bits(
 
 @triton.jit
 def _mix(x):  # type: ignore[no-untyped-def]
-    """`reference_noise._mix` on uint32."""
+    """`reference.noise._mix` on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)

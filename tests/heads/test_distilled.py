@@ -307,7 +307,7 @@ def test_selection_needs_a_reference() -> None:
     for options in ({"token_share": 0.5}, {"reference": "x"}):
         with pytest.raises(UserError, match="belong together"):
             Config(**options)
-    with pytest.raises(UserError, match=r"\(0, 1\]"):
+    with pytest.raises(UserError, match="above 0 and at most 1"):
         Config(token_share=0.0, reference="x")
     with pytest.raises(UserError, match="lk_annealed"):
         Config(token_share=0.5, reference="x", lk_annealed=1.0)

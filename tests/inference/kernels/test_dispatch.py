@@ -128,6 +128,17 @@ def test_every_declared_kernel_exists() -> None:
     assert all(callable(op.triton()) for op in all_ops())
 
 
+def test_a_fresh_process_finds_every_operation(repository: Path) -> None:
+    program = (
+        "from inference.kernels.dispatch import all_ops; print(*(op.name for op in all_ops()))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, timeout=120
+    )
+    names = ["accept_walk", "compact", "gumbel_noise", "noise_pick", "residual_blocks"]
+    assert ran.stdout.split() == [*names, "tree_attention"], ran.stderr
+
+
 WITHOUT_TRITON = """
 import sys
 import inference.kernels.reference.attention as module

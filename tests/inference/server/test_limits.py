@@ -27,7 +27,7 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "set it to 0"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ({"temprature": 1}, 400, "temprature", "not a parameter.*temperature"),
-    ({"temperature": -1}, 400, "temperature", "0 or more"),
+    ({"temperature": -1}, 400, "temperature", "must not be negative"),
     ({"top_p": 0}, 400, "top_p", "above 0 and at most 1"),
     ({"temperature": "hot"}, 422, "temperature", "must be a number; given a value of type str"),
     ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
