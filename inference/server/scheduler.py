@@ -69,7 +69,7 @@ Event = Started | Piece | Done | Failed
 
 
 @dataclass
-class Job:
+class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
     monotonic seconds of its arrival."""
 
@@ -90,7 +90,7 @@ class Job:
 class _Live:
     """A job in the worker's hands."""
 
-    job: Job
+    job: ServedRequest
     text: StopText
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _Live:
     first: float = 0.0
 
 
-Post = Callable[[list[tuple[Job, Event]]], None]
+Post = Callable[[list[tuple[ServedRequest, Event]]], None]
 
 
 class Scheduler:
@@ -122,9 +122,9 @@ class Scheduler:
         # at a time
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
-        self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
         self._live: dict[int, _Live] = {}
-        self._out: list[tuple[Job, Event]] = []
+        self._out: list[tuple[ServedRequest, Event]] = []
         self._session: Session | None = None
         self._count = 0
         self._ended = False
@@ -142,11 +142,11 @@ class Scheduler:
         if self._refusal is not None:
             raise self._refusal
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ServedRequest) -> None:
         """Hand a job over; its events follow."""
         self._inbox.put(("add", job))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ServedRequest) -> None:
         """Stop a job; no further events come of it. One that has ended is ignored."""
         self._inbox.put(("cancel", job))
 
@@ -227,7 +227,7 @@ class Scheduler:
             else:
                 self._admit(session, job)
 
-    def _admit(self, session: Session, job: Job) -> None:
+    def _admit(self, session: Session, job: ServedRequest) -> None:
         job.index = self._count
         self._count += 1
         try:

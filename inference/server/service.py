@@ -22,7 +22,7 @@ from inference.server.errors import ApiError
 from inference.server.metrics import ServerMetrics
 from inference.server.protocol import CHAT, Asked
 from inference.server.recorder import Recorder
-from inference.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler, Started
+from inference.server.scheduler import Done, Event, Failed, Piece, Scheduler, ServedRequest, Started
 from inference.target.chat import render_prompt
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MOST_ENTERING = 64
 class Ticket:
     """A request under way: its job, and the events that came for it. gone: the client has left."""
 
-    def __init__(self, job: Job, service: Service) -> None:
+    def __init__(self, job: ServedRequest, service: Service) -> None:
         self.job, self.service = job, service
         self.gone = False
         self.ended = False
@@ -208,7 +208,7 @@ class Service:
         )
         self._check(prompt, limit, room)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        job = Job(
+        job = ServedRequest(
             id=f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}",
             prompt=prompt,
             limit=limit,
@@ -291,7 +291,7 @@ class Service:
 
     # From the worker
 
-    def post(self, events: list[tuple[Job, Event]]) -> None:
+    def post(self, events: list[tuple[ServedRequest, Event]]) -> None:
         """Take a step's events from the worker's thread to the loop's."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(_deliver, events)
@@ -327,6 +327,6 @@ class Service:
         }
 
 
-def _deliver(events: list[tuple[Job, Event]]) -> None:
+def _deliver(events: list[tuple[ServedRequest, Event]]) -> None:
     for job, event in events:
         job.deliver(event)

@@ -96,7 +96,7 @@ class Measured(TypedDict, total=False):
     efficiency: float
 
 
-class Row(TypedDict):
+class FamilyRow(TypedDict):
     """One drafter over all measurements."""
 
     name: str
@@ -118,7 +118,7 @@ class Content(TypedDict):
     settings: Mapping[str, Mapping[str, Any]]
     baseline: Mapping[str, object]
     git: Mapping[str, object]
-    rows: list[Row]
+    rows: list[FamilyRow]
 
 
 def collect(folder: Path) -> Content:
@@ -229,12 +229,12 @@ def markdown(content: Content) -> list[str]:
     ]
 
 
-def by_tau(content: Content) -> list[Row]:
+def by_tau(content: Content) -> list[FamilyRow]:
     """The rows, the largest tau of a chain first."""
     return sorted(content["rows"], key=lambda row: -row["measured"]["chain"]["tau"])
 
 
-def table_row(row: Row) -> list[str]:
+def table_row(row: FamilyRow) -> list[str]:
     """One line of the table."""
     measured, trained = row["measured"], row["trainings"]
     chain, speed = measured["chain"], row["training_tokens_per_second"]

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(parser, report, arguments)
 
 
-class Row(TypedDict, total=False):
+class DecodingRow(TypedDict, total=False):
     """One arm of the report: of all arms, of ours, and from `tau` on of our drafters."""
 
     tokens: int
@@ -102,7 +102,7 @@ class Content(TypedDict):
     repeats: int
     max_new_tokens: int
     compile_seconds: float
-    arms: dict[str, Row]
+    arms: dict[str, DecodingRow]
     command: str
 
 
@@ -112,7 +112,7 @@ def report(given: argparse.Namespace) -> None:
         torch.set_num_threads(given.threads)
     config = TargetConfig(path=str(given.target), dtype=given.dtype, device="cpu")
     target = TargetModel.load(config)
-    rows: dict[str, Row] = {}
+    rows: dict[str, DecodingRow] = {}
     for compiled in (False, True) if given.compile else (False,):
         prompts, found = measure_loops(given, target, compiled)
         # transformers' loops count with those that are not compiled
@@ -136,7 +136,7 @@ def report(given: argparse.Namespace) -> None:
 
 def measure_loops(
     given: argparse.Namespace, target: TargetModel, compiled: bool
-) -> tuple[int, dict[str, Row]]:
+) -> tuple[int, dict[str, DecodingRow]]:
     """Number of prompts and rows of one half; our arms are called ours_<kind>[_compiled]."""
     decode = DecodeConfig(
         shape="chain", depth=given.depth, max_new_tokens=given.tokens, compile=compiled
@@ -186,7 +186,7 @@ def measure_loops(
     return found.settings.prompts, result
 
 
-def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> Row:
+def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> DecodingRow:
     """One arm. Speed over `generate` is in tokens per second of whole calls."""
     plain = {(item.prompt, item.repeat): item.tokens for item in records[BASELINE]}
     tokens, seconds = per_prompt(records[name])
@@ -195,7 +195,7 @@ def summarise(name: str, records: Mapping[str, Sequence[Record]]) -> Row:
     fast = (weights @ tokens) / (weights @ seconds)
     slow = (weights @ other_tokens) / (weights @ other_seconds)
     ratio = (tokens.sum() / seconds.sum()) / (other_tokens.sum() / other_seconds.sum())
-    return Row(
+    return DecodingRow(
         tokens=int(tokens.sum()),
         identical_texts=sum(x.tokens == plain[x.prompt, x.repeat] for x in records[name]),
         seconds=round(float(seconds.sum()), 4),
@@ -215,7 +215,7 @@ def per_prompt(records: Sequence[Record]) -> tuple[metrics.Floats, metrics.Float
     return tokens, seconds
 
 
-def phases(records: Sequence[Record]) -> Row:
+def phases(records: Sequence[Record]) -> DecodingRow:
     """The milliseconds of our steps by phase."""
     passes = [[PassRecord(*entry) for entry in item.passes] for item in records]
     outcomes = [

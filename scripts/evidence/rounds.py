@@ -98,7 +98,7 @@ class Round(TypedDict, total=False):
     steps: int
 
 
-class Row(TypedDict, total=False):
+class RoundsRow(TypedDict, total=False):
     """One drafter on the held-out prompts, and what its training took; rounds: of a loop."""
 
     tau: float
@@ -122,9 +122,9 @@ class Kind(TypedDict, total=False):
     """The rows of a kind, each against the open loop; repeated: seed -> the same, other prompts."""
 
     overrides: Sequence[str]
-    rows: dict[str, Row]
+    rows: dict[str, RoundsRow]
     loop_over_distinct: Estimate
-    ablation: dict[str, Row]
+    ablation: dict[str, RoundsRow]
     repeated: dict[str, Kind]
 
 
@@ -416,13 +416,15 @@ class Comparison:
         folder = next(iter((self.work / name / "train").glob("*/best")))
         return self.held_out.measure(folder, self.work / f"{name}.json")
 
-    def training_row(self, found: Measured, base: Measured, folder: Path, answers: int) -> Row:
+    def training_row(
+        self, found: Measured, base: Measured, folder: Path, answers: int
+    ) -> RoundsRow:
         """The row of one training."""
         manifest = read_manifest(folder, "train")
         steps, tokens = manifest["steps"], manifest["tokens"]
-        return Row(**drafter_row(found, base), steps=steps, tokens=tokens, answers=answers)
+        return RoundsRow(**drafter_row(found, base), steps=steps, tokens=tokens, answers=answers)
 
-    def loop_row(self, name: str, base: Measured) -> Row:
+    def loop_row(self, name: str, base: Measured) -> RoundsRow:
         """The row of a loop: its best drafter on the held-out prompts, and its rounds."""
         content = read_json(self.work / name / "loop.json")
         rounds: list[Round] = []
@@ -435,7 +437,7 @@ class Comparison:
             }
             sums = {"tokens": entry["spent"]["tokens"], "steps": entry["training"]["steps"]}
             rounds.append(cast(Round, kept | sums))
-        return Row(
+        return RoundsRow(
             **drafter_row(self.best(name), base),
             steps=sum(entry["steps"] for entry in rounds),
             tokens=content["spent"]["tokens"],
@@ -447,10 +449,10 @@ class Comparison:
         )
 
 
-def drafter_row(found: Measured, base: Measured) -> Row:
+def drafter_row(found: Measured, base: Measured) -> RoundsRow:
     """A drafter's tau, losslessness, and gain over the open loop."""
     estimate = tau_estimate(totals(found))
-    return Row(
+    return RoundsRow(
         tau=estimate.tau,
         tau_ci95=estimate.ci95,
         tar=estimate.tar,
@@ -555,7 +557,7 @@ def compared(entry: Kind) -> list[str]:
     return [*markdown_table(HEADER, table), "", *remarks, ""]
 
 
-def line(name: str, row: Row) -> list[str]:
+def line(name: str, row: RoundsRow) -> list[str]:
     """One row of a kind's table."""
     lossless = row["lossless"]
     ties = f", {lossless['near_ties']} near ties" if lossless["near_ties"] else ""
@@ -570,7 +572,7 @@ def line(name: str, row: Row) -> list[str]:
     ]
 
 
-def switch_line(name: str, row: Row) -> list[str]:
+def switch_line(name: str, row: RoundsRow) -> list[str]:
     """One row of the ablation."""
     plain = name == "plain"
     return [

@@ -204,7 +204,7 @@ def counted(head: str) -> Counted:
 
 def utilisation() -> Utilisation | None:
     """The lowest, median and highest utilisation of throughput.json; None without that report."""
-    rows: list[throughput.Row] = read_json(REPORTS / "throughput.json").get("rows")
+    rows: list[throughput.ThroughputRow] = read_json(REPORTS / "throughput.json").get("rows")
     if not rows:
         return None
     kept, disturbed = split_probes(rows)
@@ -221,8 +221,8 @@ def utilisation() -> Utilisation | None:
 
 
 def split_probes(
-    rows: Sequence[throughput.Row],
-) -> tuple[list[throughput.Row], list[throughput.Row]]:
+    rows: Sequence[throughput.ThroughputRow],
+) -> tuple[list[throughput.ThroughputRow], list[throughput.ThroughputRow]]:
     """Rows whose measured peak is plausible, and the others.
 
     One machine has one peak: a probe far below the median was disturbed by other work, and the

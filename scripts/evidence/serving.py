@@ -177,7 +177,7 @@ class StaticCheck(TypedDict):
     static_faults: list[str]
 
 
-class Row(TypedDict, total=False):
+class ServingRow(TypedDict, total=False):
     """A row of serving.json: `LiveRow.to_dict`, the static check and the command."""
 
     name: str
@@ -212,7 +212,7 @@ class Content(TypedDict):
 
     settings: Settings
     command: str
-    rows: list[Row]
+    rows: list[ServingRow]
 
 
 @dataclass
@@ -308,7 +308,7 @@ def merge(before: Content, fresh: Content) -> Content:
     """The report before, with its rows renewed and the new ones after them."""
     names = {row["name"] for row in fresh["rows"]}
     kept = [row for row in before["rows"] if row["name"] not in names]
-    command = Row(command=before["command"])
+    command = ServingRow(command=before["command"])
     return {**before, "rows": [*(command | row for row in kept), *fresh["rows"]]}
 
 

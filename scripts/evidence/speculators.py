@@ -120,7 +120,7 @@ class Answer(TypedDict, total=False):
     peak_bytes: int
 
 
-class Job(TypedDict):
+class SideJob(TypedDict):
     """The job file of our side."""
 
     overrides: list[str]
@@ -224,7 +224,7 @@ class Setting:
         overrides += [f"train.max_steps={steps}", "train.eval_every=0", "train.parity=false"]
         overrides += [f"train.seed={self.seed}", f"train.micro_batch={at_once}"]
         overrides += ["target=local", f"target.path={self.target}", "target.dtype=float32"]
-        job = Job(
+        job = SideJob(
             overrides=overrides, answers=str(self.answers), out=str(out), threads=self.threads
         )
         write_json(out / "job.json", job)
@@ -427,7 +427,7 @@ def compare(given: argparse.Namespace) -> None:
 # Our side, step by step on command, with the protocol of foreign/speculators_worker.py
 
 
-def build_side(job: Job) -> tuple[Run, TrainEngine]:
+def build_side(job: SideJob) -> tuple[Run, TrainEngine]:
     """The run of `headstart train` with the job's overrides, and the engine of a fresh drafter."""
     settings = load_settings(STAGES["train"], job["overrides"])
     world = join_world(torch.device("cpu"))
@@ -490,7 +490,7 @@ def train_side(made: Run, engine: TrainEngine, channel: Channel) -> None:
 def follow_commands(path: Path) -> None:
     """Build our side from a job file and follow the commands on stdin."""
     channel = Channel()
-    job: Job = read_json(path)
+    job: SideJob = read_json(path)
     torch.set_num_threads(job["threads"])
     made, engine = build_side(job)
     weights = sum(p.numel() for p in made.drafter.parameters() if p.requires_grad)

@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace) -> None:
     if unknown:
         raise UserError(f"--only {unknown[0]}: there is no such row. Rows: {', '.join(known)}.")
     before = read_json(given.out) if given.only else {}
-    rows: dict[str, Row] = {row["name"]: row for row in before.get("rows", [])}
+    rows: dict[str, ThroughputRow] = {row["name"]: row for row in before.get("rows", [])}
     for name in given.only or known:
         options = {"answers": given.answers, "steps": given.steps, "rows": given.rows}
         options |= {"threads": given.threads, "one": name}
@@ -97,7 +97,7 @@ def measure(given: argparse.Namespace) -> None:
         write_json(given.out, report(given, [rows[each] for each in known if each in rows]))
 
 
-class Row(TypedDict, total=False):
+class ThroughputRow(TypedDict, total=False):
     """One recipe: figures of the steps that count, and what the training's summary says."""
 
     name: str
@@ -114,7 +114,7 @@ class Row(TypedDict, total=False):
     engine: str
 
 
-def report(given: argparse.Namespace, rows: Sequence[Row]) -> dict[str, object]:
+def report(given: argparse.Namespace, rows: Sequence[ThroughputRow]) -> dict[str, object]:
     """The report's content."""
     git = git_state()
     steps = {"steps": given.steps, "warm_up": WARM_UP}
@@ -128,7 +128,7 @@ def report(given: argparse.Namespace, rows: Sequence[Row]) -> dict[str, object]:
     }
 
 
-def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> Row:
+def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> ThroughputRow:
     """Train a recipe for a few steps, in this process; returns the figures of those that count."""
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-throughput-") as folder:
@@ -143,7 +143,7 @@ def train_briefly(overrides: Sequence[str], given: argparse.Namespace) -> Row:
         return steady(lines, read_json(out / "summary.json"))
 
 
-def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Row:
+def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> ThroughputRow:
     """Figures of the steps after the warm-up: ratios of sums."""
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]
@@ -151,14 +151,14 @@ def steady(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Ro
     whole = sum(parts.values())
     used = sum(line["cost"]["mfu"] * sum(line["cost"][name] for name in PARTS) for line in timed)
     seconds = sum(line["seconds"] for line in timed)
-    found: Row = {
+    found: ThroughputRow = {
         "tokens_per_second": divide(tokens, seconds),
         "step_seconds": divide(seconds, len(timed)),
         "shares": {name: divide(part, whole) for name, part in parts.items()},
         "loader_wait_seconds": parts["data"],
         "mfu": divide(used, whole),
     }
-    return cast(Row, {**found, **{name: summary[name] for name in KEPT}})
+    return cast(ThroughputRow, {**found, **{name: summary[name] for name in KEPT}})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import vocab
 from inference.export.engine_folder import require_plain_path
-from inference.export.layouts.base import Json, Row, Shapes
+from inference.export.layouts.base import Json, Shapes, TensorRow
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.layout import IDS, Layout, captured_layers
 from inference.export.layouts.llama import read_rope
@@ -60,7 +60,9 @@ def check_architecture(folder: Folder, layout: Layout) -> Iterator[str]:
         )
 
 
-def check_names(folder: Folder, table: list[Row], spare: Shapes, silent: bool) -> Iterator[str]:
+def check_names(
+    folder: Folder, table: list[TensorRow], spare: Shapes, silent: bool
+) -> Iterator[str]:
     """Missing and unknown tensors, and what the engine does about them."""
     wanted = {row.theirs: row.shape for row in table}
     for name in sorted(set(wanted) - set(folder.tensors)):
@@ -77,7 +79,7 @@ def check_names(folder: Folder, table: list[Row], spare: Shapes, silent: bool) -
         yield f"tensor: '{name}' is none of this layout ({does})"
 
 
-def check_shapes(folder: Folder, table: list[Row], spare: Shapes) -> Iterator[str]:
+def check_shapes(folder: Folder, table: list[TensorRow], spare: Shapes) -> Iterator[str]:
     """Misshapen tensors."""
     wanted = spare | {row.theirs: row.shape for row in table}
     for name, value in folder.tensors.items():

@@ -160,7 +160,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """Our tensor `ours` (or the part of it at `index`) is their tensor `theirs`, of `shape`."""
 
     ours: str
@@ -169,9 +169,9 @@ class Row:
     index: tuple[int, ...] = ()
 
 
-def same_names(shapes: Shapes) -> list[Row]:
+def same_names(shapes: Shapes) -> list[TensorRow]:
     """Rows of tensors that have the same name on both sides."""
-    return [Row(name, name, shape) for name, shape in shapes.items()]
+    return [TensorRow(name, name, shape) for name, shape in shapes.items()]
 
 
 @dataclass
@@ -223,7 +223,7 @@ the layout cannot express."""
 
 
 def give(
-    rows: Sequence[Row], ours: Mapping[str, Tensor], left: Iterable[str] = ()
+    rows: Sequence[TensorRow], ours: Mapping[str, Tensor], left: Iterable[str] = ()
 ) -> dict[str, Tensor]:
     """Our tensors under their names. left: those that the layout stores elsewhere or drops.
 
@@ -241,7 +241,7 @@ def give(
 
 
 def take(
-    rows: Sequence[Row], theirs: Mapping[str, Tensor], where: str, spare: Iterable[str] = ()
+    rows: Sequence[TensorRow], theirs: Mapping[str, Tensor], where: str, spare: Iterable[str] = ()
 ) -> dict[str, Tensor]:
     """Their tensors under our names. spare: names that may be there besides.
 

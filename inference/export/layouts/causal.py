@@ -22,9 +22,9 @@ from inference.export.layouts.base import (
     Imported,
     Json,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     same_names,
@@ -54,7 +54,7 @@ DEPTH = 4
 
 def rows(
     shape: LayerShape, layers: int, vocabulary: int, *, embedding: bool, head: bool
-) -> list[Row]:
+) -> list[TensorRow]:
     """The tensors of a small language model; embedding, head: whether it has its own."""
     hidden = shape.hidden_size
     shapes: Shapes = {"model.norm.weight": (hidden,)}
@@ -76,7 +76,7 @@ def read_sizes(config: Json, where: str) -> tuple[LayerShape, int]:
     return replace(shape, qk_norm=family == "qwen3", attention_bias=bias), layers
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     config = folder.flat
     shape, layers = read_sizes(config, str(folder.path))

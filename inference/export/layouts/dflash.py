@@ -27,9 +27,9 @@ from inference.export.layouts.base import (
     Imported,
     Json,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     refuse,
@@ -70,7 +70,9 @@ TELLING = {
 """A tensor of each layout but plain DFlash's."""
 
 
-def rows(config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: int) -> list[Row]:
+def rows(
+    config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: int
+) -> list[TensorRow]:
     """The tensors of a block drafter of our configuration, without mask vector and temperatures."""
     hidden, rank = shape.hidden_size, config.dependency_rank
     wide, codes = hidden + rank, (vocabulary, rank)
@@ -121,7 +123,7 @@ def rows(config: Config, shape: LayerShape, layers: int, taps: int, vocabulary: 
     return same_names(shapes) + found
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     config, inner, theirs = folder.flat, folder.block, folder.tensors
     shape = with_qk_norm(read_shape(config, str(folder.path)))
@@ -134,7 +136,7 @@ def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
     table = rows(own, shape, layers, len(taps), info.vocab_size)
     if "encoder.fc.weight" in theirs:
         names = {**{row.theirs: row.theirs for row in table}, **ENCODER}
-        table = [Row(row.ours, names[row.theirs], row.shape) for row in table]
+        table = [TensorRow(row.ours, names[row.theirs], row.shape) for row in table]
     spare = (EMBEDDING, HEAD) if own.dependency in MARKOV else (EMBEDDING,)
     return table, dict.fromkeys(spare, (info.vocab_size, info.hidden_size))
 

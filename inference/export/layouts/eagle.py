@@ -19,9 +19,9 @@ from inference.export.layouts.base import (
     Checkpoint,
     Imported,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     refuse,
@@ -51,7 +51,7 @@ OTHER_FIRST_NORMS = (
 """Tensors that tell other drafters with an `fc` from EAGLE-1."""
 
 
-def rows(shape: LayerShape, bias: bool) -> list[Row]:
+def rows(shape: LayerShape, bias: bool) -> list[TensorRow]:
     """The tensors of an EAGLE-1 drafter; bias: whether `fc` has one."""
     hidden = shape.hidden_size
     shapes: Shapes = {"fc.weight": (hidden, 2 * hidden)}
@@ -61,7 +61,7 @@ def rows(shape: LayerShape, bias: bool) -> list[Row]:
     return same_names(shapes) + layer
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     shape = read_shape(folder.flat, str(folder.path))
     sglang = folder.architecture == ARCHITECTURES["sglang"]

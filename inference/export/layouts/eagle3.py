@@ -23,9 +23,9 @@ from inference.export.layouts.base import (
     Imported,
     Json,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     refuse,
@@ -51,7 +51,9 @@ VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 """Options that SGLang lacks."""
 
 
-def rows(config: Json, info: TargetInfo, where: str, *, parallel: bool, first: str) -> list[Row]:
+def rows(
+    config: Json, info: TargetInfo, where: str, *, parallel: bool, first: str
+) -> list[TensorRow]:
     """The tensors of an EAGLE-3 (parallel: P-EAGLE) drafter by its config.json.
 
     first: the prefix of their fusing layer. Its embedding is left out.
@@ -81,7 +83,7 @@ def rows(config: Json, info: TargetInfo, where: str, *, parallel: bool, first: s
     return found
 
 
-def expect(folder: Folder, info: TargetInfo, parallel: bool) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo, parallel: bool) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     config, first = folder.flat, first_layer(folder.tensors)
     table = rows(config, info, str(folder.path), parallel=parallel, first=first)

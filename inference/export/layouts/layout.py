@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
-from inference.export.layouts.base import Checkpoint, Json, Row, Shapes, Target
+from inference.export.layouts.base import Checkpoint, Json, Shapes, Target, TensorRow
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.llama import plain_rope
 
@@ -26,7 +26,7 @@ class Layout:
     name: str
     architectures: tuple[str, ...]
     """Class names under which the engine finds its model."""
-    tensors: Callable[[Folder, TargetInfo], tuple[list[Row], Shapes]]
+    tensors: Callable[[Folder, TargetInfo], tuple[list[TensorRow], Shapes]]
     """The tensors that the engine looks for by the folder's config.json, and those that may be
     there besides. Raises `UserError`, `KeyError`, `TypeError` or `ValueError` for a config.json
     that does not describe such a drafter."""

@@ -9,7 +9,7 @@ from typing import Any
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import LayerShape
-from inference.export.layouts.base import Json, Row, Shapes, Target
+from inference.export.layouts.base import Json, Shapes, Target, TensorRow
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 EXACT_ROPES = ("default", "linear", "llama3", "yarn")
@@ -18,7 +18,7 @@ EXACT_ROPES = ("default", "linear", "llama3", "yarn")
 
 def layer_rows(
     ours: str, theirs: str, shape: LayerShape, width: int = 0, norms: tuple[str, ...] = NORMS
-) -> list[Row]:
+) -> list[TensorRow]:
     """The tensors of one decoder layer under two prefixes.
 
     Width: of the attention's input (default: hidden size).
@@ -41,7 +41,7 @@ def layer_rows(
     if shape.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
     shapes |= {f"{name}.weight": (hidden,) for name in norms}
-    return [Row(ours + name, theirs + name, dims) for name, dims in shapes.items()]
+    return [TensorRow(ours + name, theirs + name, dims) for name, dims in shapes.items()]
 
 
 def block_config(shape: LayerShape, info: TargetInfo, layers: int, rope: Mapping[str, Any]) -> Json:

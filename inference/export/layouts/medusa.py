@@ -21,9 +21,9 @@ from inference.export.layouts.base import (
     Checkpoint,
     Imported,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     same_names,
@@ -39,20 +39,22 @@ OLD_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)
 OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 
 
-def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool) -> list[Row]:
+def rows(heads: int, layers: int, hidden: int, vocabulary: int, own_heads: bool) -> list[TensorRow]:
     """The tensors of Medusa's heads; own_heads: every head has an LM head of its own."""
     found = []
     for head in range(heads):
         for layer in range(layers):
             name, at = f"blocks.{head}.layers.{layer}", (layer, head)
-            found.append(Row("residual_weight", f"{name}.weight", (hidden, hidden), at))
-            found.append(Row("residual_bias", f"{name}.bias", (hidden,), at))
+            found.append(TensorRow("residual_weight", f"{name}.weight", (hidden, hidden), at))
+            found.append(TensorRow("residual_bias", f"{name}.bias", (hidden,), at))
         if own_heads:
-            found.append(Row("lm_heads", f"lm_heads.{head}.weight", (vocabulary, hidden), (head,)))
+            found.append(
+                TensorRow("lm_heads", f"lm_heads.{head}.weight", (vocabulary, hidden), (head,))
+            )
     return found
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     config, hidden, size = folder.flat, info.hidden_size, info.vocab_size
     own = not config.get("original_lm_head", False)

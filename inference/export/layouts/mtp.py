@@ -24,9 +24,9 @@ from inference.export.layouts.base import (
     Imported,
     Json,
     Options,
-    Row,
     Shapes,
     Target,
+    TensorRow,
     Written,
     give,
     refuse,
@@ -62,11 +62,11 @@ SIZES = (
 )
 
 
-def rows(shape: LayerShape) -> list[Row]:
+def rows(shape: LayerShape) -> list[TensorRow]:
     """The tensors of the block, with the projection's halves as ours has them."""
     hidden = shape.hidden_size
-    found = [Row(f"mtp.{ours}", PREFIX + theirs, (hidden,)) for ours, theirs in NAMES.items()]
-    found.append(Row("mtp.fc.weight", PROJECTION, (hidden, 2 * hidden)))
+    found = [TensorRow(f"mtp.{ours}", PREFIX + theirs, (hidden,)) for ours, theirs in NAMES.items()]
+    found.append(TensorRow("mtp.fc.weight", PROJECTION, (hidden, 2 * hidden)))
     return found + layer_rows("mtp.layers.0.", PREFIX, shape)
 
 
@@ -86,7 +86,7 @@ def biases(shape: LayerShape) -> Shapes:
     }
 
 
-def expect(folder: Folder, info: TargetInfo) -> tuple[list[Row], Shapes]:
+def expect(folder: Folder, info: TargetInfo) -> tuple[list[TensorRow], Shapes]:
     """See `Layout.tensors`."""
     shape = read_shape({**folder.flat, "attention_bias": False}, str(folder.path))
     return rows(shape) + same_names(biases(shape)), {}

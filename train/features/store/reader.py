@@ -49,7 +49,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Where a row lies: its shard and the run of tokens there."""
 
     shard: int
@@ -84,7 +84,7 @@ class StoreReader:
             )
         self.things = wanted.things()
         self._lock, self._stopped = threading.RLock(), threading.Event()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RowLocation] = {}
         self._indexed: set[int] = set()
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._checked: set[int] = set()
@@ -103,7 +103,7 @@ class StoreReader:
                 continue
             start = 0
             for digest, length in ShardIndex.read(index_path(self.folder, shard)).rows:
-                self._places.setdefault(digest, Place(shard, start, start + length))
+                self._places.setdefault(digest, RowLocation(shard, start, start + length))
                 start += length
             self._indexed.add(shard)
             found = True
@@ -116,12 +116,12 @@ class StoreReader:
             rows = [self.read(self.find(digest)) for digest in row_digests(packed)]
         return join_rows(rows)
 
-    def find(self, digest: str) -> Place:
+    def find(self, digest: str) -> RowLocation:
         """Where a row lies, waiting for it if it is still to come."""
         place = self._places.get(digest)
         return place if place is not None else self._await(digest)
 
-    def _await(self, digest: str) -> Place:
+    def _await(self, digest: str) -> RowLocation:
         """Look until the row is there; raises `UserError` when it cannot come, or nothing has moved
         for `wait_seconds`."""
         claims = Claims(self.folder)
@@ -166,7 +166,7 @@ class StoreReader:
             "features.wait_seconds."
         )
 
-    def read(self, place: Place) -> Content:
+    def read(self, place: RowLocation) -> Content:
         """The stored tensors of one row."""
         handle = self._handle(place.shard)
         found: Content = {}
