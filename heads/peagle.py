@@ -271,10 +271,8 @@ class Drafter(TapDrafter):
             read = self._read(index, embedded, states)
             states = self.residual(layer, states)
             key, value = layer.self_attn.key_value(read, rotation)
-            for span in (
-                slice(0, width),
-                slice(width, None),
-            ):  # mask rows last: they share slots with padding
+            # mask rows last: they share slots with padding
+            for span in (slice(0, width), slice(width, None)):
                 write_cache(state.keys[index], row_index, slots[:, span], key[:, span])
                 write_cache(state.values[index], row_index, slots[:, span], value[:, span])
             if index == len(self.layers) - 1:  # only what predicts goes on

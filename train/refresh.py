@@ -191,9 +191,8 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
         target_modules=names,
         init_lora_weights=False,
     )
-    with torch.random.fork_rng(
-        []
-    ):  # what is drawn there differs from process to process and is replaced below
+    # what is drawn there differs from process to process and is replaced below
+    with torch.random.fork_rng([]):
         inject_adapter_in_model(settings, drafter, ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():

@@ -83,13 +83,13 @@ def config(path: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        """Return the checked twin of `cls`, whose constructor raises `UserError`."""
         hints = get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cast(Any, cls)):
             field.type = strict(hints[field.name])
         made: Any = cls
-        if hasattr(
-            cls, "__pydantic_validator__"
-        ):  # a base is checked: pydantic would change `cls` itself
+        # A base is checked already: pydantic would change `cls` itself.
+        if hasattr(cls, "__pydantic_validator__"):
             names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
             made = type(cls.__name__, (cls,), names)
         made = checked_dataclass(made, frozen=True, config=SETTINGS)

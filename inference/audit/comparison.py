@@ -289,9 +289,8 @@ class _Replay:
                 self.request.index, place, expected, found, margin, gap, tolerance, False, reason
             )
         near = abs(margin) <= tolerance
-        if abs(margin) == float(
-            "inf"
-        ):  # a filter or a bad word removed one token: a tie at the filter's edge?
+        # a filter or a bad word removed one token: a tie at the filter's edge?
+        if abs(margin) == float("inf"):
             removed = found if margin > 0 else expected
             near = any(self.pick(route, place) == removed for route in routes)
         wrong = "not what" if margin > 0 else "what, unlike the baseline's token,"

@@ -234,8 +234,6 @@ class _Precision:
                     shaped = self.with_shape(decode, shape, own)
                     self.sample(name, rule, shape, drafter, shaped, requests, exact[prompt])
 
-    # Parts of them
-
     def settings(self, changes: Changes) -> DecodeConfig:
         """The user's settings for plain decoding under rule match, with `changes`."""
         limit = self.config.max_new_tokens

@@ -23,8 +23,7 @@ OnTokens = Callable[[Request, list[int], PassRecord | None], None]
 
 @dataclass
 class _Launched:
-    """A step whose result the host has not read: the result, and who sat in the rows when it was
-    launched."""
+    """A step whose result the host has not read, and the requests that its rows held then."""
 
     pending: Pending
     sat: list[Completion | None]

@@ -63,9 +63,8 @@ def find_decoder(model: Any) -> Any:
     """The part of a causal LM that turns token ids into last hidden states: its text decoder,
     without head and vision tower."""
     decoder = model.get_decoder()
-    if (
-        decoder is model
-    ):  # families whose prefix names a part that the text-only class does not have (Llama 4)
+    # families whose prefix names a part that the text-only class does not have (Llama 4)
+    if decoder is model:
         decoder = model.model
     return decoder
 
