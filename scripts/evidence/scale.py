@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict, cast
 
 import torch
 
@@ -23,12 +22,9 @@ from inference.manifest import write_json
 from inference.measure.metrics import divide
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
-from scripts.config.schema import load_settings
-from scripts.config.stages import STAGES
-from scripts.evidence import throughput
-from scripts.evidence.common import DOCS, REPORTS, read_json
+from scripts.evidence.common import DOCS, Facts, read_json, settings_of
 from scripts.stages.plan import job_of
-from scripts.tools.common import Section, make_parser, run
+from scripts.tools.common import REPORTS, Section, make_parser, run
 from train.engines.base import Objective
 from train.planning.dry_run import dry_batch, dry_step, plan_drafter
 from train.planning.footprint import Footprint
@@ -61,112 +57,45 @@ BACKING = {
 }
 
 
-class PlanRow(TypedDict, total=False):
-    """What `headstart train --plan` prints, as far as the tables show it, and the row's labels."""
-
-    head: str
-    features: str
-    target: Mapping[str, Any]
-    settings: Mapping[str, int]
-    step_seconds: Mapping[str, float]
-    memory_bytes: Mapping[str, float]
-    disk_bytes: Mapping[str, Any]
-    reading: Mapping[str, float]
-    target_pass: Mapping[str, float]
-    fits: bool
-    tokens_per_second: float
-    hours: float
-    device_hours: float
-
-
-class Ratio(TypedDict):
-    """A planned figure, the measured one, and their ratio."""
-
-    planned: float
-    real: float
-    ratio: float
-
-
-class Counted(TypedDict):
-    """The plan's count of one micro-batch on the embedded target against its real steps."""
-
-    head: str
-    target_flops: Ratio
-    target_bytes: Ratio
-    drafter_flops: Ratio
-    drafter_bytes: Ratio
-
-
-class Utilisation(TypedDict):
-    """Utilisation over the recipes of throughput.json whose probe of the peak is plausible."""
-
-    lowest: float
-    middle: float
-    highest: float
-    recipes: int
-    of: str
-    left_out: dict[str, float]
-    median_peak_tflops: float
-
-
-class Checks(TypedDict):
-    """The plan's checks."""
-
-    counted: list[Counted]
-    utilisation: Utilisation | None
-
-
-class Content(TypedDict):
-    """scale.json."""
-
-    format: int
-    tokens: int
-    gpu: str
-    plans: list[PlanRow]
-    backing: Checks
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and the tables; returns the exit status."""
-    parser = make_parser("scripts.evidence.scale", __doc__)
-    parser.add_argument("--check", action="store_true", help="only compare the page's tables")
+    parser = make_parser(
+        "scripts.evidence.scale", __doc__, check=(False, "only compare the page's tables")
+    )
     return run(parser, write, arguments)
 
 
 def write(given: argparse.Namespace) -> int:
     """Write or compare; returns the exit status."""
     if not given.check:
-        write_json(REPORT, {**content(), "command": given.command})
+        plans = [
+            {**planned(target, head, changes, count), "head": head, "features": way}
+            for target, ways in TARGETS.items()
+            for head in HEADS
+            for way, changes in ways.items()
+            for count in COUNTS
+        ]
+        rows = read_json(REPORTS / "throughput.json").get("rows")
+        used = utilisation(rows) if rows else None
+        checks = {"counted": [counted(head) for head in BACKING], "utilisation": used}
+        content = {"format": 1, "tokens": TOKENS, "gpu": GPU, "plans": plans, "backing": checks}
+        write_json(REPORT, {**content, "command": given.command})
     return TABLES.write(PAGE, tables(read_json(REPORT)), given.check)
 
 
-def content() -> Content:
-    """The report."""
-    plans = [
-        planned(target, head, changes, count) | PlanRow(head=head, features=way)
-        for target, ways in TARGETS.items()
-        for head in HEADS
-        for way, changes in ways.items()
-        for count in COUNTS
-    ]
-    checks: Checks = {"counted": [counted(head) for head in BACKING], "utilisation": utilisation()}
-    return {"format": 1, "tokens": TOKENS, "gpu": GPU, "plans": plans, "backing": checks}
-
-
-def planned(target: str, head: str, changes: Sequence[str], count: int) -> PlanRow:
+def planned(target: str, head: str, changes: Sequence[str], count: int) -> Facts:
     """`headstart train --plan` for one row."""
     overrides = ["target=local", f"target.path=assets/configs/{target}", "target.device=cpu"]
     overrides += [*HEADS[head], "engine=deepspeed", f"train.sequence_length={LENGTH}"]
     overrides += [f"train.global_batch={2 * max(64, count)}", *changes]
     overrides += [f"plan.gpu={GPU}", f"plan.count={count}", f"plan.tokens={TOKENS}"]
-    settings = load_settings(STAGES["plan"], overrides)
-    return cast(PlanRow, make_plan(job_of(settings), settings.plan, Speed.of(settings.plan)))
+    settings = settings_of("plan", *overrides)
+    return {**make_plan(job_of(settings), settings.plan, Speed.of(settings.plan))}
 
 
-def counted(head: str) -> Counted:
+def counted(head: str) -> Facts:
     """FLOPs, and bytes at the peak, of one micro-batch on the embedded target: planned and real."""
-    overrides = ["target=embedded", "target.device=cpu", *BACKING[head]]
-    settings = load_settings(STAGES["train"], overrides)
+    settings = settings_of("train", "target=embedded", "target.device=cpu", *BACKING[head])
     rows, length, kind, config = 2, 512, settings.head.kind, settings.head.config
     target = plan_target(settings.target)
     drafter = plan_drafter(kind, config, target)
@@ -183,10 +112,9 @@ def counted(head: str) -> Counted:
         taps, last = real.features(batch.tokens, batch.positions.contiguous(), segments, own.needs)
     batch.taps = None if taps is None else taps.to(dtype)
     batch.last_hidden = None if last is None else last.to(dtype)
+    batch.target_logits = None
     if own.needs.logits:
         batch.target_logits = lambda hidden: real.weights.logits(hidden.to(real.dtype))
-    else:
-        batch.target_logits = None
     with Footprint() as took:
         (Objective(own, settings.engine, "cpu")(batch) / 100).backward()
     figures = {
@@ -196,17 +124,14 @@ def counted(head: str) -> Counted:
         "drafter_bytes": (dry.peak, took.peak),
     }
     ratios = {
-        name: Ratio(planned=plan, real=found, ratio=divide(plan, found))
+        name: {"planned": plan, "real": found, "ratio": divide(plan, found)}
         for name, (plan, found) in figures.items()
     }
-    return cast(Counted, {"head": head, **ratios})
+    return {"head": head, **ratios}
 
 
-def utilisation() -> Utilisation | None:
-    """The lowest, median and highest utilisation of throughput.json; None without that report."""
-    rows: list[throughput.ThroughputRow] = read_json(REPORTS / "throughput.json").get("rows")
-    if not rows:
-        return None
+def utilisation(rows: Sequence[Facts]) -> Facts:
+    """The lowest, median and highest utilisation of throughput.json's rows."""
     kept, disturbed = split_probes(rows)
     shares = sorted(row["mfu"] for row in kept)
     return {
@@ -220,23 +145,23 @@ def utilisation() -> Utilisation | None:
     }
 
 
-def split_probes(
-    rows: Sequence[throughput.ThroughputRow],
-) -> tuple[list[throughput.ThroughputRow], list[throughput.ThroughputRow]]:
+def split_probes(rows: Sequence[Facts]) -> tuple[list[Facts], list[Facts]]:
     """Rows whose measured peak is plausible, and the others.
 
     One machine has one peak: a probe far below the median was disturbed by other work, and the
     utilisation that is calculated from it is too high.
     """
     least = LEAST_PEAK * median(row["peak"]["tflops"] for row in rows)
-    sound = [row for row in rows if row["peak"]["tflops"] >= least]
-    return sound, [row for row in rows if row["peak"]["tflops"] < least]
+    parts: tuple[list[Facts], list[Facts]] = ([], [])
+    for row in rows:
+        parts[row["peak"]["tflops"] < least].append(row)
+    return parts
 
 
 # The page
 
 
-def tables(found: Content) -> str:
+def tables(found: Facts) -> str:
     """One table per target, then the checks."""
     lines: list[str] = []
     for target in dict.fromkeys(plan["target"]["path"] for plan in found["plans"]):
@@ -248,7 +173,7 @@ HEADER = ["drafter, features", "GPUs", "GiB per GPU", "of them target", "fits", 
 HEADER += ["waiting for links", "tokens/s", "read, GB/s per GPU", "in all", "hours", "GPU-hours"]
 
 
-def table(target: str, rows: Sequence[PlanRow]) -> list[str]:
+def table(target: str, rows: Sequence[Facts]) -> list[str]:
     """The plans of one target."""
     body, disk = [], {}
     for row in rows:
@@ -294,7 +219,7 @@ def table(target: str, rows: Sequence[PlanRow]) -> list[str]:
     ]
 
 
-def store_note(rows: Sequence[PlanRow]) -> list[str]:
+def store_note(rows: Sequence[Facts]) -> list[str]:
     """What the rows with a store leave out."""
     stored = [row for row in rows if row["reading"]]
     if not stored:
@@ -311,24 +236,15 @@ def store_note(rows: Sequence[PlanRow]) -> list[str]:
     ]
 
 
-def checks(found: Checks) -> list[str]:
+def checks(found: Facts) -> list[str]:
     """The plan of the embedded target against its real steps."""
     names = ("target_flops", "drafter_flops", "target_bytes", "drafter_bytes")
-    body = []
-    for row in found["counted"]:
-        ratios = (
-            row["target_flops"],
-            row["drafter_flops"],
-            row["target_bytes"],
-            row["drafter_bytes"],
-        )
-        body.append([row["head"], *(f"{ratio['ratio']:.3f}" for ratio in ratios)])
-    header = [
-        "planned / real",
-        *(name.replace("_flops", " FLOPs").replace("_", " ") for name in names),
+    body = [
+        [row["head"], *(f"{row[name]['ratio']:.3f}" for name in names)] for row in found["counted"]
     ]
+    words = [name.replace("_flops", " FLOPs").replace("_", " ") for name in names]
     title = "### What backs it: the same count on the embedded target"
-    lines = [title, "", *markdown_table(header, body), ""]
+    lines = [title, "", *markdown_table(["planned / real", *words], body), ""]
     used = found["utilisation"]
     if used is not None:
         lines.append(
@@ -338,7 +254,7 @@ def checks(found: Checks) -> list[str]:
     return lines
 
 
-def left_out(used: Utilisation) -> str:
+def left_out(used: Facts) -> str:
     """Which recipes do not count, and why."""
     if not used["left_out"]:
         return ""

@@ -1,8 +1,8 @@
 """The tuner against an exhaustive search, and the traffic simulator against the real decoder.
 
-    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys outputs/tune_report
-    --survey-only python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --surveys
-    outputs/tune_report python -m scripts.evidence.tune --page
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER --survey-only
+    python -m scripts.evidence.tune NAME=FOLDER NAME=FOLDER
+    python -m scripts.evidence.tune --page
 
 For every drafter and batch size the tuner chooses on validation prompts; then every draft of the
 grid is decoded on other prompts, all taking turns with plain decoding. Reported in
@@ -19,10 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,10 +46,9 @@ from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, sum_turns
-from scripts.evidence.common import DOCS, REPORTS, cell, read_json
+from scripts.evidence.common import DOCS, Facts, cell, read_json
 from scripts.run import drafters
-from scripts.tools.common import Section, add_options, make_parser, run
-from scripts.tools.recording import cpu_target
+from scripts.tools.common import REPORTS, Section, cpu_target, make_parser, run
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -72,15 +70,18 @@ ROWS, REQUESTS, LOAD = 4, 48, 0.7
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write; returns the exit status."""
-    parser = make_parser("scripts.evidence.tune", __doc__)
+    parser = make_parser(
+        "scripts.evidence.tune",
+        __doc__,
+        target="assets/tiny-target",
+        held_out=Path("assets/prompts"),
+        surveys=(Path("outputs/tune_report"), "folder of what needs no quiet machine"),
+        page=(False, "only write the page's tables"),
+        survey_only=False,
+        threads=1,
+        out=REPORTS / "tune.json",
+    )
     parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
-    add_options(parser, target="assets/tiny-target", held_out=Path("assets/prompts"))
-    surveys = "folder of what needs no quiet machine"
-    parser.add_argument("--surveys", type=Path, default=Path("outputs/tune_report"), help=surveys)
-    parser.add_argument("--page", action="store_true", help="only write the page's tables")
-    parser.add_argument("--survey-only", action="store_true")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=REPORTS / "tune.json")
     return run(parser, report, arguments)
 
 
@@ -138,7 +139,7 @@ def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
 # The tuner
 
 
-def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+def compare(tuner: Tuner, held_out: Path) -> Facts:
     """Tune, then decode every draft of the grid on other prompts, at every batch size."""
     rows = []
     for row in tuner.tune():
@@ -149,7 +150,7 @@ def compare(tuner: Tuner, held_out: Path) -> dict[str, Any]:
     return {"rows": rows, **{key: value for key, value in tuner.facts().items() if key != "config"}}
 
 
-def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[str, Any]]:
+def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]:
     """Every draft of the grid on prompts that are new to the tuner, the fastest first.
 
     Each has its speed relative to the fastest, with an interval over blocks. Those close to the
@@ -163,7 +164,7 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     found = other.speeds(turns)
     longest = max(row.turns for row in found)
     best = next(row.draft for row in found if row.turns == longest)
-    compared: list[dict[str, Any]] = []
+    compared: list[Facts] = []
     for row in found:
         taken = turns[row.draft]
         own, fastest = sum_turns(row.draft, taken), sum_turns(best, turns[best][: len(taken)])
@@ -172,7 +173,7 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[dict[s
     return sorted(compared, key=lambda row: -float(row["of_best"]))
 
 
-def judge(row: Mapping[str, Any], everything: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def judge(row: Facts, everything: Sequence[Facts]) -> Facts:
     """The loss of the choice against the grid's best, and the error of the prediction."""
     here = next(item for item in everything if item["draft"] == row["label"])
     predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]
@@ -196,27 +197,32 @@ def error(predicted: float, measured: float) -> float:
     return divide(predicted, measured) - 1.0
 
 
-def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Per drafter what `judge` found, the chosen drafts' speedups, and the simulator's errors.
+def summary(found: dict[str, Facts]) -> Facts:
+    """Per drafter the results of `judge`, the chosen drafts' speedups, and the simulator's errors.
 
     The speedup over plain decoding does not change with the machine's pace.
     """
-    kept: dict[str, Any] = {}
+    kept: Facts = {}
     for name, item in found.items():
         rows = []
         for row in item["rows"]:
             tuned = row["tuned"]
-            short = {key: value for key, value in row.items() if key not in ("tuned", "exhaustive")}
-            labels = {one["label"]: one["speedup"] for one in tuned["predictions"]}
-            short["predicted_speedup"] = labels[tuned["label"]]
-            short["measured_speedup"] = tuned["speedup"]
-            short["speedup_error"] = error(short["predicted_speedup"], tuned["speedup"])
-            rows.append(short)
+            predicted, measured = predictions(tuned)[tuned["label"]], tuned["speedup"]
+            rows.append(
+                {key: value for key, value in row.items() if key not in ("tuned", "exhaustive")}
+                | {"predicted_speedup": predicted, "measured_speedup": measured}
+                | {"speedup_error": error(predicted, measured)}
+            )
         kept[name] = {"rows": rows}
         if "traffic" in item:
             errors = {way["draft"]: way["error"] for way in item["traffic"]["ways"]}
             kept[name]["traffic_errors"] = errors
     return kept
+
+
+def predictions(tuned: Facts) -> dict[str, float]:
+    """Draft -> its predicted speedup."""
+    return {one["label"]: one["speedup"] for one in tuned["predictions"]}
 
 
 # The page
@@ -226,7 +232,7 @@ HEADER += ["measured", "error", "on other prompts", "predicted speedup", "measur
 SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
-def tables(content: Mapping[str, Any]) -> str:
+def tables(content: Facts) -> str:
     """The report as markdown."""
     rows, simulated = [], []
     for name, item in content["summary"].items():
@@ -251,43 +257,40 @@ def tables(content: Mapping[str, Any]) -> str:
             simulated.append([name, draft, *(f"{errors[key]:+.1%}" for key in SIMULATED)])
     errors = finalist_errors(content)
     spread = float(np.std(np.log1p(errors)))
-    device, command = content["device"], content["command"]
-    return "\n".join(
-        [
-            "",
-            *markdown_table(HEADER, rows),
-            "",
-            f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
-            f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
-            "",
-            "The simulator against the real decoder, relative error:",
-            "",
-            *markdown_table(
-                ["drafter", "draft", "tokens/s", "latency p50", "latency p95"], simulated
-            ),
-            "",
-            f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
-            f"by `{command}`.",
-            "",
-        ]
-    )
+    device = content["device"]
+    header = ["drafter", "draft", "tokens/s", "latency p50", "latency p95"]
+    lines = [
+        *markdown_table(HEADER, rows),
+        "",
+        f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
+        f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
+        "",
+        "The simulator against the real decoder, relative error:",
+        "",
+        *markdown_table(header, simulated),
+        "",
+        f"On {device['name']}, {device['threads']} thread(s): [tune.json](reports/tune.json), "
+        f"by `{content['command']}`.",
+    ]
+    return "\n".join(["", *lines, ""])
 
 
-def finalist_errors(content: Mapping[str, Any]) -> list[float]:
+def finalist_errors(content: Facts) -> list[float]:
     """Relative errors of the predicted speedups of all drafts that the tuner ran."""
     found = []
     for item in content["drafters"].values():
         for row in item["rows"]:
-            expected = {one["label"]: one["speedup"] for one in row["tuned"]["predictions"]}
-            ran = [one for one in row["tuned"]["measured"] if one["draft"] != NONE.label]
-            found += [error(expected[one["draft"]], one["speedup"]) for one in ran]
+            expected = predictions(row["tuned"])
+            for one in row["tuned"]["measured"]:
+                if one["draft"] != NONE.label:
+                    found.append(error(expected[one["draft"]], one["speedup"]))
     return found
 
 
 # The simulator
 
 
-def traffic(tuner: Tuner, held_out: Path) -> dict[str, Any]:
+def traffic(tuner: Tuner, held_out: Path) -> Facts:
     """The same arrivals through the real decoder and through the simulator.
 
     Once without a drafter and once with a short chain.

@@ -1,5 +1,5 @@
-"""What scripts with a command line of their own share: options, errors, and sections of pages that
-they write."""
+"""Shared code of scripts with a command line of their own: options, errors, targets, and sections
+of pages that they write."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "tiny-target"
 PROMPTS = ROOT / "assets" / "prompts"
 VALIDATION = PROMPTS / "training" / "validation.jsonl"
+REPORTS = ROOT / "docs" / "reports"
 
 
-def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m <module>`, described by the first line of the module's docstring."""
+def make_parser(module: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of `python -m <module>`, described by the first line of the module's docstring.
+
+    options: name -> default (of the option's type; False makes a flag), a pair (default, help), or
+    a dict of `add_argument`'s own arguments.
+    """
     about = (doc or "").split("\n")[0]
-    return argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-
-
-def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add `--name` for every name, with its default's type; a pair is (default, help)."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     for name, given in options.items():
-        default, about = given if isinstance(given, tuple) else (given, None)
-        kind = Path if isinstance(default, Path) else type(default)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, default=default, help=about)
+        if not isinstance(given, dict):
+            default, about = given if isinstance(given, tuple) else (given, None)
+            given = {"default": default, "help": about}
+            if default is False:
+                given["action"] = "store_true"
+            else:
+                given["type"] = Path if isinstance(default, Path) else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", **given)
+    return parser
 
 
 def run(
@@ -53,6 +61,11 @@ def run(
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def cpu_target(path: Path | str = TARGET, dtype: str = "float32") -> TargetModel:
+    """A target on the CPU."""
+    return TargetModel.load(TargetConfig(path=str(path), dtype=dtype, device="cpu"))
 
 
 @dataclass(frozen=True)

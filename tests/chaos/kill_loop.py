@@ -24,9 +24,9 @@ from typing import Any
 from heads.api.checkpoint import WEIGHTS_FILE
 from scripts.cli import main
 from scripts.evidence import rounds
-from scripts.evidence.common import REPORTS, read_json
+from scripts.evidence.common import read_json
 from scripts.stages.loop.record import LOOP_FILE
-from scripts.tools.common import make_parser, run
+from scripts.tools.common import REPORTS, make_parser, run
 
 CLOCKED = ("seconds", "gpu_hours", "plain_seconds", "drafted_seconds", "speedup", "speedup_ci95")
 """Keys of loop.json that hold what a clock said."""

@@ -11,7 +11,6 @@ import pytest
 
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
-from scripts.evidence.common import REPORTS
 from scripts.evidence.rounds import (
     FEW_PROMPTS,
     FEW_RECIPE,
@@ -21,6 +20,7 @@ from scripts.evidence.rounds import (
     other_prompts,
     own_overrides,
 )
+from scripts.tools.common import REPORTS
 from train.data.sources import Mixture
 
 

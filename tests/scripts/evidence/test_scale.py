@@ -12,7 +12,7 @@ from scripts.cli import split_flags
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import scale, throughput
-from scripts.evidence.common import read_json
+from scripts.evidence.common import family_recipes, read_json
 from train.tracking.clock import PARTS
 
 
@@ -38,7 +38,7 @@ def test_figures_are_ratios_of_sums_behind_the_warm_up() -> None:
 
 
 def test_every_row_of_the_families_is_measured_and_composes() -> None:
-    rows = throughput.recipes()
+    rows = family_recipes()
     assert {"medusa", "eagle3", "dspark", "distilled", "peagle"} <= set(rows)
     for overrides in rows.values():
         load_settings(STAGES["train"], [throughput.EXPERIMENT, *overrides])
