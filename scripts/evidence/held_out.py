@@ -110,16 +110,18 @@ def collect(work: Path, recipes: Mapping[str, Mapping[str, float]], command: str
         if kind != name:
             entry["validation_tau_by_recipe"] = dict(recipes[kind])
     tau = {one.name: one.tau for one in measured.drafters}
-    order, rivals = [], []
-    for above, below in ORDER:
-        if above in tau and below in tau:
-            gap = tau[above] - tau[below]
-            order.append({"above": above, "below": below, "holds": gap > 0, "difference": gap})
-    for kind in RIVALS:
-        if kind in tau and f"speculators_{kind}" in tau:
-            ours, theirs = tau[kind], tau[f"speculators_{kind}"]
-            verdict = {"speculators": theirs, "holds": ours >= theirs}
-            rivals.append({"kind": kind, "ours": ours, **verdict})
+    order = [
+        {"above": above, "below": below, "holds": gap > 0, "difference": gap}
+        for above, below in ORDER
+        if above in tau and below in tau
+        for gap in [tau[above] - tau[below]]
+    ]
+    rivals = [
+        {"kind": kind, "ours": ours, "speculators": theirs, "holds": ours >= theirs}
+        for kind in RIVALS
+        if kind in tau and f"speculators_{kind}" in tau
+        for ours, theirs in [(tau[kind], tau[f"speculators_{kind}"])]
+    ]
     trained = read_json(work / "target" / "training.json")
     facts = {key: trained[key] for key in ("steps", "tokens_seen", "training_seconds")}
     return {

@@ -6,13 +6,11 @@ client. Answers are compared with plain offline decoding, token by token; differ
 (inference/audit/comparison.py): a near tie of float32 is counted, anything else is a mismatch.
 Phases:
 
-1. speed: the greedy requests answered by `Engine` with the same drafter, one and 16 at a time, and
-   over HTTP by as many clients, in turn;
-2. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
+1. load: `--clients` clients for `--minutes`, fewer than the server has places: nothing may be
    refused or fail, and memory must not grow;
-3. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
+2. overload: more clients than places: the rest must be refused with 429 and Retry-After at once,
    the others answered;
-4. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
+3. SIGTERM in the middle of requests: they end, and so does the process, with status 0.
 
 Exit status 1 when a request failed, a text is a mismatch, or memory grew.
 """
@@ -32,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
@@ -71,7 +69,6 @@ LIMITS = (16, 48, 32, 64, 24)
 WARM_UP_SHARE = 1 / 3
 """Share of the load phase after which memory must not grow: until then kernels are cached by
 shape."""
-ROUNDS = 3
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators vary."""
 
@@ -337,18 +334,11 @@ def report(given: argparse.Namespace) -> int:
     decode = drafters.draft_settings(found, DecodeConfig())
     say("answering offline")
     cases = known_answers(target, given.cases)
-    greedy = [case for case in cases if case.sampling.greedy]
-    drafter = drafters.load(found, target)
     server = Server.start(given, decode)
     places = given.rows + given.clients
     try:
         begun = resident_bytes(server.process.pid)
-        asyncio.run(server.each_once(greedy, 4))  # buffers of every size are made here
-        say("comparing speeds")
-        ratios = {}
-        for rows in (1, 16):
-            engine = Engine(target, drafter, replace(decode, batch_size=rows))
-            ratios[f"{rows}_clients"] = speed_ratio(server, engine, greedy, rows)
+        asyncio.run(server.each_once(cases, 4))  # buffers of every size are made here
         say(f"{given.clients} clients for {given.minutes:g} minutes")
         memory: list[tuple[float, int]] = []
         clock = time.monotonic()
@@ -364,7 +354,6 @@ def report(given: argparse.Namespace) -> int:
     finally:
         server.process.kill()
     shown: Facts = {
-        "ratios": ratios,
         "load": below.facts(target, given.clients),
         "overload": {**above.facts(target, places + 120), "places": places},
         "memory": memory_growth(begun, memory),
@@ -435,25 +424,6 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
         tokens = tuple(answer.completion.tokens)
         cases.append(Case(number, request.tokens, limit, seed, SAMPLING[way], answer.text, tokens))
     return cases
-
-
-def speed_ratio(server: Server, engine: Engine, cases: list[Case], clients: int) -> Facts:
-    """Tokens per second of the server over that of `Engine.run` with as many rows as clients.
-
-    Both take turns, so that a machine that slows down slows both; the ratio is the median of the
-    pairs.
-    """
-    pairs = []
-    for _ in range(ROUNDS):
-        begin = time.monotonic()
-        tokens = sum(len(item.tokens) for item in engine.run([case.request for case in cases]))
-        offline = divide(tokens, time.monotonic() - begin)
-        seen = asyncio.run(server.each_once(cases, clients))
-        pairs.append((offline, divide(seen.tokens, seen.wall)))
-    rates = [divide(served, offline) for offline, served in pairs]
-    offline, served = (float(np.median(speeds)) for speeds in zip(*pairs, strict=True))
-    speeds = {"offline_tokens_per_second": offline, "served_tokens_per_second": served}
-    return {**speeds, "ratio": float(np.median(rates)), "ratios": rates}
 
 
 def memory_growth(begun: int, memory: list[tuple[float, int]]) -> Facts:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,58 +64,37 @@ CHANGES: dict[str, tuple[str, str]] = {
 """Version of the target -> its folder (empty: the unchanged target), and a further override."""
 
 
-@dataclass(frozen=True)
 class Evidence:
     """All evidence for one drafter, a row of experiment=families; every step is done once.
 
     work: the report's folder; drafters: the families' run.
     """
 
-    work: Path
-    drafters: Path
-    row: str
+    def __init__(self, work: Path, drafters: Path, row: str) -> None:
+        self.work, self.row, (self.rate, kind) = work, row, ROWS[row]
+        self.old = drafters / "train" / f"{row}@{self.rate:g}" / "best"
+        self.prompts, self.target = work / "prompts", work / "finetuned"
+        self.full = work / "full" / "train" / row
+        self.refresh_run, self.watches = work / f"refresh-{row}", work / f"watch-{row}"
+        self.refreshed = self.refresh_run / "train" / kind / "best"
+        self.reference_file = work / f"reference-{row}.json"
 
-    @property
-    def old(self) -> Path:
-        """The drafter of the unchanged target."""
-        return self.drafters / "train" / f"{self.row}@{ROWS[self.row][0]:g}" / "best"
-
-    @property
-    def prompts(self) -> Path:
-        """All prompts."""
-        return self.work / "prompts"
-
-    @property
-    def full(self) -> Path:
-        """The training from scratch."""
-        return self.work / "full" / "train" / self.row
-
-    @property
-    def refreshed(self) -> Path:
-        """The refresh's run."""
-        return self.work / f"refresh-{self.row}"
-
-    @property
-    def watches(self) -> Path:
-        """The run of all watches."""
-        return self.work / f"watch-{self.row}"
-
-    def stage(self, name: str, run_name: str, folder: str, *overrides: str) -> None:
+    def stage(self, name: str, place: Path, target: Path, *overrides: str) -> None:
         """Run a stage on a version of the target; a watch may raise its alarm."""
-        path = self.work / folder if folder else TARGET
         own = (f"run.threads={torch.get_num_threads()}", *overrides)
         statuses = (0, 1) if name == "watch" else (0,)
-        run_on_target(name, path, self.work / run_name, *own, statuses=statuses)
+        run_on_target(name, target, place, *own, statuses=statuses)
 
     # Making
 
     def train_full(self) -> Facts:
         """A drafter trained from scratch on answers of the fine-tuned target."""
+        place, target = self.work / "full", self.target
         asked = f"data.path={self.prompts / 'train.jsonl'}"
-        self.stage("generate", "full", "finetuned", "data=embedded", asked)
-        recipe = (*family_recipe(self.row), f"optim.lr={ROWS[self.row][0]}")
+        self.stage("generate", place, target, "data=embedded", asked)
+        recipe = (*family_recipe(self.row), f"optim.lr={self.rate}", f"run.drafter={self.row}")
         validation = f"train.prompts=[{self.prompts / 'validation.jsonl'}]"
-        self.stage("train", "full", "finetuned", *recipe, f"run.drafter={self.row}", validation)
+        self.stage("train", place, target, *recipe, validation)
         found = read_manifest(self.full, "train")
         return {key: found[key] for key in ("steps", "tokens", "seconds")}
 
@@ -130,27 +108,23 @@ class Evidence:
         own += ["train.patience=0", "data=embedded", f"data.path={place / 'train.jsonl'}"]
         own += [f"train.prompts=[{place / 'validation.jsonl'}]"]
         own += ["bench=jsonl", f"bench.prompts={place / 'measuring.jsonl'}"]
-        self.stage("refresh", self.refreshed.name, "finetuned", *own)
-        found: Facts = read_json(self.refreshed / "refresh" / "refresh.json")
+        self.stage("refresh", self.refresh_run, self.target, *own)
+        found: Facts = read_json(self.refresh_run / "refresh" / "refresh.json")
         return found
 
     # Watching
 
     def watch(self, folder: str, prompts: str, *overrides: str) -> None:
         """`headstart watch` on a version of the target, with the prompts of a file."""
-        own = [
-            f"watch.drafter={self.old}",
-            f"watch.reference={self.work}/reference-{self.row}.json",
-        ]
+        own = [f"watch.drafter={self.old}", f"watch.reference={self.reference_file}"]
         own += ["bench=jsonl", f"bench.prompts={self.prompts / prompts}.jsonl", *overrides]
-        self.stage("watch", self.watches.name, folder, *own)
+        self.stage("watch", self.watches, self.work / folder if folder else TARGET, *own)
 
     def reference(self) -> Reference:
         """The reference of the unchanged target."""
-        path = self.work / f"reference-{self.row}.json"
-        if not path.is_file():
+        if not self.reference_file.is_file():
             self.watch("", "reference", "watch.learn=true", f"decode.max_new_tokens={TOKENS}")
-        return Reference.read(path)
+        return Reference.read(self.reference_file)
 
     def watched(self, name: str) -> Facts:
         """The result of `headstart watch` on a version of the target.
@@ -201,9 +175,8 @@ class Evidence:
 
     def compare(self) -> Facts:
         """tau of the old, the refreshed and the retrained drafter; ratios with paired intervals."""
-        target = cpu_target(self.work / "finetuned")
-        refreshed = self.refreshed / "train" / ROWS[self.row][1]
-        checkpoints = {"old": self.old, "refreshed": refreshed / "best", "full": self.full / "best"}
+        target = cpu_target(self.target)
+        checkpoints = {"old": self.old, "refreshed": self.refreshed, "full": self.full / "best"}
         prompts = load_prompts(self.prompts / "measuring.jsonl")
         decode = DecodeConfig(depth=4, max_new_tokens=TOKENS, batch_size=16)
         sides = {

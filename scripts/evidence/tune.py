@@ -227,8 +227,20 @@ def predictions(tuned: Facts) -> dict[str, float]:
 
 # The page
 
-HEADER = ["drafter", "batch size", "chosen", "best of the grid", "loss", "predicted tokens/s"]
-HEADER += ["measured", "error", "on other prompts", "predicted speedup", "measured", "error"]
+COLUMNS = (
+    ("batch size", "batch_size", "d"),
+    ("chosen", "chosen", "s"),
+    ("best of the grid", "best", "s"),
+    ("loss", "loss", ""),
+    ("predicted tokens/s", "predicted_tokens_per_second", ".0f"),
+    ("measured", "measured_tokens_per_second", ".0f"),
+    ("error", "prediction_error", "+.1%"),
+    ("on other prompts", "prediction_error_on_other_prompts", "+.1%"),
+    ("predicted speedup", "predicted_speedup", ".2f"),
+    ("measured", "measured_speedup", ".2f"),
+    ("error", "speedup_error", "+.1%"),
+)
+"""Title, key and format of the table's columns."""
 SIMULATED = ("tokens_per_second", "latency_p50", "latency_p95")
 
 
@@ -237,22 +249,9 @@ def tables(content: Facts) -> str:
     rows, simulated = [], []
     for name, item in content["summary"].items():
         for row in item["rows"]:
-            rows.append(
-                [
-                    name,
-                    str(row["batch_size"]),
-                    row["chosen"],
-                    row["best"],
-                    cell(row["loss"], row["loss_ci95"], ".1%"),
-                    f"{row['predicted_tokens_per_second']:.0f}",
-                    f"{row['measured_tokens_per_second']:.0f}",
-                    f"{row['prediction_error']:+.1%}",
-                    f"{row['prediction_error_on_other_prompts']:+.1%}",
-                    f"{row['predicted_speedup']:.2f}",
-                    f"{row['measured_speedup']:.2f}",
-                    f"{row['speedup_error']:+.1%}",
-                ]
-            )
+            loss = cell(row["loss"], row["loss_ci95"], ".1%")
+            shown = {**row, "loss": loss}
+            rows.append([name, *(f"{shown[key]:{form}}" for _, key, form in COLUMNS)])
         for draft, errors in item.get("traffic_errors", {}).items():
             simulated.append([name, draft, *(f"{errors[key]:+.1%}" for key in SIMULATED)])
     errors = finalist_errors(content)
@@ -260,7 +259,7 @@ def tables(content: Facts) -> str:
     device = content["device"]
     header = ["drafter", "draft", "tokens/s", "latency p50", "latency p95"]
     lines = [
-        *markdown_table(HEADER, rows),
+        *markdown_table(["drafter", *(title for title, _, _ in COLUMNS)], rows),
         "",
         f"Of all {len(errors)} drafts that were checked the speedup was predicted within "
         f"{min(errors):+.1%} to {max(errors):+.1%}, with a standard deviation of {spread:.1%}.",
@@ -300,8 +299,8 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
     task = Task.of(config, tuner.target, load_prompts(held_out), tuner.decode)
     requests = task.block_requests([list(range(min(REQUESTS, len(task.requests))))])[0]
     lengths = (tuner.task.mean_prompt, tuner.task.longest)
-    rng, found, times = np.random.default_rng(0), [], list[float]()
-    arrivals = None
+    gaps = np.random.default_rng(0).exponential(1.0, len(requests))
+    found, arrivals, times = [], None, list[float]()
     for draft in (NONE, Draft("chain", 2)):
         drafter = None if draft == NONE else tuner.drafter
         prefill = measure_prefill(tuner.target, tuner.drafter, draft, tuner.decode, tuner.task, 5)
@@ -309,21 +308,17 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
         if not times:
             step = server.step(ROWS, task.longest)
             capacity = divide(ROWS, step * tuner.config.max_new_tokens)
-            gaps = rng.exponential(1.0, len(requests))
-            times = (np.cumsum(gaps) * divide(1.0, LOAD * capacity)).tolist()
-            times = [moment - times[0] for moment in times]
-        decode = draft.on(replace(tuner.decode, batch_size=ROWS))
-        engine = Engine(tuner.target, drafter, decode)
+            moments = np.cumsum(gaps) * divide(1.0, LOAD * capacity)
+            times = (moments - moments[0]).tolist()
+        engine = Engine(tuner.target, drafter, draft.on(replace(tuner.decode, batch_size=ROWS)))
         with packed_linears(tuner.drafter):
             served, arrived = play(engine, requests, times, task.longest)
         arrivals = arrivals or arrived
         kept = kept_tokens(known, draft, tuner.task)
         jobs = Way(draft.label, draft, server, kept, {}).jobs(arrivals, 0)
-        real = seen_by_users(jobs, served)
-        simulated = seen_by_users(jobs, simulate(jobs, server))
-        errors = {
-            "tokens_per_second": error(simulated["tokens_per_second"], real["tokens_per_second"])
-        }
+        real, simulated = seen_by_users(jobs, served), seen_by_users(jobs, simulate(jobs, server))
+        key = "tokens_per_second"
+        errors = {key: error(simulated[key], real[key])}
         for name, latency in real["latency"].items():
             errors[f"latency_{name}"] = error(simulated["latency"][name], latency)
         results = {"real": real, "simulated": simulated, "error": errors}

@@ -7,30 +7,23 @@ compares.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from inference.report.markdown import facts, main_table
 from inference.report.model import read_report
-from scripts.tools.common import ROOT, Section, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, Section, make_parser, run
 
 README = ROOT / "README.md"
-REPORT = ROOT / "docs" / "reports" / "demo.json"
+REPORT = REPORTS / "demo.json"
 RESULTS = Section("results", "scripts/tools/readme_table.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table, or with --check return 1 when the README's differs."""
-    parser = make_parser("scripts.tools.readme_table", __doc__)
-    parser.add_argument("--check", action="store_true", help="compare only")
-    return run(parser, write, arguments)
-
-
-def write(given: argparse.Namespace) -> int:
-    """Write or compare; returns the exit status."""
-    return RESULTS.write(README, table(REPORT), given.check)
+    parser = make_parser("scripts.tools.readme_table", __doc__, check=(False, "compare only"))
+    return run(parser, lambda given: RESULTS.write(README, table(REPORT), given.check), arguments)
 
 
 def table(report_file: Path) -> str:

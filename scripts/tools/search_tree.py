@@ -30,17 +30,15 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.tune.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts.run import drafters
-from scripts.tools.common import TARGET, VALIDATION, add_options, make_parser, run
+from scripts.tools.common import TARGET, VALIDATION, make_parser, run
 from scripts.tools.recording import split_prompts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search, write the option and the report; returns the exit status."""
-    parser = make_parser("scripts.tools.search_tree", __doc__)
-    add = parser.add_argument
-    add("drafter", type=Path, help="a checkpoint folder, or the folder of a train stage")
-    add_options(
-        parser,
+    parser = make_parser(
+        "scripts.tools.search_tree",
+        __doc__,
         target=str(TARGET),
         dtype="float32",
         device="auto",
@@ -51,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         temperature=0.0,
         nodes=(26, "nodes of the tree, the root included"),
         depth=(4, "its deepest level"),
-        ranks=(10, "candidates per node that are told apart"),
+        ranks=(10, "candidates per node that are distinguished"),
+        name={"help": "of the option; default: the drafter's name and the nodes"},
+        out=(Path("outputs") / "trees", "folder for HEADSTART_CONF"),
     )
-    add("--name", help="of the option; default: the drafter's name and the nodes")
-    add("--out", type=Path, default=Path("outputs") / "trees", help="folder for HEADSTART_CONF")
+    folder = "a checkpoint folder, or the folder of a train stage"
+    parser.add_argument("drafter", type=Path, help=folder)
     return run(parser, report, arguments)
 
 

@@ -51,21 +51,6 @@ def test_the_plans_compose() -> None:
         assert (plan.gpu, plan.count) == ("h100", 8)
 
 
-def test_a_disturbed_probe_of_the_peak_is_left_out_and_named() -> None:
-    rows = [
-        {"name": name, "mfu": 0.1 * number, "peak": {"tflops": peak, "source": "s"}}
-        for number, (name, peak) in enumerate(
-            (("a", 0.42), ("b", 0.4), ("spoilt", 0.27), ("c", 0.44)), 1
-        )
-    ]
-    kept, spoilt = scale.split_probes(rows)
-    assert [row["name"] for row in kept] == ["a", "b", "c"]
-    assert [row["name"] for row in spoilt] == ["spoilt"]
-    said = scale.left_out({"left_out": {"spoilt": 0.27}, "median_peak_tflops": 0.41})
-    assert "spoilt (0.27 TFLOP/s)" in said and "below 70% of the middle one (0.41)" in said
-    assert scale.left_out({"left_out": {}}) == ""
-
-
 def test_the_page_has_the_tables_of_the_report() -> None:
     text = scale.PAGE.read_text(encoding="utf-8")
     assert scale.TABLES.put(text, scale.tables(read_json(scale.REPORT))) == text
