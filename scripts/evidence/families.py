@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -26,7 +25,7 @@ from inference.report.model import (
 )
 from scripts.evidence.common import FAMILIES, Facts, cell, read_json, write_report
 from scripts.run.drafters import SWEPT
-from scripts.tools.common import REPORTS, make_parser, run
+from scripts.tools.common import REPORTS, command
 
 COMMAND = "headstart loop experiment=families && python -m scripts.evidence.families"
 MEASURES = {
@@ -50,13 +49,6 @@ ABOUT = (
     "rows on a quiet machine. T=1: fewer and shorter answers (families.json has each column's "
     "settings)."
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the three files; returns the exit status."""
-    parser = make_parser("scripts.evidence.families", __doc__)
-    parser.add_argument("run", type=Path, nargs="?", default=FAMILIES)
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -200,6 +192,8 @@ def table_row(row: Facts) -> list[str]:
         f"{lossless[0]}/{lossless[1]}",
     ]
 
+
+main = command(report, run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES})
 
 if __name__ == "__main__":
     sys.exit(main())

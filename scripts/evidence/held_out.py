@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from scripts.assets import cpp_headers, held_out_target
 from scripts.evidence import common
 from scripts.evidence.common import Facts, cell, family_recipe, read_json
 from scripts.evidence.speculators import PLACES, RECIPES, Setting
-from scripts.tools.common import REPORTS, ROOT, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, command
 
 EPOCHS, DEPTH, NEW_TOKENS = 2, 4, 96
 LAST_LAYER = f"head.from_target_layer={held_out_target.CONFIG['num_hidden_layers'] - 1}"
@@ -207,30 +207,25 @@ def report(given: argparse.Namespace) -> None:
     common.write_report(given.out, content, markdown(content))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do all that is not done yet; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.held_out",
-        __doc__,
-        speculators={
-            "metavar": "PYTHON",
-            "help": "a python that has speculators; without it, only ours are trained",
-        },
-        work=ROOT / "outputs" / "held_out",
-        steps=(800, "of the target's training, 4,096 tokens each"),
-        training=(held_out_target.PROMPTS["training"], "prompts"),
-        measuring=(held_out_target.PROMPTS["measuring"], "prompts"),
-        rivals={
-            "nargs": "+",
-            "choices": RIVALS,
-            "default": RIVALS,
-            "help": "drafters that speculators trains",
-        },
-        threads=1,
-        out=(REPORTS / "held_out", "without its ending"),
-    )
-    return run(parser, report, arguments)
-
+main = command(
+    report,
+    speculators={
+        "metavar": "PYTHON",
+        "help": "a python that has speculators; without it, only ours are trained",
+    },
+    work=ROOT / "outputs" / "held_out",
+    steps=(800, "of the target's training, 4,096 tokens each"),
+    training=(held_out_target.PROMPTS["training"], "prompts"),
+    measuring=(held_out_target.PROMPTS["measuring"], "prompts"),
+    rivals={
+        "nargs": "+",
+        "choices": RIVALS,
+        "default": RIVALS,
+        "help": "drafters that speculators trains",
+    },
+    threads=1,
+    out=(REPORTS / "held_out", "without its ending"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

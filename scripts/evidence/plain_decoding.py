@@ -44,43 +44,13 @@ from inference.report.markdown import markdown_table
 from inference.target.loading import DTYPES
 from inference.target.model import TargetModel
 from scripts.evidence.common import DOCS, Facts, cell
-from scripts.tools.common import (
-    PROMPTS,
-    REPORTS,
-    ROOT,
-    TARGET,
-    Section,
-    cpu_target,
-    make_parser,
-    run,
-)
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, Section, command, cpu_target
 
 REPORT, PAGE = REPORTS / "plain_decoding.json", DOCS / "decoder.md"
 SECTION = Section("plain decoding", "scripts/evidence/plain_decoding.py")
 GENERATE = "transformers_generate"
 WARM_UP = 8
 """Prompts that do not count, long and short ones: every compiled graph is made for them."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison and write the report; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.plain_decoding",
-        __doc__,
-        target=TARGET,
-        prompts=(PROMPTS, "a file or a folder"),
-        count=(4, "prompts per domain"),
-        tokens=(128, "most new tokens of an answer"),
-        repeats=1,
-        threads=(0, "0: as torch chooses"),
-        dtype={"default": "float32", "choices": sorted(DTYPES)},
-        drafter={"type": Path, "action": "append", "default": [], "help": "may be repeated"},
-        depth=(4, "drafted tokens of a chain"),
-        assistant={"type": Path, "help": "a checkpoint of kind distilled"},
-        compile={"action": argparse.BooleanOptionalAction, "default": True},
-        out=REPORT,
-    )
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -234,6 +204,22 @@ def table(content: Facts) -> str:
     )
     return "\n".join([*markdown_table(HEADER, rows), "", facts])
 
+
+main = command(
+    report,
+    target=TARGET,
+    prompts=(PROMPTS, "a file or a folder"),
+    count=(4, "prompts per domain"),
+    tokens=(128, "most new tokens of an answer"),
+    repeats=1,
+    threads=(0, "0: as torch chooses"),
+    dtype={"default": "float32", "choices": sorted(DTYPES)},
+    drafter={"type": Path, "action": "append", "default": [], "help": "may be repeated"},
+    depth=(4, "drafted tokens of a chain"),
+    assistant={"type": Path, "help": "a checkpoint of kind distilled"},
+    compile={"action": argparse.BooleanOptionalAction, "default": True},
+    out=REPORT,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

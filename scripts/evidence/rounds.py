@@ -33,12 +33,13 @@ from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence import common
 from scripts.evidence.common import Facts, cell, decode_prompts, read_json, run_stage
-from scripts.tools.common import PROMPTS, REPORTS, cpu_target, make_parser, run
+from scripts.tools.common import PROMPTS, REPORTS, command, cpu_target
 from train.feedback import build
 from train.feedback.config import FeedbackConfig
 
 SCRIPT = "scripts.evidence.rounds"
 OPEN, LOOP, ANSWERS, DISTINCT = "open", "loop", "answers", "distinct"
+RUN = (LOOP, ANSWERS, DISTINCT)
 RECIPE, FEW_RECIPE = "experiment=embedded_loop", "experiment=embedded_few_prompts"
 KINDS = {
     "eagle3": ("eagle3_copied", 3e-3),
@@ -61,22 +62,6 @@ def own_overrides(kind: str) -> list[str]:
     """The overrides of a kind: its recipe and learning rate in experiment=families."""
     row, rate = KINDS[kind]
     return [*common.family_recipe(row), f"optim.lr={rate:g}"]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, measure, write both files; returns the exit status."""
-    rows = (LOOP, ANSWERS, DISTINCT)
-    parser = make_parser(
-        SCRIPT,
-        __doc__,
-        kinds={"nargs": "*", "choices": list(KINDS), "default": list(KINDS)},
-        rows={"nargs": "*", "choices": rows, "default": rows},
-        work=(Path("outputs/loop_report"), "for runs"),
-        open=Path("outputs/families/train"),
-        few_prompts=(False, "rounds from few prompts instead"),
-        seed=(0, "with --few-prompts: other prompts"),
-    )
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -448,6 +433,16 @@ def round_line(entry: Facts) -> list[str]:
         ", ".join(entry["switches"]) or "answers",
     ]
 
+
+main = command(
+    report,
+    kinds={"nargs": "*", "choices": list(KINDS), "default": list(KINDS)},
+    rows={"nargs": "*", "choices": RUN, "default": RUN},
+    work=(Path("outputs/loop_report"), "for runs"),
+    open=Path("outputs/families/train"),
+    few_prompts=(False, "rounds from few prompts instead"),
+    seed=(0, "with --few-prompts: other prompts"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

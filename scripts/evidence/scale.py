@@ -17,7 +17,7 @@ from inference.measure.metrics import divide
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import DOCS, Facts, read_json, settings_of
 from scripts.stages.plan import job_of
-from scripts.tools.common import REPORTS, Section, make_parser, run
+from scripts.tools.common import REPORTS, Section, command
 from train.planning.plan import Speed, make_plan
 
 REPORT, PAGE = REPORTS / "scale.json", DOCS / "scale.md"
@@ -37,14 +37,6 @@ TARGETS = {
     },
 }
 """Target (assets/configs/<name>) -> ways to get its features, each with its overrides."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report and the tables; returns the exit status."""
-    about = "only compare the page's tables"
-    return run(
-        make_parser("scripts.evidence.scale", __doc__, check=(False, about)), write, arguments
-    )
 
 
 def write(given: argparse.Namespace) -> int:
@@ -141,6 +133,8 @@ def table(target: str, rows: Sequence[Facts]) -> list[str]:
         ]
     return lines
 
+
+main = command(write, check=(False, "only compare the page's tables"))
 
 if __name__ == "__main__":
     sys.exit(main())

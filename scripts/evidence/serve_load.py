@@ -29,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -52,7 +52,7 @@ from inference.target.model import TargetModel
 from scripts.config.own import RunConfig
 from scripts.evidence.common import Facts
 from scripts.run import drafters
-from scripts.tools.common import PROMPTS, REPORTS, TARGET, cpu_target, make_parser, run
+from scripts.tools.common import PROMPTS, REPORTS, TARGET, command, cpu_target
 
 DOMAINS = ("code", "chat", "math", "qa")
 SAMPLING = (
@@ -71,24 +71,6 @@ WARM_UP_SHARE = 1 / 3
 shape."""
 GROWTH_ALLOWED = 0.03
 """Share by which memory at the end may exceed that after the warm-up: allocators vary."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all phases and write the report; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.serve_load",
-        __doc__,
-        drafter=("ngram", "checkpoint folder, or a kind without weights"),
-        target=str(TARGET),
-        clients=64,
-        minutes=5.0,
-        overload_seconds=30.0,
-        rows=16,
-        cases=64,
-        threads=(1, "of the engine, offline and served"),
-        out=REPORTS / "serve_load.json",
-    )
-    return run(parser, report, arguments)
 
 
 # Clients
@@ -442,6 +424,19 @@ def memory_growth(begun: int, memory: list[tuple[float, int]]) -> Facts:
         "every_ten_seconds": [size for _, size in memory[::20]],
     }
 
+
+main = command(
+    report,
+    drafter=("ngram", "checkpoint folder, or a kind without weights"),
+    target=str(TARGET),
+    clients=64,
+    minutes=5.0,
+    overload_seconds=30.0,
+    rows=16,
+    cases=64,
+    threads=(1, "of the engine, offline and served"),
+    out=REPORTS / "serve_load.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,6 @@ import argparse
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +43,7 @@ from inference.target.model import TargetModel
 from scripts.evidence.common import FAMILIES, Facts, read_json, write_report
 from scripts.evidence.families import trainings
 from scripts.run.drafters import SWEPT
-from scripts.tools.common import REPORTS, ROOT, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, command
 
 NAMES = "eagle eagle3 eagle3_copied peagle fastmtp dflash medusa distilled pard".split()
 FEW, SHORT, POSITIONS = 2, 24, 512
@@ -67,25 +66,6 @@ ABOUT = (
     "draft. tokens/s: the whole pass, prompts included, on a machine that was shared; a "
     "comparison of speeds it is not."
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.serving",
-        __doc__,
-        engine_python={"required": True},
-        run=FAMILIES,
-        drafters={"nargs": "*", "default": NAMES},
-        speculators={"nargs": "*", "type": Path, "default": []},
-        interpreted={"nargs": "*", "default": []},
-        target="assets/tiny-target",
-        prompts_per_domain=8,
-        max_new_tokens=128,
-        out=REPORTS,
-        merge=False,
-    )
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -303,6 +283,20 @@ def markdown(content: Facts) -> list[str]:
         "",
     ]
 
+
+main = command(
+    report,
+    engine_python={"required": True},
+    run=FAMILIES,
+    drafters={"nargs": "*", "default": NAMES},
+    speculators={"nargs": "*", "type": Path, "default": []},
+    interpreted={"nargs": "*", "default": []},
+    target="assets/tiny-target",
+    prompts_per_domain=8,
+    max_new_tokens=128,
+    out=REPORTS,
+    merge=False,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

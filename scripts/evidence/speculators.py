@@ -47,7 +47,7 @@ from scripts.evidence import common
 from scripts.evidence.common import Facts, family_recipe, read_json, settings_of
 from scripts.evidence.foreign.speculators_worker import Channel, peak_bytes
 from scripts.stages.plan import job_of
-from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, cpu_target, make_parser, run
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 from train import setup
 from train.data.pack import PackedData
 from train.distributed import join_world
@@ -380,24 +380,19 @@ def follow_commands(job: Facts, channel: Channel) -> None:
         made.run(None)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; returns the exit status."""
-    parser = make_parser(
-        MODULE,
-        __doc__,
-        python={"help": f"a python that has speculators {VERSION}"},
-        answers={"type": Path, "help": "folder of `headstart generate`"},
-        target=TARGET,
-        prompts=(PROMPTS, "held-out prompts for tau"),
-        kinds={"nargs": "+", "choices": sorted(KINDS), "default": ["eagle3", "dspark"]},
-        only={"choices": ("timing", "tau")},
-        threads=2,
-        work=ROOT / "outputs" / "speculators",
-        out=REPORTS / "speculators.json",
-        side={"type": Path, "help": argparse.SUPPRESS},
-    )
-    return run(parser, compare, arguments)
-
+main = command(
+    compare,
+    python={"help": f"a python that has speculators {VERSION}"},
+    answers={"type": Path, "help": "folder of `headstart generate`"},
+    target=TARGET,
+    prompts=(PROMPTS, "held-out prompts for tau"),
+    kinds={"nargs": "+", "choices": sorted(KINDS), "default": ["eagle3", "dspark"]},
+    only={"choices": ("timing", "tau")},
+    threads=2,
+    work=ROOT / "outputs" / "speculators",
+    out=REPORTS / "speculators.json",
+    side={"type": Path, "help": argparse.SUPPRESS},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

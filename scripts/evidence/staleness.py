@@ -39,7 +39,7 @@ from scripts.evidence.common import (
     tau_facts,
 )
 from scripts.run.process import git_state
-from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, cpu_target, make_parser, run
+from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 
 TOKENS, WATCHED = 96, 200
 SYSTEM = "You are a pirate captain. Answer every question in verse, and never write code."
@@ -303,25 +303,20 @@ def report(given: argparse.Namespace) -> None:
     write_json(given.out, content)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do all that is not done yet; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.staleness",
-        __doc__,
-        work=ROOT / "outputs" / "watch_report",
-        drafters=(FAMILIES, "the families' run"),
-        rows={"nargs": "+", "choices": list(ROWS), "default": list(ROWS)},
-        skip={
-            "nargs": "+",
-            "choices": ("int8", "int4"),
-            "default": [],
-            "help": "where torchao or bitsandbytes is missing",
-        },
-        threads=1,
-        out=REPORTS / "watch.json",
-    )
-    return run(parser, report, arguments)
-
+main = command(
+    report,
+    work=ROOT / "outputs" / "watch_report",
+    drafters=(FAMILIES, "the families' run"),
+    rows={"nargs": "+", "choices": list(ROWS), "default": list(ROWS)},
+    skip={
+        "nargs": "+",
+        "choices": ("int8", "int4"),
+        "default": [],
+        "help": "where torchao or bitsandbytes is missing",
+    },
+    threads=1,
+    out=REPORTS / "watch.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

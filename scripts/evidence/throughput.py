@@ -24,7 +24,7 @@ from inference.manifest import write_json
 from inference.measure.metrics import divide
 from scripts.evidence.common import Facts, family_recipes, read_json
 from scripts.run.process import git_state, versions
-from scripts.tools.common import REPORTS, ROOT, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, command
 from train.tracking.clock import PARTS
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -32,21 +32,6 @@ MODULE = "scripts.evidence.throughput"
 WARM_UP = 2
 EXPERIMENT = "experiment=families"
 KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit status."""
-    parser = make_parser(
-        MODULE,
-        __doc__,
-        answers={"type": Path, "required": True, "help": "folder of `headstart generate`"},
-        steps=(6, f"timed steps, after {WARM_UP} that warm up"),
-        threads=2,
-        rows=(8, "rows per step"),
-        only={"nargs": "*", "default": [], "help": "recipes; none named: all"},
-        out=REPORTS / "throughput.json",
-    )
-    return run(parser, measure, arguments)
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -115,6 +100,16 @@ def steady(lines: Sequence[Facts], summary: Facts) -> Facts:
         **{name: summary[name] for name in KEPT},
     }
 
+
+main = command(
+    measure,
+    answers={"type": Path, "required": True, "help": "folder of `headstart generate`"},
+    steps=(6, f"timed steps, after {WARM_UP} that warm up"),
+    threads=2,
+    rows=(8, "rows per step"),
+    only={"nargs": "*", "default": [], "help": "recipes; none named: all"},
+    out=REPORTS / "throughput.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -48,7 +48,7 @@ from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner, sum_turns
 from scripts.evidence.common import DOCS, Facts, cell, read_json
 from scripts.run import drafters
-from scripts.tools.common import REPORTS, Section, cpu_target, make_parser, run
+from scripts.tools.common import REPORTS, Section, command, cpu_target
 
 PAGE = DOCS / "tuning.md"
 SECTION = Section("tune", "scripts/evidence/tune.py")
@@ -66,23 +66,6 @@ HELD_OUT = {1: 48, 4: 96, 16: 192}
 """Batch size -> prompts that every draft answers once, those close to the fastest three times."""
 ROWS, REQUESTS, LOAD = 4, 48, 0.7
 """The traffic: rows, requests, and the share of plain decoding's capacity that it asks for."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; returns the exit status."""
-    parser = make_parser(
-        "scripts.evidence.tune",
-        __doc__,
-        target="assets/tiny-target",
-        held_out=Path("assets/prompts"),
-        surveys=(Path("outputs/tune_report"), "folder of what needs no quiet machine"),
-        page=(False, "only write the page's tables"),
-        survey_only=False,
-        threads=1,
-        out=REPORTS / "tune.json",
-    )
-    parser.add_argument("drafters", nargs="*", metavar="NAME=FOLDER")
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -325,6 +308,18 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
         found.append({"draft": draft.label, **results})
     return {"rows": ROWS, "requests": len(requests), "load": LOAD, "ways": found}
 
+
+main = command(
+    report,
+    drafters={"positional": True, "nargs": "*", "metavar": "NAME=FOLDER"},
+    target="assets/tiny-target",
+    held_out=Path("assets/prompts"),
+    surveys=(Path("outputs/tune_report"), "folder of what needs no quiet machine"),
+    page=(False, "only write the page's tables"),
+    survey_only=False,
+    threads=1,
+    out=REPORTS / "tune.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -39,7 +39,7 @@ from inference.measure.run import measure
 from inference.report.model import Report
 from inference.target.loading import DTYPES, TargetConfig, describe, pick_device, switch_attention
 from inference.target.model import TargetModel
-from scripts.tools.common import REPORTS, make_parser, run
+from scripts.tools.common import REPORTS, command
 
 SIZES = "vocab hidden layers heads kv_heads intermediate".split()
 SIZES += "small_layers small_hidden small_heads small_intermediate draft_vocab".split()
@@ -68,33 +68,6 @@ class NoTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """No words."""
         return {}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the report; returns the exit status."""
-    sizes = {"type": int, "default": 0, "help": "instead of the shape's"}
-    parser = make_parser(
-        "scripts.tools.bench_gpu",
-        __doc__,
-        shape={"choices": sorted(SHAPES), "default": "llama31_8b"},
-        **dict.fromkeys(SIZES, sizes),
-        device="auto",
-        dtype={"choices": sorted(DTYPES), "default": "bfloat16"},
-        depth=(0, "draft length; default: the trajectory's deepest"),
-        prompts=8,
-        context=(512, "tokens of a prompt"),
-        tokens=(256, "new tokens of an answer"),
-        repeats=3,
-        trajectories=REPORTS / "trajectories.json",
-        trajectory=("distilled", "which one all drafters replay; own: each the one of its name"),
-        record={
-            "nargs": "*",
-            "metavar": "ARM=FOLDER",
-            "help": "write --trajectories from finished measurements",
-        },
-        out=REPORTS / "gpu_decoder.json",
-    )
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -307,6 +280,27 @@ def synchronisations(
         steps.append(len(done.passes))
     return (counts[1] - counts[2]) / max(1, steps[1] - steps[2])
 
+
+main = command(
+    report,
+    shape={"choices": sorted(SHAPES), "default": "llama31_8b"},
+    **dict.fromkeys(SIZES, (0, "instead of the shape's")),
+    device="auto",
+    dtype={"choices": sorted(DTYPES), "default": "bfloat16"},
+    depth=(0, "draft length; default: the trajectory's deepest"),
+    prompts=8,
+    context=(512, "tokens of a prompt"),
+    tokens=(256, "new tokens of an answer"),
+    repeats=3,
+    trajectories=REPORTS / "trajectories.json",
+    trajectory=("distilled", "which one all drafters replay; own: each the one of its name"),
+    record={
+        "nargs": "*",
+        "metavar": "ARM=FOLDER",
+        "help": "write --trajectories from finished measurements",
+    },
+    out=REPORTS / "gpu_decoder.json",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,7 +34,7 @@ from inference.kernels.reference.noise import NOISE_PICK
 from inference.manifest import write_json
 from inference.measure.config import process_facts
 from inference.target.hardware import device_facts
-from scripts.tools.common import make_parser, run
+from scripts.tools.common import command
 
 Call = Callable[[], Any]
 Timer = Callable[[Call], Sequence[float]]
@@ -79,15 +79,6 @@ class Contest:
 
     Of `noise_pick`: share of nodes with another pick (scores nearer than the noise's rounding).
     """
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the report; returns the exit status."""
-    out = {"type": Path, "required": True, "help": "where the JSON report is written"}
-    parser = make_parser("scripts.tools.bench_kernels", __doc__, out=out)
-    known = f"of {', '.join(BENCHES)}; none: all"
-    parser.add_argument("benches", nargs="*", metavar="BENCH", help=known)
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -285,6 +276,17 @@ BENCHES: dict[str, Callable[[torch.device, Sizes], Iterator[Contest]]] = {
 }
 """What can be measured, by name; a new kernel adds its own."""
 
+
+main = command(
+    report,
+    benches={
+        "positional": True,
+        "nargs": "*",
+        "metavar": "BENCH",
+        "help": f"of {', '.join(BENCHES)}; none: all",
+    },
+    out={"type": Path, "required": True, "help": "where the JSON report is written"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,15 +31,8 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import cpu_target, run
-from scripts.tools.recording import recording_parser, split_requests
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Record, fit, write; returns the exit status."""
-    depth = (0, "drafted tokens; 0: as deep as the drafter goes")
-    parser = recording_parser("scripts.tools.calibrate_confidence", __doc__, depth=depth)
-    return run(parser, calibrate, arguments)
+from scripts.tools.common import command, cpu_target
+from scripts.tools.recording import RECORDING, split_requests
 
 
 def calibrate(given: argparse.Namespace) -> None:
@@ -124,6 +117,8 @@ def watched(drafter: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         del drafter.propose, drafter.commit
 
+
+main = command(calibrate, **RECORDING, depth=(0, "drafted tokens; 0: as deep as the drafter goes"))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,44 +23,43 @@ VALIDATION = PROMPTS / "training" / "validation.jsonl"
 REPORTS = ROOT / "docs" / "reports"
 
 
-def make_parser(module: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """The parser of `python -m <module>`, described by the first line of the module's docstring.
+def command(
+    work: Callable[[argparse.Namespace], int | None], /, **options: Any
+) -> Callable[..., int]:
+    """The `main` of the module that defines `work`, which the module's docstring describes.
 
     options: name -> default (of the option's type; False makes a flag), a pair (default, help), or
-    a dict of `add_argument`'s own arguments.
+    a dict of `add_argument`'s own arguments, with "positional" where it is no option. The namespace
+    has the whole command line as `command`, for reports. `main(arguments)` returns the status of
+    `work`, or 2 with a `UserError`'s message.
     """
-    about = (doc or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    for name, given in options.items():
-        if not isinstance(given, dict):
-            default, about = given if isinstance(given, tuple) else (given, None)
-            given = {"default": default, "help": about}
-            if default is False:
-                given["action"] = "store_true"
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        module = sys.modules[work.__module__]
+        assert module.__spec__ is not None, "a module of its own, run by python -m"
+        about = (module.__doc__ or "").split("\n")[0]
+        parser = argparse.ArgumentParser(f"python -m {module.__spec__.name}", description=about)
+        for name, given in options.items():
+            if isinstance(given, dict):
+                own = dict(given)
             else:
-                given["type"] = Path if isinstance(default, Path) else type(default)
-        parser.add_argument(f"--{name.replace('_', '-')}", **given)
-    return parser
+                default, text = given if isinstance(given, tuple) else (given, None)
+                kind = Path if isinstance(default, Path) else type(default)
+                flag = default is False
+                own = {"action": "store_true"} if flag else {"type": kind, "default": default}
+                own["help"] = text
+            place = name if own.pop("positional", False) else f"--{name.replace('_', '-')}"
+            parser.add_argument(place, **own)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        space = parser.parse_args(words)
+        space.command = " ".join([parser.prog, shlex.join(words)]).strip()
+        try:
+            return work(space) or 0
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
 
-
-def run(
-    parser: argparse.ArgumentParser,
-    work: Callable[[argparse.Namespace], int | None],
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Parse the arguments and call `work`; returns its exit status, or 2 with a `UserError`'s
-    message.
-
-    The namespace has the whole command line as `command`, for the report.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(words)
-    given.command = " ".join([parser.prog, shlex.join(words)]).strip()
-    try:
-        return work(given) or 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return main
 
 
 def cpu_target(path: Path | str = TARGET, dtype: str = "float32") -> TargetModel:

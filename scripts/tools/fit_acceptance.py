@@ -25,18 +25,10 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import cpu_target, run
-from scripts.tools.recording import recording_parser, split_requests
+from scripts.tools.common import command, cpu_target
+from scripts.tools.recording import RECORDING, split_requests
 
 BINS = 10
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Record, fit, write; returns the exit status."""
-    parser = recording_parser(
-        "scripts.tools.fit_acceptance", __doc__, depth=(8, "drafted tokens"), refusal_weight=1.0
-    )
-    return run(parser, fit_head, arguments)
 
 
 def fit_head(given: argparse.Namespace) -> None:
@@ -94,6 +86,8 @@ def quality(chance: Tensor, accepted: Tensor) -> dict[str, float]:
     area = (float(ranks[accepted].sum()) - kept * (kept + 1) / 2) / pairs if pairs else 0.5
     return {"calibration_error": round(sum(gaps) / len(chance), 4), "auc": round(area, 4)}
 
+
+main = command(fit_head, **RECORDING, depth=(8, "drafted tokens"), refusal_weight=1.0)
 
 if __name__ == "__main__":
     sys.exit(main())

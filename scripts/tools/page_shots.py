@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from heads.api.errors import UserError
-from scripts.tools.common import make_parser, run
+from scripts.tools.common import command
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 VARIABLE = "HEADSTART_CHROMIUM"
@@ -47,19 +47,6 @@ FOCUSED = """() => {
     panel: viewer ? viewer.querySelector(".candidates").textContent : "",
   };
 }"""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check and photograph a page; the exit status is 1 when something was found."""
-    parser = make_parser(
-        "scripts.tools.page_shots",
-        __doc__,
-        out={"type": Path, "help": "folder for screenshots; default: none"},
-        chromium={},
-        sections={"nargs": "*", "default": [], "help": "ids of elements for close-ups"},
-    )
-    parser.add_argument("page", type=Path)
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> int:
@@ -175,6 +162,14 @@ def walk(tab: Any) -> list[str]:
         found.append("the Tab key never came to an answer's tokens")
     return found
 
+
+main = command(
+    report,
+    page={"positional": True, "type": Path},
+    out={"type": Path, "help": "folder for screenshots; default: none"},
+    chromium={},
+    sections={"nargs": "*", "default": [], "help": "ids of elements for close-ups"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,23 +7,22 @@ compares.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from inference.report.markdown import facts, main_table
 from inference.report.model import read_report
-from scripts.tools.common import REPORTS, ROOT, Section, make_parser, run
+from scripts.tools.common import REPORTS, ROOT, Section, command
 
 README = ROOT / "README.md"
 REPORT = REPORTS / "demo.json"
 RESULTS = Section("results", "scripts/tools/readme_table.py")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def write(given: argparse.Namespace) -> int:
     """Write the table, or with --check return 1 when the README's differs."""
-    parser = make_parser("scripts.tools.readme_table", __doc__, check=(False, "compare only"))
-    return run(parser, lambda given: RESULTS.write(README, table(REPORT), given.check), arguments)
+    return RESULTS.write(README, table(REPORT), given.check)
 
 
 def table(report_file: Path) -> str:
@@ -37,6 +36,8 @@ def table(report_file: Path) -> str:
     report = read_report(report_file)
     return "\n".join([*main_table(report), "", *facts(report)])
 
+
+main = command(write, check=(False, "compare only"))
 
 if __name__ == "__main__":
     sys.exit(main())

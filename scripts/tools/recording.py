@@ -12,27 +12,21 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.measure.prompts import Prompt, load_prompts, select_prompts, to_requests
 from inference.target.model import TargetModel
-from scripts.tools.common import TARGET, VALIDATION, make_parser
+from scripts.tools.common import TARGET, VALIDATION
 
 HELD_OUT_EVERY = 5
 
 
-def recording_parser(module: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """The shared options: the drafter, where the result goes, target, prompts and decoding; and
-    `options` as `make_parser` takes them."""
-    parser = make_parser(
-        module,
-        doc,
-        out={"type": Path, "required": True, "help": "where the result goes"},
-        target=str(TARGET),
-        prompts={"type": Path, "nargs": "+", "default": [VALIDATION]},
-        count=(32, "prompts per domain"),
-        tokens=(96, "most new tokens per prompt"),
-        temperature=0.0,
-        **options,
-    )
-    parser.add_argument("drafter", type=Path, metavar="FOLDER")
-    return parser
+RECORDING: dict[str, Any] = {
+    "drafter": {"positional": True, "type": Path, "metavar": "FOLDER"},
+    "out": {"type": Path, "required": True, "help": "where the result goes"},
+    "target": str(TARGET),
+    "prompts": {"type": Path, "nargs": "+", "default": [VALIDATION]},
+    "count": (32, "prompts per domain"),
+    "tokens": (96, "most new tokens per prompt"),
+    "temperature": 0.0,
+}
+"""The shared options, as `command` takes them."""
 
 
 def split_requests(

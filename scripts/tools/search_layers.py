@@ -39,37 +39,11 @@ from inference.tune.layer_search import (
     parts_of,
     search_layers,
 )
-from scripts.tools.common import PROMPTS, TARGET, make_parser, run
+from scripts.tools.common import PROMPTS, TARGET, command
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
 """Kinds that are built from layers of the target, and the setting that names them."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, write the recipe and the report; returns the exit status."""
-    parser = make_parser(
-        "scripts.tools.search_layers",
-        __doc__,
-        target=str(TARGET),
-        dtype="float32",
-        device="auto",
-        kind={"default": "early_exit", "choices": sorted(SETTING)},
-        prompts=PROMPTS,
-        domain={"help": "search for one domain's prompts alone"},
-        per_domain=(4, "prompts per domain to search on"),
-        held_out=(4, "other prompts per domain to judge the result on"),
-        tokens=(48, "new tokens per prompt"),
-        temperature=0.0,
-        depth=(4, "tokens drafted per pass"),
-        evaluations=(48, "sets that are tried"),
-        objective={"default": "speedup", "choices": OBJECTIVES},
-        most_cost=(1.0, "largest share of the target's weights per drafted token"),
-        sublayers=(False, "leave out attention and MLP separately"),
-        seed=0,
-        out=(Path("outputs") / "layers", "folder of recipe and report"),
-    )
-    return run(parser, report, arguments)
 
 
 def report(given: argparse.Namespace) -> None:
@@ -180,6 +154,27 @@ def judge(
         rows[name] = rounded(tau=measured, cost=price, ideal_speedup=estimate)
     return rows
 
+
+main = command(
+    report,
+    target=str(TARGET),
+    dtype="float32",
+    device="auto",
+    kind={"default": "early_exit", "choices": sorted(SETTING)},
+    prompts=PROMPTS,
+    domain={"help": "search for one domain's prompts alone"},
+    per_domain=(4, "prompts per domain to search on"),
+    held_out=(4, "other prompts per domain to judge the result on"),
+    tokens=(48, "new tokens per prompt"),
+    temperature=0.0,
+    depth=(4, "tokens drafted per pass"),
+    evaluations=(48, "sets that are tried"),
+    objective={"default": "speedup", "choices": OBJECTIVES},
+    most_cost=(1.0, "largest share of the target's weights per drafted token"),
+    sublayers=(False, "leave out attention and MLP separately"),
+    seed=0,
+    out=(Path("outputs") / "layers", "folder of recipe and report"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())
