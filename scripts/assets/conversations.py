@@ -133,14 +133,16 @@ def pairs_of(document: Document) -> list[Pair]:
         name = f"the module {where}"
         pairs.append(Pair("reference", document.name, document.source, name, "", answer))
     for name, node, owner in _definitions(tree.body, "", None):
-        is_class = isinstance(node, ast.ClassDef)
-        if node.name.startswith("test") and not is_class:
+        if isinstance(node, ast.ClassDef):
+            shown = _class_line(node, lines)
+        elif node.name.startswith("test"):
             continue
-        shown = _class_line(node, lines) if is_class else _signature(node, lines)
+        else:
+            shown = _signature(node, lines)
         answer = trim(_docstring(node), MAX_ANSWER)
         if len(answer) >= MIN_ANSWER and 0 < len(shown) <= MAX_SHOWN:
             pairs.append(Pair("explain", document.name, where, name, shown, answer))
-        if not is_class and (found := _body(node, owner, shown, lines)):
+        if not isinstance(node, ast.ClassDef) and (found := _body(node, owner, shown, lines)):
             pairs.append(Pair("code", document.name, where, name, *found))
     return pairs
 

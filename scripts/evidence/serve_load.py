@@ -80,32 +80,23 @@ GROWTH_ALLOWED = 0.03
 class Case:
     """A request with its known answer: the text and tokens of offline generation."""
 
-    number: int
-    prompt: tuple[int, ...]
-    limit: int
-    seed: int
+    request: Request
     sampling: SamplingSettings
-    expected: str = ""
-    tokens: tuple[int, ...] = ()
-
-    @property
-    def request(self) -> Request:
-        """The request as the engine takes it."""
-        return Request(self.number, self.prompt, self.seed, self.limit)
+    expected: str
+    tokens: tuple[int, ...]
 
     def arguments(self, model: str) -> Facts:
         """The request as the openai client takes it."""
-        own = self.sampling
-        domain = DOMAINS[self.number % len(DOMAINS)]
+        own, request = self.sampling, self.request
         return {
             "model": model,
-            "prompt": list(self.prompt),
-            "max_tokens": self.limit,
+            "prompt": list(request.tokens),
+            "max_tokens": request.max_new_tokens,
             "temperature": own.temperature,
             "top_p": own.top_p,
-            "seed": self.seed,
+            "seed": request.seed,
             "extra_body": {"top_k": own.top_k, "min_p": own.min_p, "return_token_ids": True},
-            "extra_headers": {"X-Headstart-Domain": domain},
+            "extra_headers": {"X-Headstart-Domain": DOMAINS[request.index % len(DOMAINS)]},
         }
 
 
@@ -187,8 +178,8 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case, stream: bool, 
                 text += choice.text
                 tokens = tuple(getattr(choice, "token_ids", None) or tokens)
         else:
-            found = await client.completions.create(**case.arguments(model))
-            text, tokens = found.choices[0].text, tuple(found.choices[0].token_ids)
+            choice = (await client.completions.create(**case.arguments(model))).choices[0]
+            text, tokens = choice.text, tuple(getattr(choice, "token_ids", ()))
         seen.note(case, text, tokens, time.monotonic() - begin)
     except openai.RateLimitError as error:
         seen.refused.append(time.monotonic() - begin)
@@ -285,7 +276,7 @@ class Server:
         server."""
 
         async def interrupt() -> Seen:
-            longest = sorted(cases, key=lambda case: -case.limit)[:16]
+            longest = sorted(cases, key=lambda case: -case.request.max_new_tokens)[:16]
             asking = asyncio.create_task(self.each_once(longest, 16))
             most = 0.0
             while most < 16 and not asking.done():  # until all are in, or the first are out again
@@ -343,28 +334,16 @@ def report(given: argparse.Namespace) -> int:
     }
     shown["fine"] = is_fine(shown)
     packages = ("torch", "transformers", "fastapi", "uvicorn", "openai")
+    sizes = {"rows": given.rows, "queue": given.clients, "cases": len(cases), "limits": LIMITS}
+    draft = {"shape": decode.shape, "depth": decode.depth}
+    device = {**device_facts(torch.device("cpu")), "cores": os.cpu_count()}
     content = {
         "format": 1,
         "command": given.command,
-        "machine": {
-            "cpu": device_facts(torch.device("cpu"))["name"],
-            "cores": os.cpu_count(),
-            "threads": given.threads,
-            "python": platform.python_version(),
-        },
+        "machine": {**device, "python": platform.python_version()},
         "versions": {name: importlib.metadata.version(name) for name in packages},
-        "drafter": {
-            "name": found.name,
-            "kind": found.kind,
-            "shape": decode.shape,
-            "depth": decode.depth,
-        },
-        "server": {
-            "rows": given.rows,
-            "queue": given.clients,
-            "cases": len(cases),
-            "limits": LIMITS,
-        },
+        "drafter": {"name": found.name, "kind": found.kind, **draft},
+        "server": sizes,
         "metrics": {key: numbers[key] for key in sorted(numbers) if key.startswith(SHOWN)},
         **shown,
     }
@@ -403,8 +382,9 @@ def known_answers(target: TargetModel, count: int) -> list[Case]:
     for number, request in enumerate(requests):
         limit, seed, way = LIMITS[number % len(LIMITS)], 1000 + number, number % len(SAMPLING)
         (answer,) = engines[way].generate([request.tokens], [seed], max_new_tokens=limit)
+        asked = Request(number, request.tokens, seed, limit)
         tokens = tuple(answer.completion.tokens)
-        cases.append(Case(number, request.tokens, limit, seed, SAMPLING[way], answer.text, tokens))
+        cases.append(Case(asked, SAMPLING[way], answer.text, tokens))
     return cases
 
 

@@ -77,6 +77,9 @@ def report(given: argparse.Namespace) -> None:
         bench = Bench(config, target, Path(scratch))
         rows, settings = serve_all(given, bench)
     print("\n".join(live.lines(rows)))
+    fresh = [
+        {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
+    ]
     content: Facts = {
         "format": 1,
         "target": {"id": config.path, "revision": target.info.revision, "dtype": config.dtype},
@@ -85,16 +88,13 @@ def report(given: argparse.Namespace) -> None:
         **process_facts(),
         "python": platform.python_version(),
         "command": command,
-        "rows": [
-            {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
-        ],
+        "rows": fresh,
     }
     before = read_json(given.out / "serving.json")
     if given.merge and before:  # its rows are renewed, the new ones come after them
-        names = {row["name"] for row in content["rows"]}
-        kept = [row for row in before["rows"] if row["name"] not in names]
-        kept = [{"command": before["command"], **row} for row in kept]
-        content = {**before, "rows": [*kept, *content["rows"]]}
+        names, former = {row["name"] for row in fresh}, {"command": before["command"]}
+        kept = [former | row for row in before["rows"] if row["name"] not in names]
+        content = {**before, "rows": [*kept, *fresh]}
     write_report(given.out / "serving", content, markdown(content))
 
 
@@ -171,12 +171,9 @@ class Bench:
         if name == "dflash":
             found.insert(0, replace(native, name=SHIPPED, corrections=(), compared=False))
         if name == "medusa":
-            ours = {
-                "name": "medusa (our proposer)",
-                "speculative": {**native.speculative, "method": "custom_class", "model": CUSTOM},
-                "additional": {"headstart_medusa": str(out)},
-            }
-            found.append(replace(native, folder=None, **ours))
+            method = {**native.speculative, "method": "custom_class", "model": CUSTOM}
+            ours = replace(native, name="medusa (our proposer)", folder=None, speculative=method)
+            found.append(replace(ours, additional={"headstart_medusa": str(out)}))
         self.checks |= {item.name: verdict for item in found}
         return found
 

@@ -15,9 +15,10 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import write_json
@@ -83,7 +84,7 @@ def train_briefly(name: str, overrides: Sequence[str], given: argparse.Namespace
         return steady(lines, read_json(out / "summary.json"))
 
 
-def steady(lines: Sequence[Facts], summary: Facts) -> Facts:
+def steady(lines: Sequence[Mapping[str, Any]], summary: Facts) -> Facts:
     """Figures of the steps after the warm-up (ratios of sums), and of the training's summary."""
     timed = lines[WARM_UP:]
     tokens = timed[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]

@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]
     return sorted(compared, key=lambda row: -float(row["of_best"]))
 
 
-def judge(row: Facts, everything: Sequence[Facts]) -> Facts:
+def judge(row: Mapping[str, Any], everything: Sequence[Facts]) -> Facts:
     """The loss of the choice against the grid's best, and the error of the prediction."""
     here = next(item for item in everything if item["draft"] == row["label"])
     predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]
@@ -300,8 +301,8 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
         kept = kept_tokens(known, draft, tuner.task)
         jobs = Way(draft.label, draft, server, kept, {}).jobs(arrivals, 0)
         real, simulated = seen_by_users(jobs, served), seen_by_users(jobs, simulate(jobs, server))
-        key = "tokens_per_second"
-        errors = {key: error(simulated[key], real[key])}
+        speed = error(simulated["tokens_per_second"], real["tokens_per_second"])
+        errors = {"tokens_per_second": speed}
         for name, latency in real["latency"].items():
             errors[f"latency_{name}"] = error(simulated["latency"][name], latency)
         results = {"real": real, "simulated": simulated, "error": errors}
